@@ -1,0 +1,63 @@
+# Every target installs what it needs into .venv first, with the versions of constraints.txt.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python -m
+READY := $(VENV)/.installed
+
+BENCH_ARGS ?=
+TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
+TRAIN_ARGS ?=
+TEST_ARGS ?=
+LOGS ?= runs
+PORT ?= 6006
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install bench train test check format tensorboard clean distclean
+
+help: ## Show this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+install: $(READY) ## Create .venv and install the pinned versions into it
+
+bench: $(READY) ## Compare the engines on two CPU processes; table, CSV and JSON in runs/bench
+	$(RUN) lightning_fsdp.bench --out runs/bench $(BENCH_ARGS)
+
+train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this Python's own sources
+	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
+
+test: $(READY) ## Run the tests
+	$(RUN) pytest $(TEST_ARGS)
+
+check: $(READY) ## Formatting, lint, types and import layers
+	$(RUN) ruff format --check .
+	$(RUN) ruff check .
+	$(RUN) mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(READY) ## Format the sources and apply the lint's safe fixes
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+tensorboard: $(READY) ## Open the logs of all runs at http://localhost:6006
+	$(RUN) tensorboard.main --logdir $(LOGS) --host 127.0.0.1 --port $(PORT)
+
+clean: ## Remove runs and caches; keep .venv
+	rm -rf runs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## Remove .venv as well
+	rm -rf $(VENV)
+
+# The stamp is written last, so an installation that was interrupted anywhere is repeated, and a
+# .venv whose own pip does not answer (interrupted creation, a Python that went away) is rebuilt.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
+	    echo "expected Python 3.11, 3.12 or 3.13, got: $$($(PYTHON) --version 2>&1)." \
+	        "Name one with: make PYTHON=python3.12" >&2; exit 1; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
+	    echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@

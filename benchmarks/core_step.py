@@ -1,0 +1,194 @@
+"""Time one training step of the core beside torch's FSDP2, FSDP1 and DDP, in one run.
+
+    python benchmarks/core_step.py                        # both cases of the README
+    python benchmarks/core_step.py --batch 1 --seq 32 --arms scratch_zero3 fsdp2_zero3
+
+Two gloo ranks with one thread each train the same GPT-2 (6 layers, width 512, V=8192) on the same
+random tokens. All arms live in the same processes and take turns, a round of one step each, so that
+a slow moment of the machine falls on all of them. Reported per arm: median and quartiles over the
+rounds, and the median of the per-round ratios to FSDP2 of the same stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fsdp import ZERO2, ZERO3, shard_model
+
+CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
+VOCABULARY = 8192
+
+
+def build_model() -> GPT2LMHeadModel:
+    """The same weights on every rank and in every arm."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_layer=6, n_embd=512, n_head=8, vocab_size=VOCABULARY, n_positions=1024,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def _scratch(stage: int) -> nn.Module:
+    return shard_model(build_model(), {2: ZERO2, 3: ZERO3}[stage])
+
+
+def _fsdp2(stage: int) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    model = build_model()
+    for block in model.transformer.h:
+        fully_shard(block, reshard_after_forward=stage == 3)
+    return fully_shard(model, reshard_after_forward=None if stage == 3 else False)
+
+
+def _fsdp1(stage: int) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+    strategy = {2: ShardingStrategy.SHARD_GRAD_OP, 3: ShardingStrategy.FULL_SHARD}[stage]
+    return FullyShardedDataParallel(
+        build_model(),
+        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
+        sharding_strategy=strategy,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+ARMS: dict[str, Callable[[], nn.Module]] = {
+    "scratch_zero3": lambda: _scratch(3),
+    "scratch_zero2": lambda: _scratch(2),
+    "fsdp2_zero3": lambda: _fsdp2(3),
+    "fsdp2_zero2": lambda: _fsdp2(2),
+    "fsdp1_zero3": lambda: _fsdp1(3),
+    "fsdp1_zero2": lambda: _fsdp1(2),
+    "ddp": lambda: nn.parallel.DistributedDataParallel(build_model()),
+}
+
+
+def measure(
+    rank: int, world_size: int, rendezvous: str, args: argparse.Namespace, out: str
+) -> None:
+    """Run all arms of all cases on one rank; rank 0 writes seconds per step and losses."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+    )
+    models = {name: ARMS[name]() for name in args.arms}
+    optimizers = {
+        name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        for name, model in models.items()
+    }
+    results = []
+    for batch, seq in args.cases:
+        generator = torch.Generator().manual_seed(rank)
+        seconds: dict[str, list[float]] = {name: [] for name in args.arms}
+        losses: dict[str, list[float]] = {name: [] for name in args.arms}
+        for round_index in range(args.warmup + args.rounds):
+            tokens = torch.randint(VOCABULARY, (batch, seq), generator=generator)
+            for name, model in models.items():
+                dist.barrier()
+                start = time.perf_counter()
+                loss = _step(model, optimizers[name], tokens)
+                if round_index >= args.warmup:
+                    seconds[name].append(time.perf_counter() - start)
+                    losses[name].append(loss)
+        results.append({"batch": batch, "seq": seq, "seconds": seconds, "losses": losses})
+    if rank == 0:
+        Path(out).write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def summarize(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median and quartiles per arm, and the ratio to FSDP2 of the same stage round by round."""
+    rows = []
+    for case in results:
+        for name, seconds in case["seconds"].items():
+            reference = case["seconds"].get(f"fsdp2_{name.split('_')[-1]}")
+            ratios = [a / b for a, b in zip(seconds, reference, strict=True)] if reference else []
+            low, median, high = statistics.quantiles(seconds, n=4)
+            rows.append({
+                "batch": case["batch"], "seq": case["seq"], "arm": name,
+                "median_ms": median * 1e3, "q1_ms": low * 1e3, "q3_ms": high * 1e3,
+                "ratio_to_fsdp2": statistics.median(ratios) if ratios else None,
+                "last_loss": case["losses"][name][-1],
+            })  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(
+        f"{'batch x tokens':>14}  {'arm':<14} {'median ms':>9}  {'quartiles':>13}  of FSDP2  loss"
+    )
+    for row in rows:
+        ratio = "-" if row["ratio_to_fsdp2"] is None else f"{row['ratio_to_fsdp2']:.2f}"
+        quartiles = f"{row['q1_ms']:.0f} .. {row['q3_ms']:.0f}"
+        print(
+            f"{row['batch']:>7} x {row['seq']:<4}  {row['arm']:<14} {row['median_ms']:>9.0f}  "
+            f"{quartiles:>13}  {ratio:>8}  {row['last_loss']:.5f}"
+        )
+
+
+def main() -> None:
+    """Parse the command line, run, print, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--seq", type=int)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--nproc", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="JSON file for the rows and every round")
+    args = parser.parse_args()
+    if (args.batch is None) != (args.seq is None):
+        parser.error("--batch and --seq go together")
+    args.cases = ((args.batch, args.seq),) if args.batch else CASES
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "seconds.json"
+        mp.spawn(measure, (args.nproc, f"{folder}/rendezvous", args, str(out)), nprocs=args.nproc)
+        results = json.loads(out.read_text())
+    rows = summarize(results)
+    show(rows)
+    if args.out:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        document = {
+            "command": "python benchmarks/core_step.py", "commit": commit,
+            "torch": torch.__version__, "machine": platform.processor() or platform.machine(),
+            "world_size": args.nproc, "rows": rows, "rounds": results,
+        }  # fmt: skip
+        args.out.write_text(json.dumps(document, indent=1))
+        print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

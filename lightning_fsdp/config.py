@@ -1,0 +1,119 @@
+"""What a user chooses: how long parameters stay whole, and in which dtypes they work.
+
+A ZeRO level is a value, not a mode: :class:`ShardingPlan` says when a whole copy is freed, and the
+core asks only that.
+
+=========  ======================  =======================  ===============================
+plan       after a unit's forward  after a unit's backward  after the optimizer's step
+=========  ======================  =======================  ===============================
+``ZERO3``  freed                   freed                    (nothing left to free)
+``ZERO2``  kept                    kept                     freed
+=========  ======================  =======================  ===============================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """When the whole copy of a unit's parameters is freed.
+
+    Gradients and optimizer state are sharded under every plan.
+
+    Attributes:
+        reshard_after_forward: Free after the unit's forward and gather again for its backward.
+            ``None`` keeps the outermost module's own parameters and frees all others.
+        reshard_after_backward: Free after the unit's backward. Where this is false, the copy lives
+            until the optimizer's step, so that accumulating micro-batches gathers nothing twice.
+
+    Source: ZeRO (arXiv 1910.02054), stages 2 and 3.
+    """
+
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool
+
+    def __post_init__(self) -> None:
+        if self.reshard_after_forward and not self.reshard_after_backward:
+            raise ValueError(
+                "ShardingPlan: expected reshard_after_backward=True with "
+                "reshard_after_forward=True, got False: a copy gathered for the backward would "
+                "outlive it. Set both, or neither."
+            )
+
+
+ZERO2 = ShardingPlan(reshard_after_forward=False, reshard_after_backward=False)
+ZERO3 = ShardingPlan(reshard_after_forward=True, reshard_after_backward=True)
+
+_PLAN_OF_STAGE = {2: ZERO2, 3: ZERO3}
+
+
+def plan_of_stage(zero_stage: int) -> ShardingPlan:
+    """The plan of a ZeRO stage.
+
+    Args:
+        zero_stage: 2 or 3.
+
+    Raises:
+        ValueError: Any other stage.
+    """
+    if zero_stage not in _PLAN_OF_STAGE:
+        raise ValueError(
+            f"zero_stage: expected 2 (gradients and optimizer state sharded) or 3 (parameters "
+            f"too), got {zero_stage!r}. Choose one of them."
+        )
+    return _PLAN_OF_STAGE[zero_stage]
+
+
+@runtime_checkable
+class PrecisionPolicy(Protocol):
+    """What the core reads of a precision policy; torch FSDP2's own object has it as well."""
+
+    @property
+    def param_dtype(self) -> torch.dtype | None:
+        """See :class:`MixedPrecisionPolicy`."""
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """See :class:`MixedPrecisionPolicy`."""
+
+    @property
+    def output_dtype(self) -> torch.dtype | None:
+        """See :class:`MixedPrecisionPolicy`."""
+
+    @property
+    def cast_forward_inputs(self) -> bool:
+        """See :class:`MixedPrecisionPolicy`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedPrecisionPolicy:
+    """The dtypes of compute, reduction and outputs. Main weights keep the dtype they had.
+
+    Attributes:
+        param_dtype: Dtype of the gathered (compute) weights; ``None``: that of the main weights.
+        reduce_dtype: Dtype in which gradients are summed over ranks and micro-batches; ``None``:
+            that of the compute weights.
+        output_dtype: Floating-point outputs of a unit's forward are cast to it; ``None``: left.
+        cast_forward_inputs: Cast floating-point inputs of a unit's forward to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name}: expected a floating-point torch.dtype or None, "
+                    f"got {dtype!r}."
+                )

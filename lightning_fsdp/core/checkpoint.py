@@ -1,0 +1,136 @@
+"""Whole state out of shards and back, one segment at a time. Collective: every rank calls.
+
+``module.state_dict()`` needs no communication and holds :class:`ShardedTensor` values; what is here
+turns them into plain tensors of the original names and shapes, and takes such tensors in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+
+def full_state_dict(
+    module: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Tensor]:
+    """The state dict that the module would have had without sharding.
+
+    Holds the result and one gathered parameter at a time.
+
+    Args:
+        module: Any module with sharded parameters inside.
+        rank0_only: Ranks other than 0 of the sharding group get an empty dict.
+        cpu_offload: Put every tensor on the host.
+
+    Returns:
+        Original names, order, shapes and main dtypes; buffers included; plain tensors that share no
+        memory with the module. Tied parameters stay one tensor under several names.
+    """
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}  # tied parameters have one local slice
+    is_owner = _rank_of(module.parameters()) == 0 or not rank0_only
+    for name, value in module.state_dict().items():
+        if not isinstance(value, Tensor):  # extra state of a module
+            whole = value
+        elif isinstance(value, ShardedTensor) and id(value.spec) in copies:
+            whole = copies[id(value.spec)]
+        else:
+            whole = _whole(value, to_host=cpu_offload)
+            if isinstance(value, ShardedTensor):
+                copies[id(value.spec)] = whole if is_owner else whole.new_empty(0)
+        if is_owner:
+            state[name] = whole
+    return state
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> Any:
+    """Load plain tensors of the original shapes; each rank keeps its slices.
+
+    Args:
+        module: Any module with sharded parameters inside.
+        state: The same on every rank.
+        strict: As in ``nn.Module.load_state_dict``.
+
+    Returns:
+        The missing and unexpected keys, as ``nn.Module.load_state_dict``.
+    """
+    return module.load_state_dict(dict(state), strict=strict)
+
+
+def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    """The state dict that the optimizer would have had without sharding.
+
+    Args:
+        optimizer: An optimizer over sharded parameters.
+        rank0_only: Ranks other than 0 get the parameter groups and an empty state.
+
+    Returns:
+        As ``optimizer.state_dict()``, with whole plain tensors on the host.
+    """
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    parameters = _parameters(optimizer)
+    is_owner = _rank_of(iter(parameters)) == 0 or not rank0_only
+    whole_state: dict[Any, Any] = {}
+    for index, values in state_dict["state"].items():
+        whole_values = {
+            key: _whole(value, to_host=True) if isinstance(value, Tensor) else value
+            for key, value in values.items()
+        }
+        if is_owner:
+            whole_state[index] = whole_values
+    return {**state_dict, "state": whole_state}
+
+
+def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load a plain optimizer state dict; each rank keeps its slices.
+
+    Args:
+        optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
+        state_dict: The same on every rank.
+    """
+    parameters = _parameters(optimizer)
+    state = {}
+    for index, values in state_dict["state"].items():
+        parameter = parameters[index] if isinstance(index, int) else None
+        state[index] = {key: _slice_like(parameter, key, value) for key, value in values.items()}
+    optimizer.load_state_dict({**state_dict, "state": state})
+
+
+def _slice_like(parameter: Tensor | None, key: str, value: Any) -> Any:
+    # The count of steps is a scalar of its own, also beside a parameter without dimensions.
+    if (
+        not isinstance(parameter, ShardedTensor)
+        or not isinstance(value, Tensor)
+        or isinstance(value, ShardedTensor)
+        or key == "step"
+        or value.shape != parameter.shape
+    ):
+        return value
+    with torch.no_grad():
+        local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
+    return ShardedTensor(local, parameter.spec)
+
+
+def _whole(value: Tensor, *, to_host: bool) -> Tensor:
+    with torch.no_grad():
+        whole = value.full_tensor() if isinstance(value, ShardedTensor) else value.detach().clone()
+    return whole.cpu() if to_host else whole
+
+
+def _rank_of(parameters: Iterator[Tensor]) -> int:
+    for parameter in parameters:
+        if isinstance(parameter, ShardedTensor):
+            return parameter.spec.communicator.rank
+    return 0
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,97 @@
+"""What cannot be sharded: found before anything is changed, named with the cure."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_fsdp.core.grouping import UnitPlan
+from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.sharded_module import hooks_of, unit_of
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+
+def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:
+    """Refuse modules that cannot be sharded now."""
+    for module in outermost:
+        if hooks_of(module) is not None:
+            raise ValueError(
+                f"fully_shard: expected a module that is not sharded, got "
+                f"{type(module).__name__}, which is already sharded. Call fully_shard once per "
+                "module."
+            )
+        unit = unit_of(module)
+        if unit is not None:
+            raise ValueError(
+                f"fully_shard: expected to be called bottom-up, got {type(module).__name__}, whose "
+                f"parameters already belong to unit {unit.name!r}. Shard inner modules first."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "fully_shard: expected a plain module, got DistributedDataParallel. Shard the "
+                "module inside it instead of wrapping it."
+            )
+    if any(schedule.is_busy for schedule in inner):
+        raise RuntimeError(
+            "fully_shard: expected to be called between steps, got a call during a forward or "
+            "backward of an inner module."
+        )
+
+
+def check_parameters(plan: UnitPlan) -> None:
+    """Refuse parameters that cannot be sharded, by name."""
+    for parameter, sites in plan.sites.items():
+        name = plan.names[parameter]
+        if isinstance(parameter, ShardedTensor):
+            continue
+        problem = _problem_with(parameter)
+        sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
+        if sparse:
+            problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
+        if problem is not None:
+            expected, got, cure = problem
+            where = f"unit {plan.name or type(plan.modules[0]).__name__!r} (rank {dist.get_rank()}"
+            raise ValueError(
+                f"{where} of {dist.get_world_size()}): expected {expected}, got {got} for "
+                f"{name!r}. {cure}"
+            )
+
+
+def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
+    """What was expected, what was found, what to do; ``None`` for a parameter in order."""
+    if torch.nn.parameter.is_lazy(parameter):
+        return "an initialized parameter", "a lazy one", "Run a forward first."
+    if not parameter.is_floating_point():
+        cure = "Register it as a buffer, or add it to ignored_params."
+        return "a floating-point parameter", str(parameter.dtype), cure
+    if parameter.is_meta:
+        cure = "Build the module on a real device first: meta construction is not offered yet."
+        return "a parameter with data", "one on the meta device", cure
+    if type(parameter) is not nn.Parameter:
+        cure = "Use plain parameters, or add it to ignored_params."
+        return "a plain nn.Parameter", type(parameter).__name__, cure
+    if parameter.layout is not torch.strided:
+        return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
+    if parameter.grad is not None:
+        return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
+    if weakref.getweakrefs(parameter):
+        cure = "Delete the object that refers to it weakly, or create it after sharding."
+        return "a parameter without weak references", "one that has some", cure
+    return None
+
+
+def check_shared(plans: Sequence[UnitPlan], known: dict[Tensor, Segment]) -> None:
+    """Refuse parameters tied to a module that was sharded by itself."""
+    for plan in plans:
+        for parameter in plan.sites:
+            if isinstance(parameter, ShardedTensor) and parameter not in known:
+                raise ValueError(
+                    f"fully_shard: expected {plan.names[parameter]!r} to be shared only inside the "
+                    f"module, got one that another, separately sharded module uses as "
+                    f"{parameter.spec.name!r}. Shard a module that contains both."
+                )

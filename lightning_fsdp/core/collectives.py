@@ -1,0 +1,257 @@
+"""Every collective of the core: one gather, one reduction, and what ranks agree on beside them.
+
+:class:`Communicator` is the one door to a sharding group. Data moves asynchronously through it and
+is counted there. Two ways lead to the same result, chosen by the backend:
+
+=========  ==========================================  ====================
+operation  gloo, up to 8 ranks                         every other backend
+=========  ==========================================  ====================
+gather     a send and a receive per pair, in place     all-gather, in place
+reduce     all-to-all, then a local sum in rank order  reduce-scatter
+=========  ==========================================  ====================
+
+gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
+the same bits whichever rank owns a shard.
+
+Beside the data group stands a control group on the host. In it ranks agree, before data moves, that
+they are about to do the same thing; on most backends a collective that ranks enter with different
+intentions mixes up tensors in silence or aborts the process.
+
+Note: lifetimes
+c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
+starts when everything queued on the current stream at the call has finished, and ``wait()`` makes
+the current stream (not the host) wait for its end. Buffers are allocated, freed and computed with
+on one stream, and a :class:`Pending` keeps what it reads or writes until it was waited for; so no
+memory is reused early, and ``record_stream`` is not needed. On CPU the same code runs with host
+waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp.core import torch_internals
+
+_MAX_PAIRWISE_WORLD_SIZE = 8
+_TAG = 0x5F5D  # keeps our sends apart from the user's own on the same group
+
+# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective has moved, as this rank sent it.
+
+    Attributes:
+        calls: Collectives issued.
+        sent_bytes: Payload that left this rank.
+    """
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective in flight.
+
+    Attributes:
+        works: What to wait for.
+        finish: Runs once after the wait, on the current stream, and gives the result.
+        keeps: Tensors that the collective reads or writes.
+    """
+
+    works: Sequence[dist.Work]
+    finish: Callable[[], Tensor]
+    keeps: tuple[Tensor, ...] = field(default=(), repr=False)
+
+    def wait(self) -> Tensor:
+        """Make the current stream (on CPU: the caller) wait for the result, and return it. Once."""
+        for work in self.works:
+            work.wait()
+        result = self.finish()
+        self.works, self.keeps = (), ()
+        return result
+
+
+class Communicator:
+    """The collectives of one sharding group.
+
+    Attributes:
+        group: The data group.
+        control: A gloo group of the same ranks for tiny host-side collectives; ``None`` where
+            there is nobody to agree with (one rank, or torch's fake backend).
+        rank: This process in the group.
+        world_size: Ranks in the group.
+        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
+        backend = dist.get_backend(group)
+        self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
+        self.control: dist.ProcessGroup | None = None
+        self._timeout = torch_internals.group_timeout(group)
+        if self.world_size > 1 and backend != "fake":
+            self.control = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend="gloo",
+                timeout=self._timeout,
+                use_local_synchronization=True,
+            )
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Communicator:
+        """The communicator of a group; one per group, made at the first request. Collective."""
+        if group not in _communicators:
+            _communicators[group] = cls(group)
+        return _communicators[group]
+
+    def gather(self, whole: Tensor) -> Pending:
+        """All-gather in place: every rank's shard lands in its slot of ``whole``.
+
+        Args:
+            whole: ``(world_size * shard_numel,)``; this rank's slot is filled, the others are
+                written.
+        """
+        slots = whole.view(self.world_size, -1)
+        self._count("all_gather", whole)
+        works: list[dist.Work | None] = []
+        if self.world_size > 1 and self._is_pairwise:
+            mine = slots[self.rank]
+            for peer in self._peers():
+                works.append(dist.isend(mine, group=self.group, group_dst=peer, tag=_TAG))
+                works.append(dist.irecv(slots[peer], group=self.group, group_src=peer, tag=_TAG))
+        elif self.world_size > 1:
+            works = [_all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)]
+        return Pending([work for work in works if work is not None], lambda: whole, keeps=(whole,))
+
+    def reduce(self, region: Tensor) -> Pending:
+        """Reduce-scatter: the mean over ranks of this rank's slot.
+
+        Args:
+            region: ``(world_size * shard_numel,)``; read until waited for.
+
+        Returns:
+            The collective; its result is the shard, ``(shard_numel,)`` of the same dtype. On one
+            rank that is ``region`` itself.
+
+        Source: ZeRO (arXiv 1910.02054), section 5.
+        """
+        self._count("reduce_scatter", region)
+        if self.world_size == 1:
+            return Pending((), lambda: region)
+        slots = region.view(self.world_size, -1)
+        if not self._is_pairwise:
+            shard = torch.empty_like(slots[0])
+            work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
+            return Pending([work], lambda: shard.div_(self.world_size), keeps=(region, shard))
+        received = torch.empty_like(slots)
+        work = dist.all_to_all_single(received, slots, group=self.group, async_op=True)
+
+        def mean_in_rank_order() -> Tensor:
+            shard = received[0] + received[1]
+            for row in received[2:]:
+                shard.add_(row)
+            return shard.div_(self.world_size)
+
+        return Pending([work], mean_in_rank_order, keeps=(region, received))
+
+    def all_gather_slices(self, mine: Tensor) -> Tensor:
+        """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""
+        rows = mine.new_empty(self.world_size, mine.numel())
+        if self.world_size == 1:
+            rows[0].copy_(mine)
+        elif mine.numel():
+            _all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
+        return rows
+
+    def any_rank(self, flags: Tensor) -> Callable[[], Tensor]:
+        """Ask which flags are set on any rank.
+
+        Args:
+            flags: ``(n,)`` uint8 on the host; the same ``n`` on every rank.
+
+        Returns:
+            A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
+        """
+        if self.control is None:
+            return flags.bool
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+
+        def answer() -> Tensor:
+            work.wait()
+            return flags.bool()
+
+        return answer
+
+    def agree(self, occasion: str, statement: str) -> None:
+        """Return once every rank has made the same statement; otherwise raise on every rank.
+
+        Args:
+            occasion: What ranks are about to do, for the message.
+            statement: What this rank understands by it.
+
+        Raises:
+            RuntimeError: Ranks made different statements, or one made none within the group's
+                timeout.
+        """
+        if self.control is None:
+            return
+        digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        digests = torch.empty(self.world_size, dtype=torch.int64)
+        try:
+            _all_gather_single(digests, mine, group=self.control)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
+                f"here within {self._timeout}, but at least one did not: it does something else, "
+                f"waits elsewhere or has ended. This rank was about to: {statement}. Make all "
+                "ranks run the same units in the same order."
+            ) from error
+        if bool((digests == digests[0]).all()):
+            return
+        statements: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(statements, f"{occasion}: {statement}", group=self.control)
+        raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _count(self, kind: str, whole: Tensor) -> None:
+        traffic = self.traffic[kind]
+        traffic.calls += 1
+        traffic.sent_bytes += whole.nbytes // self.world_size * (self.world_size - 1)
+
+
+def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
+    by_statement: dict[str, list[int]] = {}
+    for other, statement in enumerate(statements):
+        by_statement.setdefault(str(statement), []).append(other)
+    lines = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
+        for statement, ranks in by_statement.items()
+    ]
+    return (
+        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
+        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
+        "same options on every rank, and run them in the same order."
+    )
+
+
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+    weakref.WeakKeyDictionary()
+)

@@ -1,0 +1,71 @@
+"""Norms over shards: each rank sums its own slices, one small collective adds them up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+
+def global_norm(
+    gradients: Sequence[Tensor], norm_type: float, communicator: Communicator | None
+) -> Tensor:
+    """The norm over all gradients as if they were one vector, equal on every rank.
+
+    Args:
+        gradients: Reduced gradients; sharded ones count with this rank's slice, plain ones (of
+            parameters that are not sharded, so that every rank has them whole) once.
+        norm_type: Any p, ``inf`` included.
+        communicator: The sharding group; ``None`` where nothing is sharded.
+
+    Returns:
+        0-d, fp32, on the gradients' device.
+
+    Raises:
+        ValueError: ``norm_type`` is not a number.
+    """
+    norm_type = float(norm_type)
+    if math.isnan(norm_type):
+        raise ValueError("norm_type: expected a number or inf, got nan.")
+    sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
+    plain = [g.detach() for g in gradients if not isinstance(g, ShardedTensor)]
+    device = (sharded or plain)[0].device if gradients else torch.device("cpu")
+    parts = _partial(sharded, norm_type, device).view(1)
+    if communicator is not None:
+        # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
+        parts = communicator.all_gather_slices(parts).view(-1)
+    parts = torch.cat([parts, _partial(plain, norm_type, device).view(1)])
+    if math.isinf(norm_type):
+        return (parts.max() if norm_type > 0 else parts.min()).float()
+    total = parts.sum()
+    return (total if norm_type == 0 else total ** (1.0 / norm_type)).float()
+
+
+def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by ``max_norm / norm`` where the norm is larger.
+
+    The same arithmetic as ``torch.nn.utils.clip_grads_with_norm_``.
+    """
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in gradients]
+    for local in locals_:
+        local.mul_(factor.to(device=local.device, dtype=local.dtype))
+
+
+def _partial(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of ``|x|**p`` (or the extreme of ``|x|``) over this rank's elements, 0-d fp64."""
+    present = [tensor for tensor in tensors if tensor.numel()]
+    if not present:
+        neutral = math.inf if norm_type == -math.inf else 0.0
+        return torch.tensor(neutral, dtype=torch.float64, device=device)
+    norms = torch.stack(
+        [torch.linalg.vector_norm(t, norm_type, dtype=torch.float32).double() for t in present]
+    )
+    if math.isinf(norm_type):
+        return norms.max() if norm_type > 0 else norms.min()
+    return norms.sum() if norm_type == 0 else (norms**norm_type).sum()

@@ -1,0 +1,135 @@
+"""Ties units and their schedule to the events of modules and of autograd.
+
+    module call    ->  enter_call, enter_module      (forward pre-hook)
+    inputs         ->  close_call                    (identity node: last in the unit's backward)
+    outputs        ->  before_backward               (pre-hook of the nodes that made them)
+    module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
+
+Note: outputs
+The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
+tensor hook would be lost when the caller writes into the output in place, which ``x += y`` does to
+the 3-D output of ``nn.Linear``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.schedule import Call, Schedule
+from lightning_fsdp.core.structures import map_tensors, tensors_in
+from lightning_fsdp.core.unit import Unit
+
+
+class ModuleHooks:
+    """The hooks of one sharded module.
+
+    Attributes:
+        module: The module that was sharded, or one of the modules of a unit.
+        unit: The unit that the module's forward needs; ``None`` for a module all of whose
+            parameters belong to inner units.
+        schedule: Replaced when an outer module is sharded.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
+        self.module = module
+        self.unit = unit
+        self.schedule = schedule
+        module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._on_return, always_call=True)
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as if it were its forward."""
+        try:
+            args, kwargs = self._on_call(self.module, args, kwargs)
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        return self._on_success(output)
+
+    def _on_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.schedule.enter_call()
+        if self.unit is None:
+            return args, kwargs
+        unit = self.unit
+        self.schedule.enter_module(unit, module)
+        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
+            cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
+            args, kwargs = map_tensors((args, kwargs), cast)
+        if torch.is_grad_enabled() and not torch_internals.is_in_backward():
+            args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
+        return args, kwargs
+
+    def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # torch calls hooks after an exception inside its handler, with None for the output.
+        if output is None and sys.exc_info()[0] is not None:
+            self._leave(failed=True)
+            return None
+        return self._on_success(output)
+
+    def _on_success(self, output: Any) -> Any:
+        unit = self.unit
+        if unit is not None:
+            if unit.policy.output_dtype is not None:
+                cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
+                output = map_tensors(output, cast)
+            if torch.is_grad_enabled() and not torch_internals.is_in_backward():
+                self._announce_backward(output)
+        self._leave(failed=False)
+        return output
+
+    def _leave(self, *, failed: bool) -> None:
+        if self.unit is not None and not failed:
+            self.schedule.leave_module(self.unit, self.module)
+        self.schedule.leave_call(failed)
+
+    def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
+        marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if not marked:
+            return inputs
+        call = self.schedule.open_call(unit)
+        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
+        return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
+
+    def _announce_backward(self, output: Any) -> None:
+        nodes = set()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is None:
+                continue
+            nodes.add(tensor.grad_fn)
+            if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+                nodes.add(tensor._base.grad_fn)
+        for node in nodes:
+            node.register_prehook(self._on_backward)
+
+    def _on_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+        assert self.unit is not None, "only units have a backward of their own"
+        self.schedule.before_backward(self.unit)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Passes inputs through; its backward runs after that of everything computed from them."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: ModuleHooks, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.call = hooks, call
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.hooks.schedule.close_call(ctx.call)
+        return None, None, *gradients
+
+
+def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

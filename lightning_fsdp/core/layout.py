@@ -1,0 +1,132 @@
+"""Where each parameter lies in a flat region, and which part of it each rank owns. Integers only.
+
+A segment's parameters are laid end to end in one 1-D region; the region is cut into equal shards,
+one per rank. Drawn to scale for two parameters, ``w`` (3, 10) and ``b`` (10,), on two ranks:
+
+    element   0         10        20  24    30  32        42    48
+              |---------|---------|----|----|...|---------|.....|
+    slots     [ w: 30 elements              ]...[ b: 10   ].....
+    shards    [ rank 0: 0..24          ][ rank 1: 24..48        ]
+
+Dots are padding and always hold zeros. Each parameter starts at a multiple of ``ALIGNMENT``
+elements, as it would in an allocation of its own: kernels then take the same vector path (and give
+the same bits) as they do on plain tensors. A shard may cut a parameter anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+ALIGNMENT = 32
+"""Elements. 64 bytes in 16-bit dtypes and 128 in fp32: what torch's allocators give on CPU."""
+
+SHARD_ALIGNMENT = 8
+"""Elements. Shards start at 16-byte boundaries in every dtype, which collectives want."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter in a region.
+
+    Attributes:
+        name: Original name, relative to the module that was sharded.
+        shape: Original shape.
+        offset: First element in the region.
+        numel: Elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """Elements ``[start, stop)`` of a row-major tensor of ``shape``; empty where they are equal."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the slice."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class SegmentLayout:
+    """A region of ``shard_world_size`` equal shards that holds ``slots`` in order.
+
+    Attributes:
+        slots: One per parameter, by offset.
+        shard_numel: Elements of a shard, padding included.
+        shard_world_size: Number of shards.
+    """
+
+    slots: tuple[Slot, ...]
+    shard_numel: int
+    shard_world_size: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole region, padding included."""
+        return self.shard_numel * self.shard_world_size
+
+    def shard_range(self, shard_rank: int) -> tuple[int, int]:
+        """First and past-the-last element of a rank's shard in the region."""
+        start = shard_rank * self.shard_numel
+        return start, start + self.shard_numel
+
+    def slice_of(self, slot: Slot, shard_rank: int) -> FlatSlice:
+        """The part of a parameter that a rank owns, in elements of that parameter."""
+        shard_start, shard_stop = self.shard_range(shard_rank)
+        start = min(max(shard_start - slot.offset, 0), slot.numel)
+        stop = min(max(shard_stop - slot.offset, 0), slot.numel)
+        return FlatSlice(slot.shape, start, max(start, stop))
+
+    def offset_in_shard(self, slot: Slot, shard_rank: int) -> int:
+        """Where a rank's part of a parameter starts in that rank's shard, in elements."""
+        shard_start, _ = self.shard_range(shard_rank)
+        return min(max(slot.offset - shard_start, 0), self.shard_numel)
+
+    def padding(self) -> Iterator[tuple[int, int]]:
+        """The ranges ``[start, stop)`` of the region that belong to no parameter."""
+        position = 0
+        for slot in self.slots:
+            if slot.offset > position:
+                yield position, slot.offset
+            position = slot.offset + slot.numel
+        if self.numel > position:
+            yield position, self.numel
+
+
+def plan_segment(
+    named_shapes: Sequence[tuple[str, tuple[int, ...]]], shard_world_size: int
+) -> SegmentLayout:
+    """Lay parameters end to end and cut the region into equal shards.
+
+    Args:
+        named_shapes: Name and original shape of each parameter, in order.
+        shard_world_size: Number of shards, at least 1.
+
+    Returns:
+        The layout; its region holds at most ``ALIGNMENT - 1`` elements of padding per parameter
+        and ``SHARD_ALIGNMENT * shard_world_size`` at the end.
+    """
+    slots = []
+    position = 0
+    for name, shape in named_shapes:
+        position = _round_up(position, ALIGNMENT)
+        numel = math.prod(shape)
+        slots.append(Slot(name, shape, position, numel))
+        position += numel
+    shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
+    return SegmentLayout(tuple(slots), shard_numel, shard_world_size)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,103 @@
+"""What an optimizer's step means for sharded parameters: who may take it, and what it ends.
+
+Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
+optimizers that need whole tensors are refused, and gradients that were not reduced. After it:
+whole copies kept since the forward (ZeRO-2) are freed, since their weights are no longer true.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+# Every element's update depends on that element's history alone: slices train as the whole would.
+_ELEMENTWISE = {
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "Adagrad", "Adadelta", "ASGD"),
+}
+_NEEDS_WHOLE_TENSORS = {
+    *("LBFGS", "Adafactor", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "SOAP"),
+}
+
+_warned: set[type[Optimizer]] = set()
+_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+
+
+def watch(schedule: Schedule) -> None:
+    """Let optimizer steps be checked, and free this schedule's kept copies after them."""
+    _register_once()
+    _schedules.add(schedule)
+
+
+@functools.cache
+def _register_once() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    sharded = [p for p in _parameters(optimizer) if isinstance(p, ShardedTensor)]
+    if not sharded:
+        return
+    _check_class(optimizer, sharded[0])
+    for parameter in sharded:
+        gradient = parameter.grad
+        if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
+            raise gradient.refusal("an optimizer step")
+        if isinstance(gradient, UnreducedGradient):
+            parameter.grad = None  # zeroed in place: there is nothing to step with
+
+
+def _check_class(optimizer: Optimizer, example: ShardedTensor) -> None:
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
+    name = names[0]
+    for ancestor in names:
+        if ancestor in _NEEDS_WHOLE_TENSORS:
+            raise NotImplementedError(
+                f"{name}: expected an optimizer that updates each element by itself, got one that "
+                f"needs whole tensors ({ancestor}), but {example.spec.name!r} is sharded: each "
+                "rank holds a slice. Use AdamW, SGD or another elementwise optimizer, or leave its "
+                "parameters unsharded with ignored_params."
+            )
+    if any(
+        cls.__name__ in _ELEMENTWISE and cls.__module__.startswith("torch.optim")
+        for cls in type(optimizer).__mro__
+    ):
+        return
+    _warn_unknown(type(optimizer))
+
+
+def _warn_unknown(cls: type[Optimizer]) -> None:
+    if cls in _warned:
+        return
+    _warned.add(cls)
+    warnings.warn(
+        f"{cls.__module__}.{cls.__name__} is not known to lightning_fsdp. It steps slices of the "
+        "parameters, which is right only if it updates each element by itself; an operation that "
+        "needs a whole tensor raises.",
+        stacklevel=5,
+    )
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    stepped = {id(p) for p in _parameters(optimizer) if isinstance(p, ShardedTensor)}
+    if stepped:
+        for schedule in list(_schedules):
+            schedule.after_optimizer_step(stepped)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

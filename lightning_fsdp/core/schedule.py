@@ -1,0 +1,322 @@
+"""When each unit is gathered, freed and reduced, and which gather is started ahead.
+
+A pass is one outermost call into a sharded module. The schedule remembers which unit followed
+which in the last pass, and starts that unit's gather while its predecessor computes; likewise in
+backward. At most two units are whole at once: the one that computes and the one that comes (beside
+those that enclose them, and beside what ZeRO-2 keeps).
+
+    forward   compute 0 | compute 1 | compute 2      backward    compute 2 | compute 1 | compute 0
+    gathers    0 -> 1   |     2     |                gathers      2 -> 1   |     0     |
+                                                     reductions            |     2     |  1 -> 0
+
+Order: a collective that ranks enter with different intentions mixes up tensors. Every gather and
+reduction is therefore an event on a trail; the first time that a trail is walked, ranks agree on
+each event before data moves. A trail that was agreed on costs a set lookup. A rank that leaves it
+asks the others to agree, moves no data, and is named when the group's timeout is over.
+
+What happens when depends on the graph alone, never on which gradients this rank happens to have: a
+unit is reduced when the backward leaves it through its inputs, or at the end of the backward where
+its inputs need no gradient.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unit import Unit
+
+_log = logging.getLogger(__name__)
+_MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
+
+
+class Call:
+    """One call of a unit's module whose graph is alive. The graph owns it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
+@dataclass
+class _Usage:
+    """Whether a reduced parameter had a gradient on this rank, in this backward and before it."""
+
+    is_used: bool
+    had_gradient: bool
+
+
+@dataclass(eq=False)
+class _Step:
+    """Everything in flight. A backward that ends replaces it."""
+
+    trail: int = 0  # hash of the events since the pass began
+    depth: int = 0  # calls into sharded modules that have not returned
+    backward: int = -1  # identity of the running backward
+    prefetched: Unit | None = None
+    reducing: Unit | None = None
+    last_in_forward: Unit | None = None
+    last_in_backward: Unit | None = None
+    running: dict[Unit, set[nn.Module]] = field(default_factory=dict)  # modules still to return
+    was_whole: dict[Unit, bool] = field(default_factory=dict)  # before the forward
+    touched: dict[Unit, None] = field(default_factory=dict)  # by this backward, in its order
+    entered: set[Unit] = field(default_factory=set)  # touched at their outputs
+    finished: set[Unit] = field(default_factory=set)  # and left again
+    used: dict[ShardedTensor, _Usage] = field(default_factory=dict)
+
+
+class Schedule:
+    """Runs the units of one sharded model.
+
+    Attributes:
+        communicator: The sharding group.
+        units: All units, in the order in which they were sharded.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.units: list[Unit] = []
+        self._step = _Step()
+        self._follower_in_forward: dict[Unit, Unit] = {}
+        self._follower_in_backward: dict[Unit, Unit] = {}
+        self._agreed_trails: set[int] = set()
+        self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a forward or a backward is running."""
+        return self._step.depth > 0 or self._step.backward != -1
+
+    def add(self, units: Iterable[Unit]) -> None:
+        """Take units over, from their making or from the schedule of an inner module."""
+        for unit in units:
+            unit.on_arrival = self._note_arrival
+            self.units.append(unit)
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def enter_call(self) -> None:
+        """A call into a sharded module begins; the outermost one opens a pass."""
+        if self._step.depth == 0 and not torch_internals.is_in_backward():
+            if self._step.backward != -1:
+                self._recover("a backward")
+            self._step.trail, self._step.last_in_forward = 0, None
+        self._step.depth += 1
+
+    def leave_call(self, failed: bool) -> None:
+        """A call into a sharded module ends, by an exception if ``failed``."""
+        step = self._step
+        step.depth = max(step.depth - 1, 0)
+        if step.depth > 0 or torch_internals.is_in_backward():
+            return
+        if failed:
+            self._recover("a forward")
+            return
+        for unit in list(step.running):  # of its modules, only some ran
+            self._after_forward(unit)
+        self._drop_prefetched(expected=None)
+
+    def enter_module(self, unit: Unit, module: nn.Module) -> None:
+        """A unit's module begins its forward: the first one makes the unit whole."""
+        if unit in self._step.running:
+            return
+        # A recomputation runs one module at a time; the unit is whole for the backward anyway.
+        is_recomputing = torch_internals.is_in_backward()
+        self._step.running[unit] = {module} if is_recomputing else set(unit.modules)
+        self._before_forward(unit)
+
+    def leave_module(self, unit: Unit, module: nn.Module) -> None:
+        """A unit's module ends its forward: the last one releases the unit."""
+        waiting_for = self._step.running.get(unit)
+        if waiting_for is None:
+            return
+        waiting_for.discard(module)
+        if not waiting_for:
+            self._after_forward(unit)
+
+    def open_call(self, unit: Unit) -> Call:
+        """Note a call whose backward will leave the unit through the call's inputs."""
+        call = Call(unit)
+        self._calls[unit].add(call)
+        return call
+
+    def _before_forward(self, unit: Unit) -> None:
+        if unit.is_stale:
+            unit.reshard()
+        step = self._step
+        step.was_whole[unit] = unit.parameter_state is ParameterState.UNSHARDED
+        self._make_whole(unit)
+        unit.install_leaves()
+        if torch_internals.is_in_backward():
+            return
+        if step.last_in_forward is not None and step.last_in_forward is not unit:
+            self._follower_in_forward[step.last_in_forward] = unit
+        step.last_in_forward = unit
+        self._prefetch(self._follower_in_forward.get(unit))
+
+    def _after_forward(self, unit: Unit) -> None:
+        unit.install_shards()
+        del self._step.running[unit]
+        was_whole = self._step.was_whole.pop(unit)
+        if torch_internals.is_in_backward():
+            return  # a recomputation: the backward needs the copy right after
+        # A forward that no backward follows ends as it began, under every plan.
+        if unit.reshard_after_forward or (not torch.is_grad_enabled() and not was_whole):
+            unit.reshard()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def before_backward(self, unit: Unit) -> None:
+        """The backward reaches a unit's outputs: make it whole, start the gather of the next."""
+        self._open_backward()
+        step = self._step
+        is_first = unit not in step.entered
+        step.touched.setdefault(unit)
+        step.entered.add(unit)
+        step.finished.discard(unit)
+        if not unit.needs_backward_gather or unit.parameter_state is ParameterState.UNSHARDED:
+            return
+        self._make_whole(unit)
+        if is_first and step.last_in_backward is not None:
+            self._follower_in_backward[step.last_in_backward] = unit
+        step.last_in_backward = unit
+        self._prefetch(self._follower_in_backward.get(unit))
+
+    def close_call(self, call: Call) -> None:
+        """The backward leaves a unit through the inputs of a call; the last call finishes it."""
+        self._open_backward()
+        calls = self._calls[call.unit]
+        calls.discard(call)
+        if not calls:
+            self._after_backward(call.unit)
+
+    def _after_backward(self, unit: Unit) -> None:
+        self._step.touched.setdefault(unit)
+        self._step.finished.add(unit)
+        if unit.reshard_after_backward:
+            unit.reshard()
+        if unit.syncs_gradients:
+            self._reduce(unit)
+        else:
+            unit.leave_unreduced()
+
+    def _note_arrival(self, unit: Unit) -> None:
+        self._open_backward()
+        self._step.touched.setdefault(unit)
+        self._step.finished.discard(unit)
+
+    def _open_backward(self) -> None:
+        running = torch_internals.current_backward()
+        if self._step.backward == running:
+            return
+        if self._step.backward != -1:
+            self._recover("a backward")
+        self._step.backward = running
+        torch_internals.call_at_end_of_backward(self._close_backward)
+
+    def _close_backward(self) -> None:
+        # What no call announced (inputs that need no gradient) ends here, in the backward's order;
+        # so do gradients that wait since an earlier, unsynced micro-batch took another path.
+        step = self._step
+        waiting = [u for u in self.units if u not in step.touched and u.has_local_gradients]
+        for unit in [*step.touched, *(u for u in waiting if u.syncs_gradients)]:
+            if unit not in step.finished:
+                self._after_backward(unit)
+        self._drop_prefetched(expected=None)
+        if step.used:
+            flags = [usage.is_used for usage in step.used.values()]
+            any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
+            self._land_reduction()
+            if not all(flags):
+                for (parameter, usage), is_used in zip(step.used.items(), any_rank(), strict=True):
+                    if not is_used and not usage.had_gradient:
+                        parameter.grad = None
+        # A backward inside a forward (manual optimization) leaves the forward as it is.
+        self._step = _Step(
+            trail=step.trail, depth=step.depth, running=step.running, was_whole=step.was_whole
+        )
+
+    # -- optimizer -------------------------------------------------------------------------------
+
+    def after_optimizer_step(self, stepped: set[int]) -> None:
+        """Free the whole copies of parameters that were just stepped.
+
+        Args:
+            stepped: ``id`` of each parameter of the optimizer.
+        """
+        for unit in self.units:
+            if unit.parameter_state is ParameterState.SHARDED or unit in self._step.running:
+                continue
+            if any(id(parameter) in stepped for parameter in unit.parameters()):
+                unit.reshard()
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit) -> None:
+        """Start a unit's gather, agreed on by all ranks."""
+        if unit.parameter_state is ParameterState.SHARDED:
+            self._agree("gather", unit)
+            unit.unshard()
+
+    def _make_whole(self, unit: Unit) -> None:
+        self._drop_prefetched(expected=unit)
+        self.gather(unit)
+        unit.wait_for_unshard()
+
+    def _prefetch(self, unit: Unit | None) -> None:
+        if unit is not None and unit.parameter_state is ParameterState.SHARDED:
+            self.gather(unit)
+            self._step.prefetched = unit
+
+    def _drop_prefetched(self, expected: Unit | None) -> None:
+        prefetched, self._step.prefetched = self._step.prefetched, None
+        if prefetched is not None and prefetched is not expected:
+            prefetched.reshard()
+
+    def _reduce(self, unit: Unit) -> None:
+        if not unit.is_trainable:
+            return
+        self._agree("reduce", unit)
+        self._land_reduction()  # one in flight: what it reads is freed before the next is started
+        for parameter, is_used in unit.reduce():
+            usage = self._step.used.setdefault(
+                parameter, _Usage(is_used=False, had_gradient=parameter.grad is not None)
+            )
+            usage.is_used |= is_used
+        self._step.reducing = unit
+
+    def _land_reduction(self) -> None:
+        reducing, self._step.reducing = self._step.reducing, None
+        if reducing is not None:
+            reducing.wait_for_reduce()
+
+    def _agree(self, event: str, unit: Unit) -> None:
+        step = self._step
+        step.trail = hash((step.trail, event, unit.name))
+        if step.trail in self._agreed_trails:
+            return
+        self.communicator.agree("order of units", f"{event} unit {unit.name!r}")
+        if len(self._agreed_trails) >= _MAX_TRAILS:
+            self._agreed_trails.clear()
+        self._agreed_trails.add(step.trail)
+
+    def _recover(self, what: str) -> None:
+        """After an exception: wait for what is in flight, free what is whole, go on."""
+        in_backward = self._step.backward != -1
+        _log.warning(
+            "%s ended by an exception%s; the next call starts from the sharded parameters",
+            what,
+            " (gradients of this step are dropped)" if in_backward else "",
+        )
+        self._step = _Step()
+        for unit in self.units:
+            unit.abandon(drops_gradients=in_backward)

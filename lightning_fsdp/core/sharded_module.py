@@ -1,0 +1,199 @@
+"""What a sharded module can do beyond ``nn.Module``; the names and meanings of torch's FSDP2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from lightning_fsdp.core.grad_norm import global_norm, scale_to_norm
+from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks | None:
+    """The hooks of a module that was sharded itself; ``None`` for others."""
+    hooks: ModuleHooks | None = module.__dict__.get("_lightning_fsdp_hooks")
+    return hooks
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that the module's own parameters belong to, if any."""
+    unit: Unit | None = module.__dict__.get("_lightning_fsdp_unit")
+    return unit
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """The units of a module and of all modules below it."""
+    hooks = [hooks_of(inner) for inner in module.modules()]
+    return list(dict.fromkeys(h.unit for h in hooks if h is not None and h.unit is not None))
+
+
+class UnshardHandle:
+    """The gather that ``unshard(async_op=True)`` started."""
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the current stream (on CPU: the caller) wait for the whole parameters."""
+        if self._unit is not None:
+            self._unit.wait_for_unshard()
+
+
+class ShardedModule(nn.Module):
+    """Mixed into the class of every module that was sharded."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather this module's own unit ahead of its forward.
+
+        ``parameters()`` goes on to give the sharded ones; the next forward finds the copy.
+
+        Args:
+            async_op: Return at once with a handle to wait on.
+        """
+        hooks = self._hooks()
+        handle = UnshardHandle(hooks.unit)
+        if hooks.unit is not None:
+            hooks.schedule.gather(hooks.unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the whole copy of this module's own unit."""
+        unit = self._hooks().unit
+        if unit is not None:
+            unit.reshard()
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether a backward reduces gradients, or keeps this rank's own for later.
+
+        Args:
+            requires_gradient_sync: ``False``: no communication; each rank holds gradients of full
+                size until a backward that reduces.
+            recurse: Also for the units of inner modules.
+        """
+        for unit in self._units(recurse):
+            unit.syncs_gradients = requires_gradient_sync
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Choose whether the whole copy is freed after the backward.
+
+        Args:
+            reshard_after_backward: ``False`` keeps it until the optimizer's step.
+            recurse: Also for the units of inner modules.
+        """
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Choose whether the whole copy is freed between forward and backward.
+
+        Args:
+            reshard_after_forward: ``False`` keeps it.
+            recurse: Also for the units of inner modules.
+        """
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = reshard_after_forward
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate this rank's own gradients, without communication."""
+        before = {unit: unit.syncs_gradients for unit in units_in(self)}
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, syncs in before.items():
+                unit.syncs_gradients = syncs
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most ``max_norm``.
+
+        Collective.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Any p, ``inf`` included.
+
+        Returns:
+            The norm before clipping, 0-d fp32, equal on every rank.
+
+        Raises:
+            RuntimeError: A gradient was not reduced yet.
+        """
+        gradients = []
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
+                raise gradient.refusal("clip_grad_norm_")
+            if gradient is not None and not isinstance(gradient, UnreducedGradient):
+                gradients.append(gradient)
+        norm = global_norm(gradients, norm_type, self._hooks().schedule.communicator)
+        scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As ``nn.Module.load_state_dict``; whole plain tensors are welcome, ``assign`` is not."""
+        if assign:
+            raise NotImplementedError(
+                "load_state_dict(assign=True): expected to copy into the sharded parameters, got a "
+                "request to replace them, which would leave them unsharded. Use assign=False."
+            )
+        return super().load_state_dict(state_dict, strict=strict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise NotImplementedError(
+            f"deepcopy of the sharded {type(self).__name__} is not offered yet: build a second "
+            "model and load full_state_dict(module) into it."
+        )
+
+    def _hooks(self) -> ModuleHooks:
+        hooks = hooks_of(self)
+        assert hooks is not None, "the class is given together with the hooks"
+        return hooks
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        unit = self._hooks().unit
+        return units_in(self) if recurse else [unit] if unit is not None else []
+
+
+_REFUSED = {
+    "set_modules_to_forward_prefetch": "The order is recorded in the first step.",
+    "set_modules_to_backward_prefetch": "The order is recorded in the first step.",
+    "set_is_last_backward": "Use set_requires_gradient_sync or no_sync().",
+    "set_requires_all_reduce": "There is no second mesh dimension to reduce over.",
+    "set_gradient_divide_factor": "Gradients are means over the ranks; scale the loss instead.",
+    "set_reduce_scatter_divide_factor": "Gradients are means over the ranks; scale the loss.",
+    "set_force_sum_reduction_for_comms": "Gradients are means over the ranks; scale the loss.",
+    "set_unshard_in_backward": "Units whose backward reads no weight are not gathered anyway.",
+    "set_post_optim_event": "Gathers wait for everything queued on the current stream.",
+    "set_allocate_memory_from_process_group_for_comm": "Buffers come from torch's allocator.",
+    "set_all_reduce_hook": "There is no all-reduce.",
+    "set_custom_all_gather": "The collectives are chosen by the backend.",
+    "set_custom_reduce_scatter": "The collectives are chosen by the backend.",
+}
+
+
+def _refusing(name: str, cure: str) -> Any:
+    def refuse(self: ShardedModule, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{name} of torch's FSDP2 is not offered here. {cure}")
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Refused. {cure}"
+    return refuse
+
+
+for _name, _cure in _REFUSED.items():
+    setattr(ShardedModule, _name, _refusing(_name, _cure))

@@ -1,0 +1,354 @@
+"""Original shape outside, this rank's 1-D slice inside.
+
+A :class:`ShardedTensor` stands for a whole tensor of which this rank owns the elements
+``[start, stop)`` in row-major order. Sharded parameters, their gradients, their optimizer state and
+the values of ``state_dict()`` are of this one class.
+
+=============================================  ================================================
+operation                                      what it does
+=============================================  ================================================
+pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
+``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
+``copy_`` from a whole plain tensor            keeps this rank's slice of it
+everything else (``linear``, norms, views)     raises, and names the cure
+=============================================  ================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.layout import FlatSlice, SegmentLayout, Slot
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class ShardSpec:
+    """Which slice of which region a sharded tensor is. One per parameter, shared by its gradient.
+
+    Attributes:
+        name: Original name of the parameter; kept up to date when an outer module is sharded.
+        slot: Its place in the segment's region.
+        layout: The layout of that region.
+        communicator: The sharding group.
+        slice: The elements that this rank owns.
+    """
+
+    name: str
+    slot: Slot
+    layout: SegmentLayout
+    communicator: Communicator = field(repr=False)
+    slice: FlatSlice = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """This rank's ``(slice.numel,)`` elements of a whole tensor of the original shape."""
+        return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
+
+
+class ShardedTensor(Tensor):
+    """A tensor of which this rank holds one slice.
+
+    Made by :func:`~lightning_fsdp.fully_shard`, not by hand. ``shape``, ``dtype`` and ``device``
+    are those of the whole tensor.
+    """
+
+    _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
+    spec: ShardSpec
+
+    @staticmethod
+    def __new__(  # noqa: D102, PYI034
+        cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False
+    ) -> ShardedTensor:
+        sharded: ShardedTensor = torch_internals.wrap_without_storage(  # type: ignore[assignment]
+            cls, spec.slot.shape, local, requires_grad
+        )
+        sharded._local = local
+        sharded.spec = spec
+        return sharded
+
+    __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            handler = _HANDLERS[func] = _choose_handler(func)
+        return handler(func, args, kwargs or {})
+
+    def to_local(self) -> Tensor:
+        """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
+        return self._local
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.
+
+        Moves and holds at most as much as the unit's region, whatever the number of ranks.
+        """
+        spec = self.spec
+        layout, slot = spec.layout, spec.slot
+        pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
+        longest = max(piece.numel for piece in pieces)
+        local = self._local.detach()
+        with torch.no_grad():
+            mine = local.new_zeros(longest)
+            mine[: local.numel()].copy_(local)
+            gathered = spec.communicator.all_gather_slices(mine)
+            whole = torch.cat([row[: p.numel] for row, p in zip(gathered, pieces, strict=True)])
+        return whole.view(slot.shape)
+
+    @property
+    def data(self) -> Tensor:
+        """The same slice outside the graph; assigning copies into it, shape and dtype kept."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.device != self.device or value.shape != self.shape:
+            raise RuntimeError(
+                f"parameter {self.spec.name!r}: expected .data of shape {tuple(self.shape)}, "
+                f"{self.dtype} on {self.device}, got {tuple(value.shape)}, {value.dtype} on "
+                f"{value.device}. A sharded module keeps its dtype and device: convert the module "
+                "(.to(), .half(), .cuda()) before fully_shard."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        """Refused: this tensor is outside the graph; torch would register and never call."""
+        self._refuse_hook("register_hook")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
+        """Refused: this tensor is outside the graph; torch would register and never call."""
+        self._refuse_hook("register_post_accumulate_grad_hook")
+
+    def _refuse_hook(self, what: str) -> NoReturn:
+        raise NotImplementedError(
+            f"parameter {self.spec.name!r}: {what} would never be called, because the graph holds "
+            "the gathered copy, not this sharded parameter. Read .grad after the backward, or "
+            "register a hook on the module's output."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.spec.name!r} is a ShardedTensor: this rank holds {self._local.numel()} of "
+            f"{self.numel()} elements, so saving it would lose the rest. Save "
+            "full_state_dict(module) instead."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        with torch.no_grad():
+            copied = ShardedTensor(
+                self._local.detach().clone(), self.spec, requires_grad=self.requires_grad
+            )
+        if isinstance(self, torch.nn.Parameter):
+            copied._is_param = True
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        piece = self.spec.slice
+        return (
+            f"ShardedTensor({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"rank {self.spec.communicator.rank} holds [{piece.start}, {piece.stop}) of "
+            f"{self.numel()} elements)"
+        )
+
+
+def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> ShardedTensor:
+    """A sharded tensor that is an ``nn.Parameter``, over ``local``, which it aliases."""
+    sharded = ShardedTensor(local, spec, requires_grad=requires_grad)
+    sharded._is_param = True  # what nn.Parameter's isinstance asks
+    return sharded
+
+
+# Note: dispatch.
+# Handlers run below autograd, where torch does not count in-place writes any more. A whole copy
+# kept by ZeRO-2 is stale once its shard was written to, and it learns that from the shard's version
+# counter; so every handler that writes counts for itself.
+
+_Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.view_as.default}
+_CREATIONS = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.clone.default,
+    aten._to_copy.default,
+}
+_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+# Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
+_PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
+
+
+def _choose_handler(func: Any) -> _Handler:
+    name = func._schema.name.removeprefix("aten::")
+    if func in _ALIASES:
+        return _alias
+    if func in _CREATIONS:
+        return _create
+    if func is aten.copy_.default:
+        return _copy_into
+    if name in ("zero_", "fill_"):
+        return _pointwise
+    if name in ("new_zeros", "new_ones", "new_empty", "new_full"):
+        return _create_plain
+    if any(part in name for part in _PLACE_DEPENDENT):
+        return _refuse
+    if name.startswith("_foreach_") and not name.startswith(_FOREACH_REDUCTIONS):
+        return _elementwise_over_lists
+    if name.startswith("_fused_"):
+        return _elementwise_over_lists
+    if torch.Tag.pointwise in func.tags:
+        return _pointwise
+    return _refuse
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    return ShardedTensor(args[0]._local, args[0].spec)
+
+
+def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not isinstance(source, ShardedTensor):
+        _refuse(func, args, kwargs)
+    kwargs.pop("memory_format", None)
+    return ShardedTensor(func(source._local, *args[1:], **kwargs), source.spec)
+
+
+def _create_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # ``new_*`` takes dtype and device of this tensor; a size equal to its own is meant to match it.
+    source, size = args[0], tuple(args[1])
+    if size != tuple(source.shape):
+        return func(source._local, size, *args[2:], **kwargs)
+    local = func(source._local, (source._local.numel(),), *args[2:], **kwargs)
+    return ShardedTensor(local, source.spec)
+
+
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardedTensor):
+        _refuse(func, args, kwargs)
+    if source.shape != target.shape:
+        raise RuntimeError(
+            f"parameter {target.spec.name!r}: expected a source of shape {tuple(target.shape)} for "
+            f"copy_, got {tuple(source.shape)}. Copy a whole tensor of the original shape."
+        )
+    target._local.copy_(_local_of(source, target, func))
+    torch.autograd.graph.increment_version(target._local)
+    return target
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
+    local_args = tuple(_local_of(arg, like, func) for arg in args)
+    local_kwargs = {name: _local_of(arg, like, func) for name, arg in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        if not isinstance(args[0], ShardedTensor) or "out" in kwargs:
+            _refuse(func, args, kwargs)
+        torch.autograd.graph.increment_version(args[0]._local)
+        return args[0]
+    if isinstance(result, Tensor):
+        return ShardedTensor(result, like.spec)
+    return tuple(ShardedTensor(part, like.spec) for part in result)
+
+
+def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_foreach_*`` and ``_fused_*``: lists of tensors, the n-th of each belonging together."""
+    likes = args[0]
+
+    def local_of(arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)) or not any(isinstance(t, Tensor) for t in arg):
+            return _local_of(arg, likes[0], func) if isinstance(arg, ShardedTensor) else arg
+        if len(arg) != len(likes):
+            return list(arg)
+        return [_local_of(t, like, func) for t, like in zip(arg, likes, strict=True)]
+
+    result = func(*map(local_of, args), **{name: local_of(arg) for name, arg in kwargs.items()})
+    if func._schema.is_mutable:
+        written = [
+            t._local
+            for argument, arg in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for t in arg
+            if isinstance(t, ShardedTensor)
+        ]
+        torch.autograd.graph.increment_version(written)
+        return result
+    return [
+        ShardedTensor(t, like.spec) if isinstance(like, ShardedTensor) else t
+        for t, like in zip(result, likes, strict=True)
+    ]
+
+
+def _local_of(arg: Any, like: Any, func: Any) -> Any:
+    """The part of an argument that belongs to the slice of ``like``."""
+    if not isinstance(arg, Tensor) or arg is like:
+        return like._local if isinstance(arg, ShardedTensor) else arg
+    if not isinstance(like, ShardedTensor):
+        if isinstance(arg, ShardedTensor):
+            _refuse(func, (arg,), {})
+        return arg
+    if isinstance(arg, ShardedTensor):
+        if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
+            raise RuntimeError(
+                f"{func}: expected sharded tensors with the same slice, got {like!r} and {arg!r}. "
+                "Call full_tensor() on both (on every rank) and work on the whole tensors."
+            )
+        return arg._local
+    if arg.dim() == 0:
+        return arg
+    if arg.shape == like.shape:
+        return like.spec.slice_of(arg)
+    raise RuntimeError(
+        f"{func}: expected a plain tensor of shape {tuple(like.shape)} beside the sharded "
+        f"{like.spec.name!r}, got {tuple(arg.shape)}. Call full_tensor() (on every rank) first."
+    )
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    sharded = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
+    spec = sharded.spec
+    raise RuntimeError(
+        f"{func} on {spec.name!r} (rank {spec.communicator.rank}): expected a whole tensor, got a "
+        f"ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
+        f"{sharded.numel()} elements. Inside its unit's forward the module holds the whole "
+        "parameter; elsewhere call full_tensor() (on every rank). For norms and clipping use "
+        "clip_grad_norm_ of the sharded module; for a method other than forward use "
+        "register_forward_method; for saving use full_state_dict."
+    )
+
+
+def flatten(*structures: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and dicts of arguments, in order."""
+    leaves: list[Any] = []
+    for structure in structures:
+        if isinstance(structure, (list, tuple)):
+            leaves.extend(flatten(*structure))
+        elif isinstance(structure, dict):
+            leaves.extend(flatten(*structure.values()))
+        else:
+            leaves.append(structure)
+    return leaves
+
+
+_HANDLERS: dict[Any, _Handler] = {}

@@ -1,0 +1,83 @@
+"""Every private name of torch that the core uses, one function each, with the reason.
+
+Checked against torch 2.13. A name that goes away is to be replaced here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+def is_in_backward() -> bool:
+    """Whether the autograd engine is running on this thread.
+
+    A forward that runs there is a recomputation (activation checkpointing). No public name.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def current_backward() -> int:
+    """An identity of the running backward, -1 outside of one. No public name."""
+    return int(torch._C._current_graph_task_id())
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the running backward has finished. No public name; DDP uses it too."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def wrap_without_storage(
+    cls: type[Tensor], shape: tuple[int, ...], like: Tensor, requires_grad: bool
+) -> Tensor:
+    """A tensor subclass with the outside of a tensor and no storage. No public name."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+    )
+
+
+def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
+    """Exchange the contents of two tensor objects, which keep their identity. Public, untyped."""
+    torch.utils.swap_tensors(ours, theirs)  # type: ignore[no-untyped-call]
+
+
+def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
+    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of ``group`` may take. No public name."""
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # a backend without options
+        return timedelta(minutes=30)
+    return timeout
+
+
+def reuse_freed_host_memory() -> None:
+    """Let the C library keep freed buffers instead of returning them to the kernel.
+
+    Whole parameters are allocated and freed many times a step. glibc gives blocks above 32 MB back
+    at once, and fresh ones then cost about 0.7 ms per MB in page faults. Two settings of
+    ``mallopt`` (process-wide, glibc only) keep freed memory at hand: no block is mapped on its own,
+    and the heap is not trimmed below 2 GiB of free space. torch offers no setting for its CPU
+    allocator.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        trim_threshold, mmap_max = -1, -4
+        libc.mallopt(mmap_max, 0)
+        libc.mallopt(trim_threshold, 2**31 - 1)  # the parameter is an int

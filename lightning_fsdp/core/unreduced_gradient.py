@@ -1,0 +1,78 @@
+"""What stands in ``.grad`` while only this rank's own, not yet reduced gradient exists.
+
+It can be dropped or zeroed, as ``zero_grad`` does, and read by nobody: an optimizer's step, a norm
+or a value taken from it would differ between the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, flatten
+
+aten = torch.ops.aten
+
+
+class UnreducedGradient(ShardedTensor):
+    """Owns a local gradient: a region's memory goes when the last of its stand-ins is dropped."""
+
+    prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
+    regions: list[Tensor]  # local gradient regions, held here and nowhere else between backwards
+    is_cleared: bool
+
+    @staticmethod
+    def __new__(  # noqa: D102, PYI034
+        cls, spec: ShardSpec, like: Tensor, prior: ShardedTensor | None
+    ) -> UnreducedGradient:
+        stand_in: UnreducedGradient = super().__new__(cls, like.new_empty(0), spec)  # type: ignore[assignment]
+        stand_in.prior = prior
+        stand_in.regions = []
+        stand_in.is_cleared = False
+        return stand_in
+
+    def clear(self) -> None:
+        """Forget the gradient, as ``zero_`` does."""
+        self.prior = None
+        self.regions = []
+        self.is_cleared = True
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for tensor in tensors:
+                if isinstance(tensor, UnreducedGradient):
+                    tensor.clear()
+                else:
+                    tensor.zero_()
+            return args[0] if func is aten.zero_.default else None
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        stand_in = next(t for t in flatten(args, kwargs) if isinstance(t, UnreducedGradient))
+        raise stand_in.refusal(str(func))
+
+    def to_local(self) -> NoReturn:
+        """Refused: there is no reduced slice yet."""
+        raise self.refusal("to_local")
+
+    def full_tensor(self) -> NoReturn:
+        """Refused: there is no reduced gradient yet."""
+        raise self.refusal("full_tensor")
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error for an attempt to use the gradient for ``what``."""
+        return RuntimeError(
+            f"gradient of {self.spec.name!r} (rank {self.spec.communicator.rank}): expected a "
+            f"reduced gradient for {what}, got this rank's own, which was not reduced over the "
+            "ranks. Run the last micro-batch's backward with set_requires_gradient_sync(True) (or "
+            "outside no_sync()) first, or drop it with zero_grad()."
+        )

@@ -1,0 +1,77 @@
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_fsdp.core.layout import ALIGNMENT, SHARD_ALIGNMENT, plan_segment
+
+shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
+world_sizes = st.integers(1, 9)
+
+
+def plan(list_of_shapes, world_size):
+    named = [(f"p{i}", shape) for i, shape in enumerate(list_of_shapes)]
+    return plan_segment(named, world_size)
+
+
+@given(shapes, world_sizes)
+def test_every_element_is_owned_by_exactly_one_rank(list_of_shapes, world_size):
+    layout = plan(list_of_shapes, world_size)
+    for slot in layout.slots:
+        pieces = [layout.slice_of(slot, rank) for rank in range(world_size)]
+        owned = [e for piece in pieces for e in range(piece.start, piece.stop)]
+        assert owned == list(range(math.prod(slot.shape)))
+
+
+@given(shapes, world_sizes)
+def test_a_slice_lies_in_the_shard_where_the_region_has_it(list_of_shapes, world_size):
+    layout = plan(list_of_shapes, world_size)
+    region = [None] * layout.numel
+    for slot in layout.slots:
+        for element in range(slot.numel):
+            assert region[slot.offset + element] is None, "two parameters overlap"
+            region[slot.offset + element] = (slot.name, element)
+    for rank in range(world_size):
+        start, stop = layout.shard_range(rank)
+        shard = region[start:stop]
+        for slot in layout.slots:
+            piece = layout.slice_of(slot, rank)
+            offset = layout.offset_in_shard(slot, rank)
+            expected = [(slot.name, e) for e in range(piece.start, piece.stop)]
+            assert shard[offset : offset + piece.numel] == expected
+
+
+@given(shapes, world_sizes)
+def test_padding_is_exactly_what_no_parameter_covers(list_of_shapes, world_size):
+    layout = plan(list_of_shapes, world_size)
+    covered = {slot.offset + e for slot in layout.slots for e in range(slot.numel)}
+    padding = {e for start, stop in layout.padding() for e in range(start, stop)}
+    assert covered | padding == set(range(layout.numel))
+    assert not covered & padding
+
+
+@given(shapes, world_sizes)
+def test_parameters_and_shards_start_aligned_and_padding_is_bounded(list_of_shapes, world_size):
+    layout = plan(list_of_shapes, world_size)
+    assert all(slot.offset % ALIGNMENT == 0 for slot in layout.slots)
+    assert layout.shard_numel % SHARD_ALIGNMENT == 0
+    elements = sum(slot.numel for slot in layout.slots)
+    most = ALIGNMENT * len(layout.slots) + SHARD_ALIGNMENT * world_size
+    assert elements <= layout.numel < elements + most
+
+
+def test_the_drawing_in_the_docstring_is_to_scale():
+    layout = plan([(3, 10), (10,)], 2)
+    assert [slot.offset for slot in layout.slots] == [0, 32]
+    weight, bias = layout.slots
+    assert layout.slice_of(weight, 0).numel == 24
+    assert layout.shard_range(1) == (24, 48)
+    assert layout.slice_of(bias, 1).numel == 10
+
+
+def test_padding_stays_below_one_percent_at_1024_ranks():
+    block = [("qkv", (12288, 4096)), ("out", (4096, 4096)), ("up", (16384, 4096)),
+             ("down", (4096, 16384)), ("norm", (4096,)), ("bias", (4096,))]  # fmt: skip
+    layout = plan_segment(block, 1024)
+    elements = sum(slot.numel for slot in layout.slots)
+    assert layout.numel - elements < 0.01 * elements

@@ -1,0 +1,28 @@
+import itertools
+
+import pytest
+
+from lightning_fsdp.core.lifecycle import GradientState as G
+from lightning_fsdp.core.lifecycle import ParameterState as P
+from lightning_fsdp.core.lifecycle import take_step
+
+LEGAL = {
+    (P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED),
+    (G.NONE, G.LOCAL), (G.LOCAL, G.REDUCING), (G.LOCAL, G.NONE), (G.REDUCING, G.REDUCED),
+    (G.REDUCED, G.LOCAL), (G.REDUCED, G.NONE),
+}  # fmt: skip
+PAIRS = [*itertools.product(P, P), *itertools.product(G, G)]
+
+
+@pytest.mark.parametrize(("current", "following"), PAIRS, ids=str)
+def test_a_step_is_taken_exactly_if_the_table_has_it(current, following):
+    if (current, following) in LEGAL:
+        assert take_step("h.0", 1, current, following) is following
+    else:
+        with pytest.raises(RuntimeError, match=r"unit 'h\.0' \(rank 1\): expected a step from"):
+            take_step("h.0", 1, current, following)
+
+
+def test_resharding_before_the_wait_is_refused():
+    with pytest.raises(RuntimeError, match="wait before use"):
+        take_step("h.0", 0, P.GATHERING, P.SHARDED)
