@@ -1,0 +1,1 @@
+"""``python -m lightning_fsdp.bench``: one training under several strategies, measured alike."""

@@ -1,0 +1,140 @@
+"""What is compared: an arm is one engine at one ZeRO stage with one batch shape."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENGINES = ("scratch",)
+_LATER = ("fsdp1", "fsdp2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What every arm does, whatever its engine.
+
+    Attributes:
+        config: YAML of the recipe that is trained.
+        num_ranks: Processes of the arms that share the work.
+        precision: Of the Trainer.
+        warmup_steps: Optimizer steps before the clock starts.
+        timed_steps: Optimizer steps on the clock.
+        observed_steps: Optimizer steps after them, slowed down by exact memory tracking.
+        overrides: Further command line arguments of the recipe.
+    """
+
+    config: Path
+    num_ranks: int
+    precision: str
+    warmup_steps: int
+    timed_steps: int
+    observed_steps: int
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of one run."""
+        return self.warmup_steps + self.timed_steps + self.observed_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One row of the comparison.
+
+    Attributes:
+        engine: ``scratch``, or a reference: ``ddp`` (nothing sharded), ``single`` (one process that
+            does the work of all ranks).
+        zero_stage: 2 or 3; ``None`` for references.
+        batch_size: Sequences per rank and micro-batch.
+        grad_accum: Micro-batches per optimizer step.
+    """
+
+    engine: str
+    zero_stage: int | None
+    batch_size: int
+    grad_accum: int
+
+    @property
+    def name(self) -> str:
+        """Unique, and good for a file name."""
+        stage = "" if self.zero_stage is None else f"_zero{self.zero_stage}"
+        return f"{self.engine}{stage}_b{self.batch_size}_a{self.grad_accum}"
+
+    def num_processes(self, workload: Workload) -> int:
+        """Processes that the arm starts."""
+        return 1 if self.engine == "single" else workload.num_ranks
+
+    def recipe_arguments(self, workload: Workload, out: Path) -> list[str]:
+        """Command line of ``recipes.train`` for this arm, which writes measurements to ``out``."""
+        is_single = self.engine == "single"
+        strategy = {"single": "auto", "ddp": "ddp"}.get(
+            self.engine, f"{self.engine}_fsdp_zero{self.zero_stage}"
+        )
+        # One process takes all ranks' sequences, so that every arm sees the same global batches.
+        batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
+        callback: dict[str, Any] = {
+            "class_path": "lightning_fsdp.bench.measure.Measure",
+            "init_args": {
+                "out": str(out),
+                "warmup_steps": workload.warmup_steps,
+                "timed_steps": workload.timed_steps,
+            },
+        }
+        return [
+            *("fit", "--config", str(workload.config)),
+            *("--trainer.strategy", strategy),
+            *("--trainer.accelerator", "cpu"),
+            *("--trainer.devices", str(self.num_processes(workload))),
+            *("--trainer.precision", workload.precision),
+            *("--trainer.max_steps", str(workload.total_steps)),
+            *("--trainer.accumulate_grad_batches", str(self.grad_accum)),
+            *("--trainer.callbacks", json.dumps([callback])),
+            *("--trainer.default_root_dir", str(out)),
+            *("--trainer.logger", "false"),
+            *("--trainer.enable_checkpointing", "false"),
+            *("--trainer.enable_progress_bar", "false"),
+            *("--trainer.enable_model_summary", "false"),
+            *("--trainer.limit_val_batches", "0"),
+            *("--trainer.num_sanity_val_steps", "0"),
+            *("--data.batch_size", str(batch_size)),
+            *workload.overrides,
+        ]
+
+
+def choose_arms(
+    *,
+    engines: Sequence[str],
+    zero_stages: Sequence[int],
+    batch_sizes: Sequence[int],
+    grad_accums: Sequence[int],
+) -> list[Arm]:
+    """All combinations, and for each batch shape the two references before them.
+
+    Raises:
+        ValueError: An engine, stage or size that cannot be measured.
+    """
+    for engine in engines:
+        if engine in _LATER:
+            raise ValueError(
+                f"--engines: {engine!r} is not offered yet. Choose from {list(ENGINES)}."
+            )
+        if engine not in ENGINES:
+            raise ValueError(f"--engines: expected some of {list(ENGINES)}, got {engine!r}.")
+    for option, values in (("--batch-sizes", batch_sizes), ("--grad-accum", grad_accums)):
+        for value in values:
+            if value < 1:
+                raise ValueError(f"{option}: expected positive numbers, got {value}.")
+    for stage in zero_stages:
+        if stage not in (2, 3):
+            raise ValueError(f"--stages: expected 2 or 3, got {stage}.")
+    kinds: list[tuple[str, int | None]] = [("single", None), ("ddp", None)]
+    kinds += itertools.product(engines, zero_stages)
+    return [
+        Arm(engine=engine, zero_stage=stage, batch_size=batch_size, grad_accum=grad_accum)
+        for batch_size, grad_accum in itertools.product(batch_sizes, grad_accums)
+        for engine, stage in dict.fromkeys(kinds)
+    ]

@@ -1,0 +1,144 @@
+"""Exact memory and traffic of a stretch of training: every storage, every collective torch sees.
+
+On CPU the resident size of a process says little: libraries, the allocator's reserves and the page
+cache drown the tensors. Here a dispatch mode sees each operation, remembers every storage that goes
+in or out of one, and adds up the live ones after each; so the figures are bytes of tensors, exact,
+and a storage that an engine has freed with ``resize_(0)`` counts as freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # no public name; stable since 1.13
+
+# c10d operation -> kind of collective and the position of the tensor(s) that this rank sends
+_COLLECTIVES = {
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_": ("all_gather", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "allreduce_": ("all_reduce", 0),
+    "broadcast_": ("broadcast", 0),
+}
+
+
+@dataclass
+class Observation:
+    """What was seen.
+
+    Attributes:
+        peak_bytes: Most bytes of tensors alive at once.
+        calls: Collectives issued by this rank, by kind.
+        payload_bytes: Bytes of the tensors that it passed to them.
+    """
+
+    peak_bytes: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+    payload_bytes: int = 0
+
+
+class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches the operations of this thread while it is entered.
+
+    Args:
+        present: Tensors that exist already and are to count.
+    """
+
+    def __init__(self, present: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.observation = Observation()
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in present:
+            self._note(tensor)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._measure()
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> Observation:
+        """End, and return what was seen."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return self.observation
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(not _is_plain(cls) for cls in types):
+            return NotImplemented  # a subclass first; its own operations come back here
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count(func.__name__.split(".")[0], args)
+        for tensor in _tensors((args, kwargs, result)):
+            self._note(tensor)
+        self._measure()
+        return result
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the tensors alive now."""
+        return sum(storage.nbytes() for storage in self._storages)
+
+    def _measure(self) -> None:
+        self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.is_meta or not _is_plain(type(tensor)):
+            return
+        self._storages.add(tensor.untyped_storage())
+
+    def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        if name not in _COLLECTIVES:
+            return
+        kind, position = _COLLECTIVES[name]
+        self.observation.calls[kind] += 1
+        self.observation.payload_bytes += sum(t.nbytes for t in _tensors(args[position]))
+
+
+def resting_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """What stays between steps on this rank: parameters, gradients, buffers, optimizer state."""
+    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
+    tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    for optimizer in optimizers:
+        for values in optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+    return [local_part(tensor) for tensor in tensors]
+
+
+def nbytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages under some tensors, each counted once."""
+    return sum(storage.nbytes() for storage in {t.untyped_storage() for t in tensors})
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not."""
+    to_local = getattr(tensor, "to_local", None)
+    local: Tensor = tensor if to_local is None else to_local()
+    return local.detach()
+
+
+def _is_plain(cls: type) -> bool:
+    return cls in (Tensor, nn.Parameter)
+
+
+def _tensors(structure: Any) -> list[Tensor]:
+    if isinstance(structure, Tensor):
+        return [structure]
+    if isinstance(structure, (list, tuple)):
+        return [tensor for part in structure for tensor in _tensors(part)]
+    if isinstance(structure, dict):
+        return [tensor for part in structure.values() for tensor in _tensors(part)]
+    return []

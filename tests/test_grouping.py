@@ -1,0 +1,125 @@
+import pytest
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
+
+
+def gpt2(num_layers=3):
+    sizes = dict(n_layer=num_layers, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+class LM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.scale = nn.Parameter(nn.init.ones_(nn.Linear(1, 1).weight.data))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 10)
+
+
+def units_of(model, selector=None, ignored=()):
+    plans = plan_units(model, find_units(model, selector), set(ignored), set())
+    return {plan.name: list(plan.names.values()) for plan in plans}
+
+
+def test_gpt2_is_embeddings_blocks_and_final_norm_with_head():
+    model = gpt2()
+    units = units_of(model)
+    assert list(units) == [
+        "transformer.h.0", "transformer.h.1", "transformer.h.2", "transformer.wte",
+        "transformer.ln_f",
+    ]  # fmt: skip
+    assert units["transformer.wte"] == ["transformer.wte.weight", "transformer.wpe.weight"]
+    assert units["transformer.ln_f"] == [
+        "transformer.ln_f.weight", "transformer.ln_f.bias", "transformer.wte.weight",
+    ]  # fmt: skip
+
+
+def test_every_parameter_is_in_a_unit_and_only_tied_ones_in_two():
+    model = gpt2()
+    names = [name for unit in units_of(model).values() for name in unit]
+    tied = ["transformer.wte.weight"]
+    assert sorted(names) == sorted([name for name, _ in model.named_parameters()] + tied)
+
+
+def test_a_weight_tied_across_units_is_a_segment_of_its_own():
+    model = gpt2()
+    plans = plan_units(model, find_units(model, None), set(), set())
+    shared = [segment for segment in cut_segments(plans) if len(segment.users) == 2]
+    assert [segment.names for segment in shared] == [["transformer.wte.weight"]]
+
+
+def test_parameters_held_directly_by_the_root_are_a_unit_of_the_root():
+    assert units_of(LM()) == {
+        "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"],
+        "blocks.1": ["blocks.1.0.weight", "blocks.1.0.bias"],
+        "embed": ["embed.weight"],
+        "norm": ["norm.weight", "norm.bias", "head.weight", "head.bias"],
+        "": ["scale"],
+    }
+
+
+def test_a_single_layer_is_still_a_block():
+    assert "transformer.h.0" in units_of(gpt2(num_layers=1))
+
+
+def test_a_model_without_blocks_is_cut_at_what_holds_parameters():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Sequential(nn.Linear(2, 2), nn.ReLU())})
+    assert list(units_of(model)) == ["a", "b.0"]
+
+
+def test_a_module_with_parameters_and_children_stays_together():
+    model = nn.Module()
+    model.attention = nn.MultiheadAttention(4, 2)
+    assert list(units_of(model)) == ["attention"]
+
+
+def test_classes_a_callable_and_a_size_choose_units():
+    model = gpt2()
+    by_class = units_of(model, ["GPT2MLP"])
+    assert by_class["transformer.h.0.mlp"][0] == "transformer.h.0.mlp.c_fc.weight"
+    assert "transformer.h.0.ln_1" in by_class
+    blocks = units_of(model, lambda module: type(module).__name__ == "GPT2Block")
+    assert blocks == units_of(model)
+    assert units_of(model, 10**9).keys() == {name for name, _ in find_units(model, 10**9)}
+    assert "transformer.h.0" in units_of(model, 3000)
+
+
+def test_nested_choices_give_inner_units_first_and_the_rest_to_the_outer():
+    model = LM()
+    units = units_of(model, ["Sequential", "Linear"])
+    assert units["blocks.0.0"] == ["blocks.0.0.weight", "blocks.0.0.bias"]
+    assert "blocks.0" not in units, "nothing is left for it"
+
+
+def test_ignored_parameters_belong_to_no_unit():
+    model = LM()
+    units = units_of(model, ignored={model.head.bias})
+    assert units["norm"] == ["norm.weight", "norm.bias", "head.weight"]
+
+
+def test_frozen_and_trainable_parameters_are_separate_segments():
+    model = LM()
+    model.blocks[0][0].bias.requires_grad_(False)
+    plans = plan_units(model, find_units(model, None), set(), set())
+    names = [segment.names for segment in cut_segments(plans)]
+    assert ["blocks.0.0.bias"] in names
+    assert ["blocks.0.0.weight"] in names
+
+
+@pytest.mark.parametrize(
+    ("selector", "error", "message"),
+    [
+        (["Block", "Linear"], ValueError, r"expected classes that occur in LM, got \['Block'\]"),
+        ("Linear", TypeError, "expected a list of class names"),
+        (0, ValueError, "expected a positive number of parameters, got 0"),
+        (True, TypeError, "expected class names, a callable or an int, got True"),
+        (lambda module: False, ValueError, "expected the callable to choose modules of LM"),
+    ],
+)
+def test_a_wrong_selector_is_refused_by_name(selector, error, message):
+    with pytest.raises(error, match=message):
+        find_units(LM(), selector)
