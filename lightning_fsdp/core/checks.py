@@ -4,16 +4,50 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+
+def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_policy: Any) -> None:
+    """Refuse arguments of the wrong kind, and what is not offered."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"fully_shard: expected an nn.Module or a list of them, got {module!r}."
+            )
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"fully_shard: expected a module with a forward, got {type(module).__name__}. "
+                "Shard its children instead."
+            )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: expected a DeviceMesh for mesh, got {mesh!r}.")
+    if mesh is not None and mesh.ndim != 1:
+        raise NotImplementedError(
+            f"fully_shard: expected a 1-D mesh, got {mesh.ndim} dimensions "
+            f"{mesh.mesh_dim_names}. Replication over a second dimension (HSDP) is not offered "
+            "yet; pass the dimension to shard over, e.g. mesh['shard']."
+        )
+    if mp_policy is not None and not isinstance(mp_policy, PrecisionPolicy):
+        raise TypeError(
+            f"fully_shard: expected a MixedPrecisionPolicy for mp_policy, got {mp_policy!r}."
+        )
+    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+        raise NotImplementedError(
+            f"fully_shard: expected offload_policy=None, got {offload_policy!r}. CPU offload is "
+            "not offered yet."
+        )
 
 
 def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:

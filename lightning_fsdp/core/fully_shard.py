@@ -6,9 +6,8 @@ raises: a module is sharded on all ranks, or untouched on all.
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -19,7 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import optimizer_guard, torch_internals
-from lightning_fsdp.core.checks import check_modules, check_parameters, check_shared
+from lightning_fsdp.core.checks import (
+    check_arguments,
+    check_modules,
+    check_parameters,
+    check_shared,
+)
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
     SegmentPlan,
@@ -40,15 +44,40 @@ from lightning_fsdp.core.unit import Unit
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """What a call of the door asks for, checked."""
+_UnitModules = list[tuple[str, list[nn.Module]]]
 
-    communicator: Communicator
-    device: torch.device
+
+@dataclass(frozen=True)
+class _Request:
+    """What a call of the door asks for, as the caller gave it.
+
+    Attributes:
+        modules: The modules given; more than one form a unit together.
+        plan_of: Checks the plan.
+        units_of: Chooses the units below a root.
+    """
+
+    modules: list[Any]
+    plan_of: Callable[[], ShardingPlan]
+    units_of: Callable[[nn.Module], _UnitModules]
+    mesh: DeviceMesh | None
+    mp_policy: PrecisionPolicy | None
+    offload_policy: Any
+    ignored_params: set[nn.Parameter] | None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request that was found in order."""
+
+    root: nn.Module
+    outermost: list[nn.Module]
     plan: ShardingPlan
     policy: PrecisionPolicy
-    ignored: set[nn.Parameter]
+    units: list[UnitPlan]
+    segments: list[SegmentPlan]
+    inner: list[Schedule]  # of modules below the root that were sharded before
+    known: dict[Tensor, Segment]  # their parameters
 
 
 def fully_shard(
@@ -84,25 +113,28 @@ def fully_shard(
         NotImplementedError: An argument asks for what is not there yet.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    for candidate in modules:
-        if not isinstance(candidate, nn.Module):
-            raise TypeError(
-                f"fully_shard: expected an nn.Module or a list of them, got {candidate!r}."
+
+    def plan_of() -> ShardingPlan:
+        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+            raise NotImplementedError(
+                f"fully_shard: reshard_after_forward={reshard_after_forward} (to a smaller group) "
+                "is not offered. Use True, False or None."
             )
-        if isinstance(candidate, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(
-                f"fully_shard: expected a module with a forward, got {type(candidate).__name__}. "
-                "Shard its children instead."
-            )
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward} (to a smaller group) is "
-            "not offered. Use True, False or None."
+        return ShardingPlan(
+            reshard_after_forward=reshard_after_forward, reshard_after_backward=True
         )
-    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    plan = ShardingPlan(reshard_after_forward=reshard_after_forward, reshard_after_backward=True)
-    options = _check_options(root, mesh, plan, mp_policy, offload_policy, ignored_params)
-    _shard(root, [("", modules)], options, outermost=modules)
+
+    _shard(
+        _Request(
+            modules=modules,
+            plan_of=plan_of,
+            units_of=lambda root: [("", modules)],
+            mesh=mesh,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+        )
+    )
     return module
 
 
@@ -134,12 +166,23 @@ def shard_model(
     Raises:
         As :func:`fully_shard`.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"shard_model: expected an nn.Module, got {model!r}.")
-    if not isinstance(plan, ShardingPlan):
-        raise TypeError(f"shard_model: expected a ShardingPlan (ZERO2, ZERO3), got {plan!r}.")
-    options = _check_options(model, mesh, plan, mp_policy, offload_policy, ignored_params)
-    _shard(model, find_units(model, units), options, outermost=[model])
+
+    def plan_of() -> ShardingPlan:
+        if not isinstance(plan, ShardingPlan):
+            raise TypeError(f"shard_model: expected a ShardingPlan (ZERO2, ZERO3), got {plan!r}.")
+        return plan
+
+    _shard(
+        _Request(
+            modules=[model],
+            plan_of=plan_of,
+            units_of=lambda root: find_units(root, units),
+            mesh=mesh,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored_params,
+        )
+    )
     return model
 
 
@@ -175,126 +218,109 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     setattr(module, name, gathering)
 
 
-def _check_options(
-    root: nn.Module,
-    mesh: DeviceMesh | None,
-    plan: ShardingPlan,
-    mp_policy: PrecisionPolicy | None,
-    offload_policy: Any,
-    ignored_params: set[nn.Parameter] | None,
-) -> _Options:
+def _shard(request: _Request) -> None:
+    """Check everything, agree with the other ranks, then change the module."""
+    communicator, device = _open_group(request.mesh)
+    error: Exception | None = None
+    try:
+        prepared = _prepare(request)
+        statement = _describe(prepared)
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as caught:
+        error = caught
+        statement = f"refused, {type(caught).__name__}: {caught}"
+    what = ", ".join(type(module).__name__ for module in request.modules)
+    try:
+        communicator.agree(f"sharding {what}", statement)
+    except RuntimeError as disagreement:
+        raise disagreement from error
+    if error is not None:
+        raise error
+    _build(prepared, communicator, device)
+
+
+def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    if mesh is not None and mesh.ndim != 1:
-        raise NotImplementedError(
-            f"fully_shard: expected a 1-D mesh, got {mesh.ndim} dimensions "
-            f"{mesh.mesh_dim_names}. Replication over a second dimension (HSDP) is not offered "
-            "yet; pass the dimension to shard over, e.g. mesh['shard']."
-        )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError(
-            f"fully_shard: expected offload_policy=None, got {offload_policy!r}. CPU offload is "
-            "not offered yet."
-        )
-    policy: PrecisionPolicy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    if not isinstance(policy, PrecisionPolicy):
-        raise TypeError(
-            f"fully_shard: expected a MixedPrecisionPolicy for mp_policy, got {mp_policy!r}."
-        )
-    group = dist.group.WORLD if mesh is None else mesh.get_group()
-    assert group is not None, "the default group is initialized"
-    device_type = _device_type_of(group) if mesh is None else mesh.device_type
+    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
+        group, device_type = mesh.get_group(), mesh.device_type
+    else:  # a mesh that will be refused: ranks say so to each other in the default group
+        default = dist.group.WORLD
+        assert default is not None, "it is initialized"
+        group, device_type = default, "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    return _Options(Communicator.of(group), device, plan, policy, set(ignored_params or ()))
+    return Communicator.of(group), device
 
 
-def _shard(
-    root: nn.Module,
-    units: Sequence[tuple[str, list[nn.Module]]],
-    options: _Options,
-    outermost: Sequence[nn.Module],
-) -> None:
-    """Check everything, agree with the other ranks, then change the module."""
-    error: Exception | None = None
-    plans: list[UnitPlan] = []
-    segments: list[SegmentPlan] = []
+def _prepare(request: _Request) -> _Prepared:
+    check_arguments(request.modules, request.mesh, request.mp_policy, request.offload_policy)
+    plan = request.plan_of()
+    modules: list[nn.Module] = request.modules
+    root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = _inner_schedules(root)
-    try:
-        check_modules(outermost, inner)
-        managed = {module for module in root.modules() if unit_of(module) is not None}
-        plans = plan_units(root, units, options.ignored, managed)
-        for plan in plans:
-            check_parameters(plan)
-        segments = cut_segments(plans)
-        known = _known_segments(inner)
-        check_shared(plans, known)
-        statement = _describe(plans, segments, options)
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as caught:
-        error = caught
-        statement = f"refused, {type(caught).__name__}: {caught}"
-    try:
-        options.communicator.agree(f"sharding {type(root).__name__}", statement)
-    except RuntimeError as disagreement:
-        raise disagreement from error
-    if error is not None:
-        raise error
-    _build(root, plans, segments, known, options, inner, outermost)
+    known = _known_segments(inner)
+    check_modules(modules, inner)
+    managed = {module for module in root.modules() if unit_of(module) is not None}
+    ignored = set(request.ignored_params or ())
+    units = plan_units(root, request.units_of(root), ignored, managed)
+    for unit in units:
+        check_parameters(unit)
+    check_shared(units, known)
+    return _Prepared(
+        root=root,
+        outermost=modules,
+        plan=plan,
+        policy=request.mp_policy or MixedPrecisionPolicy(),
+        units=units,
+        segments=cut_segments(units),
+        inner=inner,
+        known=known,
+    )
 
 
-def _build(
-    root: nn.Module,
-    plans: Sequence[UnitPlan],
-    segment_plans: Sequence[SegmentPlan],
-    known: dict[Tensor, Segment],
-    options: _Options,
-    inner: Sequence[Schedule],
-    outermost: Sequence[nn.Module],
-) -> None:
-    schedule = Schedule(options.communicator)
-    for other in inner:
+def _build(prepared: _Prepared, communicator: Communicator, device: torch.device) -> None:
+    schedule = Schedule(communicator)
+    for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
-    segment_of = dict(known)
-    for segment_plan in segment_plans:
-        if not isinstance(segment_plan.parameters[0], ShardedTensor):
-            segment = _make_segment(segment_plan, options)
-            segment_of.update(dict.fromkeys(segment.parameters, segment))
-    for plan in plans:
-        unit = _make_unit(plan, segment_of, options)
+    segment_of = dict(prepared.known)
+    for segment_plan in prepared.segments:
+        segment = _make_segment(segment_plan, communicator, device)
+        segment_of.update(dict.fromkeys(segment.parameters, segment))
+    for unit_plan in prepared.units:
+        unit = _make_unit(unit_plan, segment_of, prepared, communicator)
         schedule.add([unit])
-        for module in plan.modules:
+        for module in unit_plan.modules:
             _attach(module, unit, schedule)
-        for places in plan.sites.values():
-            for site in places:
+        for sites in unit_plan.sites.values():
+            for site in sites:
                 site.module.__dict__.setdefault("_lightning_fsdp_unit", unit)
-    for module in outermost:
+    for module in prepared.outermost:
         if hooks_of(module) is None:
             _attach(module, None, schedule)
-    for module in root.modules():
+    for module in prepared.root.modules():
         hooks = hooks_of(module)
         if hooks is not None:
             hooks.schedule = schedule
-    _rename(root, schedule)
-    _move_buffers(root, options.device)
-    if options.device.type == "cpu":
+    _rename(prepared.root, schedule)
+    _move_buffers(prepared.root, device)
+    if device.type == "cpu":
         torch_internals.reuse_freed_host_memory()
     optimizer_guard.watch(schedule)
 
 
-def _make_segment(plan: SegmentPlan, options: _Options) -> Segment:
-    communicator = options.communicator
+def _make_segment(plan: SegmentPlan, communicator: Communicator, device: torch.device) -> Segment:
     shapes = [tuple(parameter.shape) for parameter in plan.parameters]
     named_shapes = list(zip(plan.names, shapes, strict=True))
     layout = plan_segment(named_shapes, communicator.world_size)
     dtype = plan.parameters[0].dtype
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=options.device)
+    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
     parameters: list[ShardedTensor] = []
     for slot, parameter in zip(layout.slots, plan.parameters, strict=True):
         spec = ShardSpec(slot.name, slot, layout, communicator)
@@ -309,20 +335,26 @@ def _make_segment(plan: SegmentPlan, options: _Options) -> Segment:
     return Segment(layout, shard, parameters)
 
 
-def _make_unit(plan: UnitPlan, segment_of: dict[Tensor, Segment], options: _Options) -> Unit:
-    segments = list(dict.fromkeys(segment_of[parameter] for parameter in plan.sites))
+def _make_unit(
+    plan: UnitPlan,
+    segment_of: dict[Tensor, Segment],
+    prepared: _Prepared,
+    communicator: Communicator,
+) -> Unit:
+    policy = prepared.policy
+    segments = dict.fromkeys(segment_of[parameter] for parameter in plan.sites)
     wholes = [
-        WholeSegment(segment, [plan.sites.get(p, []) for p in segment.parameters], options.policy)
+        WholeSegment(segment, [plan.sites.get(p, []) for p in segment.parameters], policy)
         for segment in segments
     ]
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
         plan.modules,
         wholes,
-        options.communicator,
-        policy=options.policy,
-        reshard_after_forward=options.plan.reshard_after_forward,
-        reshard_after_backward=options.plan.reshard_after_backward,
+        communicator,
+        policy=policy,
+        reshard_after_forward=prepared.plan.reshard_after_forward,
+        reshard_after_backward=prepared.plan.reshard_after_backward,
     )
 
 
@@ -364,19 +396,13 @@ def _known_segments(schedules: Sequence[Schedule]) -> dict[Tensor, Segment]:
     }
 
 
-def _describe(plans: Sequence[UnitPlan], segments: Sequence[SegmentPlan], options: _Options) -> str:
+def _describe(prepared: _Prepared) -> str:
     """One text that is equal on two ranks exactly if they are about to shard alike."""
-    lines = [f"{options.plan}, {options.policy}"]
-    for plan in plans:
+    lines = [f"{prepared.plan}, {prepared.policy}"]
+    for unit in prepared.units:
         parameters = ", ".join(
-            f"{plan.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            for p in plan.sites
+            f"{unit.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            for p in unit.sites
         )
-        lines.append(f"unit {plan.name or '(root)'}: {parameters}")
-    numel = sum(math.prod(p.shape) for segment in segments for p in segment.parameters)
-    lines.append(f"{numel} elements in {len(segments)} segments")
+        lines.append(f"unit {unit.name or '(root)'}: {parameters}")
     return "; ".join(lines)
-
-
-def _device_type_of(group: dist.ProcessGroup) -> str:
-    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"

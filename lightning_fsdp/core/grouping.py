@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from lightning_fsdp.core.segment import Site
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
 """Class names, a predicate on modules, a minimum number of parameters, or automatic."""
@@ -112,11 +113,12 @@ def plan_units(
 
 
 def cut_segments(plans: Sequence[UnitPlan]) -> list[SegmentPlan]:
-    """Cut the parameters of all units into segments, in the order of the units."""
+    """Cut the units' parameters into segments, in order; those sharded already have theirs."""
     users: dict[Tensor, list[UnitPlan]] = {}
     for plan in plans:
         for parameter in plan.sites:
-            users.setdefault(parameter, []).append(plan)
+            if not isinstance(parameter, ShardedTensor):
+                users.setdefault(parameter, []).append(plan)
     segments: dict[object, SegmentPlan] = {}
     for parameter, plans_of_parameter in users.items():
         ids = tuple(id(plan) for plan in plans_of_parameter)

@@ -48,6 +48,14 @@ class Call:
 
 
 @dataclass
+class _Running:
+    """A unit in its forward: modules that have not run, and calls that have not returned."""
+
+    waiting_for: set[nn.Module]
+    depth: int = 0
+
+
+@dataclass
 class _Usage:
     """Whether a reduced parameter had a gradient on this rank, in this backward and before it."""
 
@@ -66,7 +74,7 @@ class _Step:
     reducing: Unit | None = None
     last_in_forward: Unit | None = None
     last_in_backward: Unit | None = None
-    running: dict[Unit, set[nn.Module]] = field(default_factory=dict)  # modules still to return
+    running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
     was_whole: dict[Unit, bool] = field(default_factory=dict)  # before the forward
     touched: dict[Unit, None] = field(default_factory=dict)  # by this backward, in its order
     entered: set[Unit] = field(default_factory=set)  # touched at their outputs
@@ -127,20 +135,23 @@ class Schedule:
 
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
-        if unit in self._step.running:
-            return
-        # A recomputation runs one module at a time; the unit is whole for the backward anyway.
-        is_recomputing = torch_internals.is_in_backward()
-        self._step.running[unit] = {module} if is_recomputing else set(unit.modules)
-        self._before_forward(unit)
+        running = self._step.running.get(unit)
+        if running is None:
+            # A recomputation runs one module at a time; the unit is whole for the backward anyway.
+            alone = torch_internals.is_in_backward()
+            running = _Running(waiting_for={module} if alone else set(unit.modules))
+            self._step.running[unit] = running
+            self._before_forward(unit)
+        running.depth += 1
 
     def leave_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module ends its forward: the last one releases the unit."""
-        waiting_for = self._step.running.get(unit)
-        if waiting_for is None:
+        running = self._step.running.get(unit)
+        if running is None:
             return
-        waiting_for.discard(module)
-        if not waiting_for:
+        running.depth -= 1
+        running.waiting_for.discard(module)
+        if running.depth <= 0 and not running.waiting_for:
             self._after_forward(unit)
 
     def open_call(self, unit: Unit) -> Call:
