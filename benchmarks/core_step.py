@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +27,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp.bench.report import environment
 
 CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
 VOCABULARY = 8192
@@ -39,6 +38,7 @@ def build_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
     config = GPT2Config(
         n_layer=6, n_embd=512, n_head=8, vocab_size=VOCABULARY, n_positions=1024,
+        bos_token_id=0, eos_token_id=0,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
@@ -177,15 +177,9 @@ def main() -> None:
     rows = summarize(results)
     show(rows)
     if args.out:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
+        document = {"command": "python benchmarks/core_step.py", **environment(), "rows": rows}
+        document |= {"world_size": args.nproc, "rounds": results}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {
-            "command": "python benchmarks/core_step.py", "commit": commit,
-            "torch": torch.__version__, "machine": platform.processor() or platform.machine(),
-            "world_size": args.nproc, "rows": rows, "rounds": results,
-        }  # fmt: skip
         args.out.write_text(json.dumps(document, indent=1))
         print(f"written to {args.out}")
 

@@ -65,21 +65,36 @@ class Pending:
     """A collective in flight.
 
     Attributes:
-        works: What to wait for.
+        what: The operation and this rank, for the message if it fails.
+        works: What to wait for, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
         keeps: Tensors that the collective reads or writes.
     """
 
-    works: Sequence[dist.Work]
+    what: str
+    works: Sequence[tuple[dist.Work, str]]
     finish: Callable[[], Tensor]
     keeps: tuple[Tensor, ...] = field(default=(), repr=False)
 
     def wait(self) -> Tensor:
-        """Make the current stream (on CPU: the caller) wait for the result, and return it. Once."""
-        for work in self.works:
-            work.wait()
+        """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        works, self.works = self.works, ()
+        for work, ranks in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self.what}: expected {ranks} to take part within the group's timeout, but "
+                    "that did not happen: it left the recorded order of units, waits elsewhere or "
+                    "has ended. Look for the first error on the other ranks; make all ranks run "
+                    "the same units in the same order."
+                ) from error
         result = self.finish()
-        self.works, self.keeps = (), ()
+        self.keeps = ()
         return result
 
 
@@ -119,30 +134,36 @@ class Communicator:
             _communicators[group] = cls(group)
         return _communicators[group]
 
-    def gather(self, whole: Tensor) -> Pending:
+    def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
 
         Args:
             whole: ``(world_size * shard_numel,)``; this rank's slot is filled, the others are
                 written.
+            unit_name: For the message if it fails.
         """
         slots = whole.view(self.world_size, -1)
         self._count("all_gather", whole)
-        works: list[dist.Work | None] = []
+        works: list[tuple[dist.Work | None, str]] = []
         if self.world_size > 1 and self._is_pairwise:
             mine = slots[self.rank]
             for peer in self._peers():
-                works.append(dist.isend(mine, group=self.group, group_dst=peer, tag=_TAG))
-                works.append(dist.irecv(slots[peer], group=self.group, group_src=peer, tag=_TAG))
+                send = dist.isend(mine, group=self.group, group_dst=peer, tag=_TAG)
+                receive = dist.irecv(slots[peer], group=self.group, group_src=peer, tag=_TAG)
+                works += [(send, f"rank {peer}"), (receive, f"rank {peer}")]
         elif self.world_size > 1:
-            works = [_all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)]
-        return Pending([work for work in works if work is not None], lambda: whole, keeps=(whole,))
+            work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
+            works = [(work, "every rank")]
+        what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        present = [(work, ranks) for work, ranks in works if work is not None]
+        return Pending(what, present, lambda: whole, keeps=(whole,))
 
-    def reduce(self, region: Tensor) -> Pending:
+    def reduce(self, region: Tensor, unit_name: str) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's slot.
 
         Args:
             region: ``(world_size * shard_numel,)``; read until waited for.
+            unit_name: For the message if it fails.
 
         Returns:
             The collective; its result is the shard, ``(shard_numel,)`` of the same dtype. On one
@@ -151,13 +172,15 @@ class Communicator:
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
         self._count("reduce_scatter", region)
+        what = f"reduction of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
         if self.world_size == 1:
-            return Pending((), lambda: region)
+            return Pending(what, (), lambda: region)
         slots = region.view(self.world_size, -1)
         if not self._is_pairwise:
             shard = torch.empty_like(slots[0])
             work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
-            return Pending([work], lambda: shard.div_(self.world_size), keeps=(region, shard))
+            works = [(work, "every rank")]
+            return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
         received = torch.empty_like(slots)
         work = dist.all_to_all_single(received, slots, group=self.group, async_op=True)
 
@@ -167,7 +190,8 @@ class Communicator:
                 shard.add_(row)
             return shard.div_(self.world_size)
 
-        return Pending([work], mean_in_rank_order, keeps=(region, received))
+        works = [(work, "every rank")]
+        return Pending(what, works, mean_in_rank_order, keeps=(region, received))
 
     def all_gather_slices(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""

@@ -6,6 +6,7 @@ of their gradients, one legal step after another; when to take a step is the sch
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +19,8 @@ from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.lifecycle import GradientState, ParameterState, take_step
 from lightning_fsdp.core.segment import Site, WholeSegment, accumulate
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+_log = logging.getLogger(__name__)
 
 
 class Unit:
@@ -82,7 +85,7 @@ class Unit:
             for whole in self.wholes:
                 whole.buffer.allocate()
                 whole.fill_own_slot(self.communicator.rank)
-                self._gathers.append(self.communicator.gather(whole.buffer.flat))
+                self._gathers.append(self.communicator.gather(whole.buffer.flat, self.name))
         self._gathered_versions = self._shard_versions()
 
     def wait_for_unshard(self) -> None:
@@ -182,7 +185,7 @@ class Unit:
                 if not whole.is_trainable:
                     continue
                 arrived = whole.seal_region()
-                reduction = self.communicator.reduce(whole.take_region())
+                reduction = self.communicator.reduce(whole.take_region(), self.name)
                 self._reductions.append((whole, arrived, reduction))
                 used += [(p, arrived[index]) for index, p, _ in whole.uses()]
         self._step_gradients(GradientState.REDUCING)
@@ -206,8 +209,18 @@ class Unit:
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""
         self.install_shards()
+        for pending in (*self._gathers, *(reduction for _, _, reduction in self._reductions)):
+            try:
+                pending.wait()
+            except RuntimeError as error:  # that a collective never ended may be what happened
+                _log.warning("while recovering: %s", error)
+        self._gathers.clear()
+        self._reductions.clear()
+        if self.parameter_state is ParameterState.GATHERING:
+            self._step_parameters(ParameterState.UNSHARDED)
+        if self.gradient_state is GradientState.REDUCING:
+            self._step_gradients(GradientState.REDUCED)
         self.reshard()
-        self.wait_for_reduce()
         if not drops_gradients:
             return
         for whole in self.wholes:

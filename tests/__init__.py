@@ -1,0 +1,1 @@
+"""Tests. Support code is in ``tests.support``."""

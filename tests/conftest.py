@@ -1,0 +1,96 @@
+"""Fixtures that fail a test for what it leaves behind: a process group, a process, an environment
+variable.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Set by pytest for itself, and by torch when some of its parts are first imported.
+NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+# As on the ranks: with another number of threads a matrix product may have other last bits.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    changed = sorted(
+        name
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name) and name not in NOT_OURS
+    )
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"the test changed environment variables: {changed}. Use monkeypatch."
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process_group() -> Iterator[None]:
+    yield
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind")
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_process() -> Iterator[None]:
+    before = _descendants()
+    yield
+    deadline = time.monotonic() + 2.0
+    while (leaked := _descendants() - before - _servers()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in leaked:
+        os.kill(pid, signal.SIGKILL)
+    assert not leaked, f"the test left processes behind: {sorted(leaked)}"
+
+
+@pytest.fixture(autouse=True)
+def one_seed_and_one_dtype() -> Iterator[None]:
+    """Every test starts from the same random state, and none changes the default dtype for the
+    next.
+    """
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    changed = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    assert changed == dtype, f"the test left {changed} as the default dtype"
+
+
+def _servers() -> set[int]:
+    """Processes of multiprocessing's own that live as long as pytest does."""
+    pids = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
+    return {pid for pid in pids if pid is not None}
+
+
+def _descendants() -> set[int]:
+    """Living processes below this one; empty where there is no ``/proc``."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after_name = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if after_name[0] != "Z":
+            children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+    found: set[int] = set()
+    todo = [os.getpid()]
+    while todo:
+        new = children.get(todo.pop(), [])
+        found.update(new)
+        todo.extend(new)
+    return found

@@ -1,0 +1,1 @@
+"""What the tests share: ranks, models, references, memory and traffic meters."""

@@ -1,0 +1,338 @@
+"""Run a function on several ranks, each a process of its own, and collect what happened on all.
+
+    parent (pytest)                     a process per rank, forked from a server that has torch
+    -----------------------------       -------------------------------------------------------
+    start, wait with a time limit       init_process_group(file://...), fn(rank, world_size, *args)
+    <- done, result | error, text       report, stay alive until the parent has heard every rank
+    leave ->                            destroy_process_group, exit
+
+A rank that failed or finished stays alive until every rank was heard, so no peer is disturbed by a
+closed socket and reports an error that is only an echo. A rank that does not answer in time is
+asked for its stacks (faulthandler writes them from a signal handler, also when the rank is stuck in
+C++) and killed. Nothing outlives the call.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PLAIN = (
+    "plain_gloo"  # gloo under a name of its own: code that knows gloo by name takes its general way
+)
+ECHO_GRACE_S = 4.0  # how long the others may go on after one rank failed
+LEAVE_LIMIT_S = 20.0  # how long destroying the process group may take
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.support.preload"])
+
+
+class RankError(NamedTuple):
+    """What one rank raised."""
+
+    type_name: str
+    message: str
+
+
+class RanksFailed(AssertionError):  # noqa: N818 (as pytest's own)
+    """At least one rank failed, died or hung; the text shows all of them."""
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+    group_timeout_s: float | None = None,
+) -> list[Any]:
+    """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned.
+
+    Args:
+        fn: A function at the top level of a module. What it returns must be picklable. world_size:
+        Number of ranks. args: Further picklable arguments. timeout_s: Seconds for everything, after
+        which all ranks are killed and the test fails with their stacks. backend: Of the default
+        process group; None starts no group, ``PLAIN`` is gloo that does not say so. env:
+        Environment variables to set on every rank. group_timeout_s: Timeout of the process group,
+        seconds. Beyond ``timeout_s`` by default, so that a hang is
+            shown as a hang, with stacks.
+
+    Raises:
+        RanksFailed: With the report of every rank.
+    """
+    limits = _Limits(timeout_s, group_timeout_s or 2 * timeout_s, ECHO_GRACE_S)
+    reports = _run(fn, world_size, args, limits, backend, env or {})
+    if any(report.kind != "done" for report in reports):
+        raise RanksFailed(_describe(fn, reports))
+    return [report.result for report in reports]
+
+
+def errors_on_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 30.0,
+    backend: str | None = "gloo",
+    env: Mapping[str, str] | None = None,
+    group_timeout_s: float | None = None,
+) -> list[RankError | None]:
+    """Like ``run_on_ranks``, for functions that should raise: what each rank raised, None where it
+    returned.
+
+    A rank that neither raises nor returns in time, or dies, fails the test: an expected error must
+    be an error on every rank, never a hang elsewhere.
+    """
+    limits = _Limits(timeout_s, group_timeout_s or 2 * timeout_s, timeout_s)
+    reports = _run(fn, world_size, args, limits, backend, env or {})
+    if any(report.kind not in ("done", "error") for report in reports):
+        raise RanksFailed(_describe(fn, reports))
+    return [report.error for report in reports]
+
+
+def run_snippet(
+    code: str, *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python source in a fresh interpreter, in the repository's root; returns exit status,
+    stdout and stderr.
+
+    Raises:
+        RanksFailed: It ran past ``timeout_s``; it and its children were killed.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
+        cwd=REPOSITORY,
+        env={**os.environ, **(env or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        _kill_session(process)
+        stdout, stderr = process.communicate()
+        raise RanksFailed(f"snippet ran past {timeout_s} s\n{stdout}\n{stderr}") from None
+    except BaseException:
+        _kill_session(process)
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+@dataclass(frozen=True)
+class _Limits:
+    timeout_s: float
+    group_timeout_s: float
+    grace_s: float
+
+
+@dataclass
+class _Report:
+    """What the parent knows of one rank."""
+
+    kind: str = "silent"  # silent | done | error | died | hung
+    result: Any = None
+    error: RankError | None = None
+    text: str = ""
+
+
+def _run(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    limits: _Limits,
+    backend: str | None,
+    env: Mapping[str, str],
+) -> list[_Report]:
+    reports = [_Report() for _ in range(world_size)]
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ranks: list[tuple[Any, Connection]] = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = _context.Pipe()
+                process = _context.Process(
+                    target=_rank_main,
+                    args=(theirs, folder, fn, rank, world_size, args, limits, backend, dict(env)),
+                    name=f"rank-{rank}",
+                )
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            _listen(ranks, reports, limits, folder)
+            if all(report.kind == "done" for report in reports):
+                _let_leave(ranks, reports, folder)
+        finally:
+            for process, connection in ranks:
+                process.kill()
+                process.join()
+                connection.close()
+    return reports
+
+
+def _listen(
+    ranks: list[tuple[Any, Connection]], reports: list[_Report], limits: _Limits, folder: str
+) -> None:
+    deadline = time.monotonic() + limits.timeout_s
+    pending = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    while pending and (remaining_s := deadline - time.monotonic()) > 0:
+        for connection in wait(list(pending), timeout=remaining_s):
+            rank = pending.pop(connection)  # type: ignore[arg-type]
+            report = reports[rank]
+            try:
+                _read_report(connection, report)  # type: ignore[arg-type]
+            except (EOFError, ConnectionError):
+                process = ranks[rank][0]
+                process.join(5)
+                report.kind = "died"
+                report.text = f"{_exit_words(process.exitcode)}\n{_stacks(folder, rank)}"
+            if report.kind != "done":
+                deadline = min(deadline, time.monotonic() + limits.grace_s)
+    for rank in pending.values():
+        os.kill(ranks[rank][0].pid, signal.SIGUSR1)
+    if pending:
+        time.sleep(0.5)  # for the signal handlers to write
+    for rank in pending.values():
+        reports[rank].kind = "hung"
+        reports[rank].text = _stacks(folder, rank)
+
+
+def _read_report(connection: Connection, report: _Report) -> None:
+    kind, *rest = pickle.loads(connection.recv_bytes())
+    report.kind = kind
+    if kind == "done":
+        (payload,) = rest
+        report.result = pickle.loads(payload)
+    else:
+        report.error, report.text = RankError(*rest[0]), rest[1]
+
+
+def _let_leave(ranks: list[tuple[Any, Connection]], reports: list[_Report], folder: str) -> None:
+    for _, connection in ranks:
+        connection.send_bytes(b"leave")
+    deadline = time.monotonic() + LEAVE_LIMIT_S
+    for rank, (process, _) in enumerate(ranks):
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.exitcode is None:
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+            reports[rank].kind = "hung"
+            reports[rank].text = "while leaving\n" + _stacks(folder, rank)
+        elif process.exitcode != 0:
+            reports[rank].kind = "died"
+            words = _exit_words(process.exitcode)
+            reports[rank].text = f"while leaving: {words}\n{_stacks(folder, rank)}"
+
+
+def _describe(fn: Callable[..., Any], reports: list[_Report]) -> str:
+    lines = [f"{fn.__name__} on {len(reports)} ranks"]
+    for rank, report in enumerate(reports):
+        lines.append(f"--- rank {rank}: {report.kind} ---")
+        same = next((r for r in range(rank) if _is_same(reports[r], report)), None)
+        if same is not None:
+            lines.append(f"as rank {same}: {report.text.splitlines()[-1]}")
+        elif report.text:
+            lines.append(report.text.rstrip())
+    return "\n".join(lines)
+
+
+def _is_same(one: _Report, other: _Report) -> bool:
+    """Whether two ranks failed in the same place, whatever their messages say."""
+    if one.kind != "error" or other.kind != "error":
+        return False
+    places = [[line for line in r.text.splitlines() if line.startswith("  ")] for r in (one, other)]
+    return places[0] == places[1]
+
+
+def _stacks(folder: str, rank: int) -> str:
+    path = Path(folder) / f"stacks-{rank}"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _exit_words(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit status {exitcode}"
+
+
+def _kill_session(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _rank_main(
+    connection: Connection,
+    folder: str,
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    limits: _Limits,
+    backend: str | None,
+    env: dict[str, str],
+) -> None:
+    """The life of one rank. Every way out but the ordered one is ``os._exit`` or a kill by the
+    parent.
+    """
+    stacks = (Path(folder) / f"stacks-{rank}").open("w")  # open for life
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    # The parent kills long before; this one is for a parent that was itself killed.
+    faulthandler.dump_traceback_later(limits.timeout_s + 60.0, exit=True, file=stacks)
+    os.environ.update(_interface(), **env)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        warnings.filterwarnings("error", module=r"lightning_fsdp")
+        if backend == PLAIN:
+            dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
+        if backend is not None:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{folder}/rendezvous",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=limits.group_timeout_s),
+            )
+        report = ("done", pickle.dumps(fn(rank, world_size, *args)))
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must hear it)
+        text = traceback.format_exc()
+        connection.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error)), text)))
+        _wait_for_parent(connection)
+        os._exit(1)
+    connection.send_bytes(pickle.dumps(report))
+    _wait_for_parent(connection)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _wait_for_parent(connection: Connection) -> None:
+    try:
+        connection.recv_bytes()
+    except (EOFError, ConnectionError):
+        os._exit(1)
+
+
+def _interface() -> dict[str, str]:
+    """Keep gloo on the loopback device: some machines cannot resolve their own host name."""
+    name = "lo0" if sys.platform == "darwin" else "lo"
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name)}

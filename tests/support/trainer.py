@@ -1,0 +1,223 @@
+"""Runs of Lightning's Trainer on ranks, for comparing a strategy with DDP on the same run."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.ranks import run_on_ranks
+
+SHARDED = ("scratch_fsdp_zero3", "scratch_fsdp_zero2")
+ORACLE = "ddp"
+
+# A run under a strategy; what it returns is compared. Arguments: strategy name, empty folder, rank.
+Scenario = Callable[[str, Path, int], Mapping[str, Any]]
+
+
+def assert_like_ddp(
+    scenario: Scenario,
+    folder: Path,
+    *,
+    oracle: str = ORACLE,
+    sharded: tuple[str, ...] = SHARDED,
+    world_size: int = 2,
+    atol: float = 1e-6,
+    rtol: float = 1e-5,
+    timeout_s: float = 60.0,
+) -> None:
+    """Run the scenario under DDP and under each sharded strategy; on every rank all must be equal."""
+    run_on_ranks(
+        _compare,
+        world_size,
+        scenario,
+        str(folder),
+        oracle,
+        sharded,
+        atol,
+        rtol,
+        timeout_s=timeout_s,
+    )
+
+
+def on_trainer_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """``run_on_ranks``, with an environment in which Lightning sees torchrun."""
+    return run_on_ranks(_with_environment, world_size, fn, args, timeout_s=timeout_s)
+
+
+def _with_environment(rank: int, world_size: int, fn: Callable[..., Any], args: Any) -> Any:
+    as_torchrun(rank, world_size)
+    return fn(rank, world_size, *args)
+
+
+def _compare(
+    rank: int,
+    world_size: int,
+    scenario: Scenario,
+    folder: str,
+    oracle: str,
+    sharded: tuple[str, ...],
+    atol: float,
+    rtol: float,
+) -> None:
+    as_torchrun(rank, world_size)
+    expected = scenario(oracle, _subfolder(folder, oracle, rank), rank)
+    assert expected, "a scenario that returns nothing compares nothing"
+    for strategy in sharded:
+        found = scenario(strategy, _subfolder(folder, strategy, rank), rank)
+        torch.testing.assert_close(
+            dict(found),
+            dict(expected),
+            atol=atol,
+            rtol=rtol,
+            msg=lambda text, s=strategy: f"rank {rank}, {s} against {oracle}: {text}",
+        )
+
+
+def _subfolder(folder: str, strategy: str, rank: int) -> Path:
+    path = Path(folder) / strategy
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def as_torchrun(rank: int, world_size: int) -> None:
+    """What torchrun tells a process; and warnings are errors but for what these runs always cause."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="tests",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",  # never used: the group exists already
+    )
+    strict_warnings()
+
+
+def strict_warnings() -> None:
+    """Warnings are errors, except advice of Lightning's on the size and loaders of these toy runs."""
+    from lightning.fabric.utilities.rank_zero import LightningDeprecationWarning
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+    warnings.simplefilter("ignore", PossibleUserWarning)
+    for category, message in (
+        (LightningDeprecationWarning, "`DDPStrategy.is_distributed` is deprecated"),
+        (DeprecationWarning, "`isinstance\\(treespec, LeafSpec\\)`"),
+        (FutureWarning, "`isinstance\\(treespec, LeafSpec\\)`"),
+        (UserWarning, "Trying to infer the `batch_size`"),
+        (UserWarning, "Your `IterableDataset` has `__len__` defined"),
+        (UserWarning, "Checkpoint directory .* exists and is not empty"),
+        (UserWarning, "Be aware that when using `ckpt_path`"),
+        (UserWarning, "Using ModelCheckpoint with manual optimization"),
+        (DeprecationWarning, "`torch.jit.script_method` is deprecated"),
+        (FutureWarning, "torch.distributed.nn.functional.all_gather is deprecated"),
+    ):
+        warnings.filterwarnings("ignore", message, category)
+
+
+def make_trainer(strategy: Any, folder: Path, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on two CPU ranks (``devices`` to change)."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": int(os.environ.get("WORLD_SIZE", "2")),
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "max_epochs": 1,
+    }
+    return pl.Trainer(strategy=strategy, **{**defaults, **options})
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of everything in the state dict; it must be whole and plain, on the CPU."""
+    state = {}
+    for name, value in module.state_dict().items():
+        assert type(value.data) is Tensor and value.device.type == "cpu", (name, type(value))
+        state[name] = value.detach().clone()
+    return state
+
+
+class Block(nn.Module):
+    """A residual block; repeated, so that it is found as a unit."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Regressor(pl.LightningModule):
+    """Odd sizes, so that nothing divides by the number of ranks."""
+
+    def __init__(self, width: int = 7, num_blocks: int = 2, lr: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.inlet = nn.Linear(5, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 3)
+        self.losses: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach().clone())
+        self.log("train_loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def make_data(num_samples: int = 32, seed: int = 0) -> TensorDataset:
+    """Samples that differ, the same on every rank; the Trainer's sampler deals them out."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_samples, 5, generator=generator)
+    y = torch.randn(num_samples, 3, generator=generator)
+    return TensorDataset(x, y)
+
+
+def make_loader(num_samples: int = 32, batch_size: int = 4, seed: int = 0, **options: Any) -> Any:
+    """A loader over :func:`make_data`."""
+    return DataLoader(make_data(num_samples, seed), batch_size=batch_size, **options)
+
+
+def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
+    """Build something from a fixed random state."""
+    torch.manual_seed(seed)
+    return make()

@@ -1,0 +1,126 @@
+"""Ranks that do different things: a named error on every rank, never a hang or mixed-up tensors."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.ranks import run_on_ranks
+
+TIMEOUT_S = 3
+
+
+class Skipping(nn.Module):
+    """Three units; the second can be left out, or run after the third."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, order=(0, 1, 2)):
+        for index in order:
+            x = torch.tanh(self.units[index](x))
+        return x.sum()
+
+
+def sharded(plan):
+    # A group of its own with a short timeout, as a mesh would carry it.
+    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    return shard_model(Skipping(), plan, mesh=mesh)
+
+
+def error_of(function):
+    start = time.monotonic()
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def leave_the_order(rank, world_size, plan, step, order):
+    model = sharded(plan)
+    for _ in range(step):
+        model(torch.ones(2, 6)).backward()
+        model.zero_grad()
+        model.reshard()
+        for unit in model.units:
+            unit.reshard()
+    return error_of(lambda: model(torch.ones(2, 6), order if rank == 1 else (0, 1, 2)).backward())
+
+
+@pytest.mark.parametrize("plan", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("order", [(0, 2), (0, 2, 1)], ids=["skips", "swaps"])
+def test_in_the_first_step_every_rank_names_both_sides_at_once(plan, order):
+    for message, seconds in run_on_ranks(leave_the_order, 2, plan, 0, order):
+        assert "ranks disagree" in message
+        assert "rank 0: order of units: gather unit 'units.1'" in message
+        assert "rank 1: order of units: gather unit 'units.2'" in message
+        assert seconds < TIMEOUT_S
+
+
+@pytest.mark.parametrize(
+    ("order", "event"),
+    [((0, 2, 1), "gather unit 'units.1'"), ((0, 2), "reduce unit 'units.0'")],
+    ids=["swaps", "skips"],
+)
+def test_later_the_rank_that_leaves_the_order_is_named_within_the_timeout(order, event):
+    (first, seconds_first), (second, seconds_second) = run_on_ranks(
+        leave_the_order, 2, ZERO3, 2, order
+    )
+    assert "order of units (rank 1 of 2): expected every rank to get here" in second
+    assert event in second
+    assert "(rank 0 of 2): expected" in first
+    assert max(seconds_first, seconds_second) < 4 * TIMEOUT_S
+
+
+def shard_different_models(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + rank))
+    kinds = {name: type(p) for name, p in model.named_parameters()}
+    outcome = error_of(lambda: fully_shard(model))
+    assert {name: type(p) for name, p in model.named_parameters()} == kinds, "half sharded"
+    return outcome
+
+
+def test_different_models_are_refused_on_every_rank_and_left_alone():
+    for message, seconds in run_on_ranks(shard_different_models, 2):
+        assert "ranks disagree" in message
+        assert "1.weight (4, 4)" in message
+        assert "1.weight (5, 4)" in message
+        assert seconds < 5
+
+
+def one_rank_passes_a_wrong_argument(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4))
+    policy = "bf16" if rank == 1 else None
+    return error_of(lambda: fully_shard(model, mp_policy=policy))
+
+
+def test_an_argument_that_one_rank_refuses_is_refused_on_every_rank():
+    for message, seconds in run_on_ranks(one_rank_passes_a_wrong_argument, 2):
+        assert "expected a MixedPrecisionPolicy for mp_policy, got 'bf16'" in message
+        assert seconds < 5
+
+
+def one_rank_shards_more_often(rank, world_size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def run():
+        if rank == 1:
+            fully_shard(model[0])
+        fully_shard(model)
+        model(torch.ones(1, 4))
+
+    return error_of(run)
+
+
+def test_ranks_that_shard_differently_often_are_named():
+    for message, _ in run_on_ranks(one_rank_shards_more_often, 2):
+        assert "ranks disagree" in message
+        assert "sharding Linear" in message
+        assert "sharding Sequential" in message

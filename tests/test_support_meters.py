@@ -1,0 +1,79 @@
+"""The meters the core is judged with see what they claim to see."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.counting import CollectiveCounter
+from tests.support.memory import StorageTracker, tensors_of
+from tests.support.ranks import PLAIN, run_on_ranks
+
+
+def test_the_tracker_follows_storages_that_are_emptied_and_refilled():
+    with StorageTracker() as tracker:
+        tensor = torch.zeros(1000)
+        view = tensor[10:]
+        assert tracker.live_bytes() == 4000
+        tensor.untyped_storage().resize_(0)
+        assert tracker.live_bytes() == 0
+        view.untyped_storage().resize_(2000)
+        assert tracker.live_bytes() == 2000
+        assert tracker.live_bytes(exclude=[tensor]) == 0
+        del tensor
+        assert tracker.live_bytes() == 2000
+        del view
+        assert tracker.live_bytes() == 0
+
+
+def test_the_tracker_sees_what_only_autograd_holds():
+    module = nn.Linear(10, 10, bias=False)
+    with StorageTracker(module) as tracker:
+        outputs = (module(torch.ones(5, 10)).exp() ** 2).sum()
+        # Inputs, the exponential (twice, saved by two operations) and the sum.
+        assert tracker.live_bytes(exclude=tensors_of(module)) == 4 * (50 + 50 + 1)
+        outputs.backward()
+        assert tracker.live_bytes(exclude=tensors_of(module)) == 4
+        assert module.weight.grad is not None
+
+
+def _count(rank, world_size):
+    """Each kind once, some of them from inside a backward."""
+    control = dist.new_group(backend="gloo")
+    part, whole = torch.ones(4), torch.zeros(4 * world_size)
+    leaf = torch.ones(3, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(
+        lambda _: torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: dist.all_gather_single(whole, part)
+        )
+    )
+    outputs = leaf * 2
+    outputs.grad_fn.register_prehook(lambda _: dist.reduce_scatter_single(part, whole))
+    peer = 1 - rank
+    with CollectiveCounter() as counter:
+        outputs.sum().backward()
+        dist.all_to_all_single(whole, whole.clone())
+        pairs = [dist.P2POp(dist.isend, part, peer), dist.P2POp(dist.irecv, whole[:4], peer)]
+        for work in dist.batch_isend_irecv(pairs):
+            work.wait()
+        dist.all_reduce(part, group=control)
+        dist.all_gather_single(whole, part, group=control)
+    kinds = [call.kind for call in counter.data()]
+    control_kinds = [call.kind for call in counter.control()]
+    return (
+        kinds,
+        control_kinds,
+        counter.num_gathers(world_size),
+        counter.num_reductions(),
+        counter.gathered_bytes(world_size),
+        counter.reduced_bytes(world_size),
+    )
+
+
+def test_the_counter_sees_every_collective_in_forward_and_backward():
+    for backend in ("gloo", PLAIN):
+        for counted in run_on_ranks(_count, 2, backend=backend):
+            kinds, control_kinds, *numbers = counted
+            assert kinds == ["reduce_scatter", "all_gather", "all_to_all", "send", "recv"]
+            assert control_kinds == ["all_reduce", "all_gather"]
+            # Two gathers with 16 bytes of the peer's each, two reductions with 16 to the peer.
+            assert numbers == [2, 2, 32, 32]

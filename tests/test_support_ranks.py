@@ -1,0 +1,90 @@
+"""The rank runner itself: results, errors, hangs, crashes, and nothing left behind."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import RankError, RanksFailed, errors_on_ranks, run_on_ranks, run_snippet
+
+
+def _sum_of_ranks(rank, world_size, start):
+    tensor = torch.tensor([float(rank + start)])
+    dist.all_reduce(tensor)
+    return tensor, torch.get_num_threads()
+
+
+def _raise_on_one(rank, world_size, bad):
+    if rank == bad:
+        raise ValueError(f"rank {rank} says no")
+    dist.all_reduce(torch.zeros(1))
+
+
+def _raise_on_all(rank, world_size):
+    raise KeyError(f"rank {rank}")
+
+
+def _hang(rank, world_size):
+    if rank == 1:
+        time.sleep(600)
+
+
+def _crash(rank, world_size):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dist.all_reduce(torch.zeros(1))
+
+
+def _environment(rank, world_size):
+    return os.environ.get("SOME_FLAG"), dist.is_initialized()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_returns_its_value(world_size):
+    expected = torch.tensor([float(sum(range(world_size)) + 2 * world_size)])
+    results = run_on_ranks(_sum_of_ranks, world_size, 2)
+    assert results == [(expected, 1)] * world_size
+
+
+def test_an_error_on_one_rank_shows_all_ranks():
+    start = time.monotonic()
+    with pytest.raises(
+        RanksFailed, match=r"(?s)rank 0: error.*rank 0 says no.*rank 1: hung.*all_reduce"
+    ):
+        run_on_ranks(_raise_on_one, 2, 0)
+    assert time.monotonic() - start < 30
+
+
+def test_expected_errors_come_back_by_rank():
+    expected = [RankError("KeyError", "'rank 0'"), RankError("KeyError", "'rank 1'")]
+    assert errors_on_ranks(_raise_on_all, 2) == expected
+    assert errors_on_ranks(_sum_of_ranks, 2, 0) == [None, None]
+
+
+def test_a_hang_beside_an_expected_error_fails():
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0: hung.*rank 1: error"):
+        errors_on_ranks(_raise_on_one, 2, 1, timeout_s=3.0)
+
+
+def test_a_rank_that_hangs_shows_its_stack():
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0: done.*rank 1: hung.*in _hang"):
+        run_on_ranks(_hang, 2, timeout_s=3.0)
+
+
+def test_a_rank_that_crashes_is_named():
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0: died.*SIGSEGV.*in _crash"):
+        run_on_ranks(_crash, 2)
+
+
+def test_a_rank_gets_environment_variables_and_may_go_without_a_group():
+    assert run_on_ranks(_environment, 1, backend=None, env={"SOME_FLAG": "x"}) == [("x", False)]
+
+
+def test_a_snippet_reports_its_exit_and_is_killed_when_late():
+    result = run_snippet("print('out'); raise SystemExit(3)")
+    assert (result.returncode, result.stdout) == (3, "out\n")
+    with pytest.raises(RanksFailed, match="ran past"):
+        run_snippet("import time; time.sleep(60)", timeout_s=1.0)
