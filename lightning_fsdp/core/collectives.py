@@ -101,31 +101,32 @@ class Pending:
 class Communicator:
     """The collectives of one sharding group.
 
+    Groups are referred to weakly: ``destroy_process_group`` ends them when it is called, as their
+    threads must not outlive it.
+
     Attributes:
-        group: The data group.
-        control: A gloo group of the same ranks for tiny host-side collectives; ``None`` where
-            there is nobody to agree with (one rank, or torch's fake backend).
         rank: This process in the group.
         world_size: Ranks in the group.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
+        self._control: weakref.ref[dist.ProcessGroup] | None = None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
         backend = dist.get_backend(group)
         self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
-        self.control: dist.ProcessGroup | None = None
         self._timeout = torch_internals.group_timeout(group)
         if self.world_size > 1 and backend != "fake":
-            self.control = dist.new_group(
+            control = dist.new_group(
                 dist.get_process_group_ranks(group),
                 backend="gloo",
                 timeout=self._timeout,
                 use_local_synchronization=True,
             )
+            self._control = weakref.ref(control)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
@@ -133,6 +134,19 @@ class Communicator:
         if group not in _communicators:
             _communicators[group] = cls(group)
         return _communicators[group]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The data group."""
+        return _alive(self._group)
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """A gloo group of the same ranks for tiny host-side collectives.
+
+        ``None`` where there is nobody to agree with (one rank, or torch's fake backend).
+        """
+        return None if self._control is None else _alive(self._control)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
@@ -211,9 +225,10 @@ class Communicator:
         Returns:
             A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
         """
-        if self.control is None:
+        control = self.control
+        if control is None:
             return flags.bool
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control, async_op=True)
 
         def answer() -> Tensor:
             work.wait()
@@ -232,13 +247,14 @@ class Communicator:
             RuntimeError: Ranks made different statements, or one made none within the group's
                 timeout.
         """
-        if self.control is None:
+        control = self.control
+        if control is None:
             return
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
         digests = torch.empty(self.world_size, dtype=torch.int64)
         try:
-            _all_gather_single(digests, mine, group=self.control)
+            _all_gather_single(digests, mine, group=control)
         except RuntimeError as error:
             raise RuntimeError(
                 f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
@@ -249,7 +265,7 @@ class Communicator:
         if bool((digests == digests[0]).all()):
             return
         statements: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(statements, f"{occasion}: {statement}", group=self.control)
+        dist.all_gather_object(statements, f"{occasion}: {statement}", group=control)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
 
     def _peers(self) -> list[int]:
@@ -259,6 +275,16 @@ class Communicator:
         traffic = self.traffic[kind]
         traffic.calls += 1
         traffic.sent_bytes += whole.nbytes // self.world_size * (self.world_size - 1)
+
+
+def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "a sharded module: expected its process group, got none: it was destroyed. Take "
+            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
+        )
+    return group
 
 
 def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:

@@ -136,7 +136,9 @@ class Schedule:
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
         running = self._step.running.get(unit)
-        if running is None:
+        if running is not None:
+            self._refresh(unit)
+        else:
             # A recomputation runs one module at a time; the unit is whole for the backward anyway.
             alone = torch_internals.is_in_backward()
             running = _Running(waiting_for={module} if alone else set(unit.modules))
@@ -213,7 +215,8 @@ class Schedule:
     def _after_backward(self, unit: Unit) -> None:
         self._step.touched.setdefault(unit)
         self._step.finished.add(unit)
-        if unit.reshard_after_backward:
+        # A unit may still be in its forward: a training step that calls backward itself.
+        if unit.reshard_after_backward and unit not in self._step.running:
             unit.reshard()
         if unit.syncs_gradients:
             self._reduce(unit)
@@ -259,16 +262,19 @@ class Schedule:
     # -- optimizer -------------------------------------------------------------------------------
 
     def after_optimizer_step(self, stepped: set[int]) -> None:
-        """Free the whole copies of parameters that were just stepped.
+        """Free the whole copies of parameters that were just stepped, or renew those in use.
 
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
         for unit in self.units:
-            if unit.parameter_state is ParameterState.SHARDED or unit in self._step.running:
+            if unit.parameter_state is ParameterState.SHARDED:
                 continue
             if any(id(parameter) in stepped for parameter in unit.parameters()):
-                unit.reshard()
+                if unit in self._step.running:
+                    self._refresh(unit)
+                else:
+                    unit.reshard()
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -277,6 +283,26 @@ class Schedule:
         if unit.parameter_state is ParameterState.SHARDED:
             self._agree("gather", unit)
             unit.unshard()
+
+    def reshard(self, unit: Unit) -> None:
+        """Free a unit's whole copy at the user's wish.
+
+        Raises:
+            RuntimeError: The unit is in its forward and computes with it.
+        """
+        if unit in self._step.running:
+            raise RuntimeError(
+                f"unit {unit.name!r} (rank {self.communicator.rank}): expected reshard() between "
+                "forwards, got it inside of the unit's own, which uses the parameters. Call it "
+                "after the forward."
+            )
+        unit.reshard()
+
+    def _refresh(self, unit: Unit) -> None:
+        """Gather a unit anew, in place, if its shard was written to since."""
+        if unit.is_stale:
+            unit.reshard()
+            self._make_whole(unit)
 
     def _make_whole(self, unit: Unit) -> None:
         self._drop_prefetched(expected=unit)

@@ -66,9 +66,9 @@ class ShardedModule(nn.Module):
 
     def reshard(self) -> None:
         """Free the whole copy of this module's own unit."""
-        unit = self._hooks().unit
-        if unit is not None:
-            unit.reshard()
+        hooks = self._hooks()
+        if hooks.unit is not None:
+            hooks.schedule.reshard(hooks.unit)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
