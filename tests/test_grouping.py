@@ -6,7 +6,7 @@ from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
 
 
 def gpt2(num_layers=3):
-    sizes = dict(n_layer=num_layers, n_embd=16, n_head=2, vocab_size=40, n_positions=8)
+    sizes = {"n_layer": num_layers, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 8}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 

@@ -15,6 +15,13 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
+_SCALARS = {
+    "step",
+    "eta",
+    "mu",
+    "mu_product",
+}  # counts and factors that torch.optim keeps as tensors
+
 
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
@@ -100,19 +107,22 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
     state = {}
     for index, values in state_dict["state"].items():
         parameter = parameters[index] if isinstance(index, int) else None
-        state[index] = {key: _slice_like(parameter, key, value) for key, value in values.items()}
+        state[index] = {key: slice_state(parameter, key, value) for key, value in values.items()}
     optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def _slice_like(parameter: Tensor | None, key: str, value: Any) -> Any:
-    # The count of steps is a scalar of its own, also beside a parameter without dimensions.
-    if (
-        not isinstance(parameter, ShardedTensor)
-        or not isinstance(value, Tensor)
-        or isinstance(value, ShardedTensor)
-        or key == "step"
-        or value.shape != parameter.shape
-    ):
+def slice_state(parameter: Tensor | None, key: str, value: Any) -> Any:
+    """One entry of optimizer state as this rank keeps it: whole tensors become slices.
+
+    Args:
+        parameter: The parameter that the state belongs to; plain ones keep their state.
+        key: Name of the entry.
+        value: Anything; sharded already, it is returned.
+    """
+    if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
+        return value
+    is_scalar = key in _SCALARS  # of any parameter, also beside one without dimensions
+    if is_scalar or isinstance(value, ShardedTensor) or value.shape != parameter.shape:
         return value
     with torch.no_grad():
         local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)

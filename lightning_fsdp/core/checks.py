@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
@@ -117,15 +116,3 @@ def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
         cure = "Delete the object that refers to it weakly, or create it after sharding."
         return "a parameter without weak references", "one that has some", cure
     return None
-
-
-def check_shared(plans: Sequence[UnitPlan], known: dict[Tensor, Segment]) -> None:
-    """Refuse parameters tied to a module that was sharded by itself."""
-    for plan in plans:
-        for parameter in plan.sites:
-            if isinstance(parameter, ShardedTensor) and parameter not in known:
-                raise ValueError(
-                    f"fully_shard: expected {plan.names[parameter]!r} to be shared only inside the "
-                    f"module, got one that another, separately sharded module uses as "
-                    f"{parameter.spec.name!r}. Shard a module that contains both."
-                )

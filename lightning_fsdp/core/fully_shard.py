@@ -22,7 +22,6 @@ from lightning_fsdp.core.checks import (
     check_arguments,
     check_modules,
     check_parameters,
-    check_shared,
 )
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
@@ -77,7 +76,7 @@ class _Prepared:
     units: list[UnitPlan]
     segments: list[SegmentPlan]
     inner: list[Schedule]  # of modules below the root that were sharded before
-    known: dict[Tensor, Segment]  # their parameters
+    known: dict[Tensor, Segment]  # of parameters tied to a unit that was sharded before
 
 
 def fully_shard(
@@ -262,14 +261,13 @@ def _prepare(request: _Request) -> _Prepared:
     modules: list[nn.Module] = request.modules
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = _inner_schedules(root)
-    known = _known_segments(inner)
     check_modules(modules, inner)
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(request.ignored_params or ())
     units = plan_units(root, request.units_of(root), ignored, managed)
     for unit in units:
         check_parameters(unit)
-    check_shared(units, known)
+    known = _known_segments(units)
     return _Prepared(
         root=root,
         outermost=modules,
@@ -332,7 +330,10 @@ def _make_segment(plan: SegmentPlan, communicator: Communicator, device: torch.d
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    return Segment(layout, shard, parameters)
+    segment = Segment(layout, shard, parameters)
+    for parameter in parameters:
+        parameter.spec.segment = weakref.ref(segment)
+    return segment
 
 
 def _make_unit(
@@ -386,14 +387,16 @@ def _inner_schedules(root: nn.Module) -> list[Schedule]:
     return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
 
 
-def _known_segments(schedules: Sequence[Schedule]) -> dict[Tensor, Segment]:
-    return {
-        parameter: whole.segment
-        for schedule in schedules
-        for unit in schedule.units
-        for whole in unit.wholes
-        for parameter in whole.segment.parameters
-    }
+def _known_segments(units: Sequence[UnitPlan]) -> dict[Tensor, Segment]:
+    """Segments of parameters that are tied to a unit sharded before."""
+    known: dict[Tensor, Segment] = {}
+    for unit in units:
+        for parameter in unit.sites:
+            if isinstance(parameter, ShardedTensor) and parameter.spec.segment is not None:
+                segment = parameter.spec.segment()
+                assert segment is not None, "its parameters are alive"
+                known[parameter] = segment
+    return known
 
 
 def _describe(prepared: _Prepared) -> str:

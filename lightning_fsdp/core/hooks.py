@@ -88,7 +88,7 @@ class ModuleHooks:
         return output
 
     def _leave(self, *, failed: bool) -> None:
-        if self.unit is not None and not failed:
+        if self.unit is not None:
             self.schedule.leave_module(self.unit, self.module)
         self.schedule.leave_call(failed)
 

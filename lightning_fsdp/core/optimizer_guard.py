@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from lightning_fsdp.core.checkpoint import slice_state
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -53,12 +54,22 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not sharded:
         return
     _check_class(optimizer, sharded[0])
+    _shard_whole_state(optimizer, sharded)
     for parameter in sharded:
         gradient = parameter.grad
         if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
             raise gradient.refusal("an optimizer step")
         if isinstance(gradient, UnreducedGradient):
             parameter.grad = None  # zeroed in place: there is nothing to step with
+
+
+def _shard_whole_state(optimizer: Optimizer, parameters: list[ShardedTensor]) -> None:
+    """Slice state that was allocated before sharding, or loaded as whole tensors."""
+    for parameter in parameters:
+        state: dict[str, Any] = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
+                state[key] = slice_state(parameter, key, value)
 
 
 def _check_class(optimizer: Optimizer, example: ShardedTensor) -> None:

@@ -170,6 +170,7 @@ class Schedule:
         self._make_whole(unit)
         unit.install_leaves()
         if torch_internals.is_in_backward():
+            step.touched.setdefault(unit)  # its backward follows, and ends what began here
             return
         if step.last_in_forward is not None and step.last_in_forward is not unit:
             self._follower_in_forward[step.last_in_forward] = unit
@@ -177,11 +178,11 @@ class Schedule:
         self._prefetch(self._follower_in_forward.get(unit))
 
     def _after_forward(self, unit: Unit) -> None:
-        unit.install_shards()
         del self._step.running[unit]
-        was_whole = self._step.was_whole.pop(unit)
+        was_whole = self._step.was_whole.pop(unit, False)
         if torch_internals.is_in_backward():
-            return  # a recomputation: the backward needs the copy right after
+            return  # a recomputation: the backward needs the whole copy right after
+        unit.install_shards()
         # A forward that no backward follows ends as it began, under every plan.
         if unit.reshard_after_forward or (not torch.is_grad_enabled() and not was_whole):
             unit.reshard()
@@ -196,9 +197,13 @@ class Schedule:
         step.touched.setdefault(unit)
         step.entered.add(unit)
         step.finished.discard(unit)
-        if not unit.needs_backward_gather or unit.parameter_state is ParameterState.UNSHARDED:
+        if not unit.needs_backward_gather:
+            return
+        if unit.parameter_state is ParameterState.UNSHARDED:
+            unit.install_leaves()
             return
         self._make_whole(unit)
+        unit.install_leaves()  # for a recomputation of modules inside the unit
         if is_first and step.last_in_backward is not None:
             self._follower_in_backward[step.last_in_backward] = unit
         step.last_in_backward = unit
@@ -215,9 +220,10 @@ class Schedule:
     def _after_backward(self, unit: Unit) -> None:
         self._step.touched.setdefault(unit)
         self._step.finished.add(unit)
-        # A unit may still be in its forward: a training step that calls backward itself.
-        if unit.reshard_after_backward and unit not in self._step.running:
-            unit.reshard()
+        if unit not in self._step.running:  # as in a training step that calls backward itself
+            unit.install_shards()
+            if unit.reshard_after_backward:
+                unit.reshard()
         if unit.syncs_gradients:
             self._reduce(unit)
         else:

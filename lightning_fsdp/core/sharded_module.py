@@ -181,6 +181,11 @@ _REFUSED = {
     "set_post_optim_event": "Gathers wait for everything queued on the current stream.",
     "set_allocate_memory_from_process_group_for_comm": "Buffers come from torch's allocator.",
     "set_all_reduce_hook": "There is no all-reduce.",
+    "set_reduce_scatter_unused_params": "Ranks that used different parameters are always right.",
+    "set_reduce_scatter_max_input_buffers": "At most one reduction is in flight.",
+    "set_separate_reduce_scatter_group": "One data group serves gathers and reductions.",
+    "set_symm_mem_for_comm": "Buffers come from torch's allocator.",
+    "reset_iter_state": "The next call recovers from an exception by itself.",
     "set_custom_all_gather": "The collectives are chosen by the backend.",
     "set_custom_reduce_scatter": "The collectives are chosen by the backend.",
 }

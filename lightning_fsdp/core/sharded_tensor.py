@@ -16,6 +16,7 @@ everything else (``linear``, norms, views)     raises, and names the cure
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ class ShardSpec:
         slot: Its place in the segment's region.
         layout: The layout of that region.
         communicator: The sharding group.
+        segment: The segment that the parameter belongs to (``segment.Segment``, opaque here).
         slice: The elements that this rank owns.
     """
 
@@ -46,6 +48,7 @@ class ShardSpec:
     slot: Slot
     layout: SegmentLayout
     communicator: Communicator = field(repr=False)
+    segment: weakref.ref[Any] | None = field(default=None, repr=False)
     slice: FlatSlice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,6 +133,13 @@ class ShardedTensor(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """``tensor[mask] = scalar``; other indices name places in the whole tensor."""
+        is_mask = isinstance(index, ShardedTensor) and index.dtype == torch.bool
+        if not is_mask or isinstance(value, Tensor):
+            _refuse("tensor[index] = value", (self,), {})
+        self._local[_local_of(index, self, "tensor[mask] = scalar")] = value
+
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
         """Refused: this tensor is outside the graph; torch would register and never call."""
         self._refuse_hook("register_hook")
@@ -194,7 +204,7 @@ _CREATIONS = {
     aten.clone.default,
     aten._to_copy.default,
 }
-_FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 # Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
 _PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
 
@@ -213,7 +223,7 @@ def _choose_handler(func: Any) -> _Handler:
         return _create_plain
     if any(part in name for part in _PLACE_DEPENDENT):
         return _refuse
-    if name.startswith("_foreach_") and not name.startswith(_FOREACH_REDUCTIONS):
+    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
         return _elementwise_over_lists
     if name.startswith("_fused_"):
         return _elementwise_over_lists
@@ -263,10 +273,11 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     local_kwargs = {name: _local_of(arg, like, func) for name, arg in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
-        if not isinstance(args[0], ShardedTensor) or "out" in kwargs:
+        written = kwargs.get("out", args[0])
+        if not isinstance(written, ShardedTensor):
             _refuse(func, args, kwargs)
-        torch.autograd.graph.increment_version(args[0]._local)
-        return args[0]
+        torch.autograd.graph.increment_version(written._local)
+        return written
     if isinstance(result, Tensor):
         return ShardedTensor(result, like.spec)
     return tuple(ShardedTensor(part, like.spec) for part in result)

@@ -32,7 +32,7 @@ def assert_like_ddp(
     rtol: float = 1e-5,
     timeout_s: float = 60.0,
 ) -> None:
-    """Run the scenario under DDP and under each sharded strategy; on every rank all must be equal."""
+    """Run the scenario under DDP and each sharded strategy; on every rank all must be equal."""
     run_on_ranks(
         _compare,
         world_size,
@@ -89,7 +89,7 @@ def _subfolder(folder: str, strategy: str, rank: int) -> Path:
 
 
 def as_torchrun(rank: int, world_size: int) -> None:
-    """What torchrun tells a process; and warnings are errors but for what these runs always cause."""
+    """What torchrun tells a process; and warnings are errors, as in all tests."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -104,7 +104,7 @@ def as_torchrun(rank: int, world_size: int) -> None:
 
 
 def strict_warnings() -> None:
-    """Warnings are errors, except advice of Lightning's on the size and loaders of these toy runs."""
+    """Warnings are errors, except Lightning's advice on the size and loaders of toy runs."""
     from lightning.fabric.utilities.rank_zero import LightningDeprecationWarning
     from lightning.fabric.utilities.warnings import PossibleUserWarning
 
@@ -145,7 +145,8 @@ def weights_of(module: nn.Module) -> dict[str, Tensor]:
     """A copy of everything in the state dict; it must be whole and plain, on the CPU."""
     state = {}
     for name, value in module.state_dict().items():
-        assert type(value.data) is Tensor and value.device.type == "cpu", (name, type(value))
+        assert type(value.data) is Tensor, (name, type(value))
+        assert value.device.type == "cpu", (name, value.device)
         state[name] = value.detach().clone()
     return state
 

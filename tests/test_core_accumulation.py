@@ -1,0 +1,288 @@
+"""Several micro-batches per optimizer step: their gradients, what is sent for them, and how they
+are dropped.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.counting import CollectiveCounter
+from tests.support.models import (
+    TASKS,
+    causal_lm,
+    lm_loss,
+    mlp,
+    mlp_batch,
+    mlp_loss,
+    shard_lm_by_hand,
+    token_batch,
+)
+from tests.support.parity import (
+    OPTIMIZERS,
+    assert_ranks_agree,
+    assert_same_tensors,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+    train_reference,
+    whole,
+)
+from tests.support.ranks import errors_on_ranks, run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+MODES = list(itertools.product(PLANS, ["local", "sum"], ["sgd", "adamw"]))
+NUM_MICRO_BATCHES = 3
+
+
+def _batches(world_size):
+    make_batch = TASKS["tied_lm"].make_batch
+    return make_batches(
+        make_batch, num_steps=2, num_micro_batches=NUM_MICRO_BATCHES, world_size=world_size
+    )
+
+
+def _train_in_every_mode(rank, world_size):
+    task, traces = TASKS["tied_lm"], {}
+    for plan, accumulation, optimizer in MODES:
+        model = shard_model(task.build(), PLANS[plan])
+        traces[plan, accumulation, optimizer] = train_on_rank(
+            model,
+            _batches(world_size),
+            task.loss,
+            OPTIMIZERS[optimizer](model.parameters()),
+            rank,
+            accumulation=accumulation,
+        )
+    return traces
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_micro_batches_add_up(world_size):
+    task, by_rank = TASKS["tied_lm"], run_on_ranks(_train_in_every_mode, world_size)
+    for mode in MODES:
+        expected = train_reference(
+            task.build(), _batches(world_size), task.loss, OPTIMIZERS[mode[2]]
+        )
+        traces = [traces[mode] for traces in by_rank]
+        assert_ranks_agree(traces, str(mode))
+        assert_traces_match(traces[0], expected, atol=task.atol, what=str(mode))
+
+
+def _count_reductions(rank, world_size, plan, accumulation):
+    """Reductions and gathers of each micro-batch of the third step."""
+    model = shard_lm_by_hand(causal_lm(), fully_shard, reshard_after_forward=plan == "zero3")
+    if plan == "zero2":
+        model = shard_model(causal_lm(), ZERO2)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(3):
+        counts = []
+        for index in range(NUM_MICRO_BATCHES):
+            is_synced = accumulation == "sum" or index == NUM_MICRO_BATCHES - 1
+            model.set_requires_gradient_sync(is_synced)
+            with CollectiveCounter() as counter:
+                lm_loss(model, token_batch(0, index, rank)).backward()
+            counts.append((counter.num_gathers(world_size), counter.num_reductions()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("accumulation", ["local", "sum"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_only_synced_micro_batches_reduce(plan, accumulation):
+    for counts in run_on_ranks(_count_reductions, 2, plan, accumulation):
+        gathers, reductions = zip(*counts, strict=True)
+        num_units = reductions[-1]
+        assert num_units == (5 if plan == "zero2" else 7)
+        expected = num_units if accumulation == "sum" else 0
+        assert reductions[:-1] == (expected,) * (NUM_MICRO_BATCHES - 1)
+        if plan == "zero2":
+            assert gathers == (num_units, 0, 0)
+        else:
+            assert all(num_units < number <= 2 * num_units for number in gathers)
+
+
+def _clear_unsynced(rank, world_size, how):
+    model, reference = shard_model(causal_lm()), shard_model(causal_lm())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(2):  # the second round starts from what the first one left
+        with model.no_sync():
+            lm_loss(model, token_batch(7, 0, rank)).backward()
+            lm_loss(model, token_batch(8, 0, rank)).backward()
+        if how == "model":
+            model.zero_grad()
+        elif how == "optimizer":
+            optimizer.zero_grad()
+        elif how == "optimizer to zero":
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+        for each in (model, reference):
+            lm_loss(each, token_batch(0, 0, rank)).backward()
+        assert_same_tensors(
+            {name: whole(p.grad) for name, p in model.named_parameters()},
+            {name: whole(p.grad) for name, p in reference.named_parameters()},
+            atol=0,
+            what=how,
+        )
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize("how", ["model", "optimizer", "optimizer to zero", "by hand"])
+def test_clearing_gradients_drops_what_was_not_synced(how):
+    run_on_ranks(_clear_unsynced, 2, how)
+
+
+def _clear_one_parameter(rank, world_size):
+    """Setting one parameter's gradient to None drops that one only."""
+    model, reference = shard_model(mlp()), shard_model(mlp())
+    for each in (model, reference):
+        with each.no_sync():
+            mlp_loss(each, mlp_batch(0, 0, rank)).backward()
+    model.first.weight.grad = None
+    mlp_loss(model, mlp_batch(0, 1, rank)).backward()
+    mlp_loss(reference, mlp_batch(0, 1, rank)).backward()
+    alone = shard_model(mlp())
+    mlp_loss(alone, mlp_batch(0, 1, rank)).backward()
+    for (name, ours), both, last in zip(
+        model.named_parameters(), reference.parameters(), alone.parameters(), strict=True
+    ):
+        expected = last if name == "first.weight" else both
+        assert torch.equal(whole(ours.grad), whole(expected.grad)), name
+
+
+def test_clearing_one_gradient_drops_that_one_only():
+    run_on_ranks(_clear_one_parameter, 2)
+
+
+def _reduced_then_local(rank, world_size):
+    """A reduced gradient stays while later micro-batches accumulate locally, and is added to."""
+    model, reference = shard_model(mlp()), mlp()
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 1, rank)).backward()
+    mlp_loss(model, mlp_batch(0, 2, rank)).backward()
+    for micro_batch in range(3):
+        for each in range(world_size):
+            (mlp_loss(reference, mlp_batch(0, micro_batch, each)) / world_size).backward()
+    assert_same_tensors(
+        {name: whole(p.grad) for name, p in model.named_parameters()},
+        {name: whole(p.grad) for name, p in reference.named_parameters()},
+        atol=1e-7,
+    )
+
+
+def test_synced_and_unsynced_micro_batches_mix():
+    run_on_ranks(_reduced_then_local, 2)
+
+
+# Which ranks use ``bonus``, by step and micro-batch.
+USERS = [[{0}, {1}], [{0}, set()], [set(), {1}], [set(), set()], [{0, 1}, set()]]
+
+
+def _optional_batch(step, micro_batch, rank):
+    return {**mlp_batch(step, micro_batch, rank), "use_bonus": rank in USERS[step][micro_batch]}
+
+
+def _optional_loss(model, batch):
+    outputs = model(batch["inputs"], batch["use_bonus"])
+    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])
+
+
+def _accumulate_with_unused(rank, world_size):
+    batches = make_batches(
+        _optional_batch, num_steps=len(USERS), num_micro_batches=2, world_size=world_size
+    )
+    traces = {}
+    for accumulation in ("local", "sum"):
+        model = shard_model(mlp())
+        traces[accumulation] = train_on_rank(
+            model,
+            batches,
+            _optional_loss,
+            OPTIMIZERS["adamw"](model.parameters()),
+            rank,
+            accumulation=accumulation,
+        )
+    expected = train_reference(mlp(), batches, _optional_loss, OPTIMIZERS["adamw"], joined=False)
+    for accumulation, trace in traces.items():
+        assert_traces_match(trace, expected, atol=1e-7, what=accumulation)
+    return traces
+
+
+def test_a_parameter_may_be_used_by_some_micro_batches_of_some_ranks():
+    run_on_ranks(_accumulate_with_unused, 2)
+
+
+class _Detour(nn.Module):
+    """A unit that only some micro-batches run, the same ones on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.road, self.detour = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, takes_detour):
+        hidden = self.road(inputs).tanh()
+        return self.end(self.detour(hidden).tanh() if takes_detour else hidden)
+
+
+def _detour():
+    torch.manual_seed(1)
+    return _Detour()
+
+
+DETOURS = [[True, False], [False, True], [False, False], [True, True]]
+
+
+def _detour_batch(step, micro_batch, rank):
+    return {**mlp_batch(step, micro_batch, rank), "detour": DETOURS[step][micro_batch]}
+
+
+def _detour_loss(model, batch):
+    outputs = model(batch["inputs"], batch["detour"])
+    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])
+
+
+def _accumulate_with_detours(rank, world_size):
+    batches = make_batches(
+        _detour_batch, num_steps=len(DETOURS), num_micro_batches=2, world_size=world_size
+    )
+    expected = train_reference(_detour(), batches, _detour_loss, OPTIMIZERS["adamw"], joined=False)
+    for accumulation in ("local", "sum"):
+        model = _detour()
+        for module in (model.road, model.detour, model.end, model):
+            fully_shard(module)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        trace = train_on_rank(
+            model, batches, _detour_loss, optimizer, rank, accumulation=accumulation
+        )
+        assert_traces_match(trace, expected, atol=1e-7, what=accumulation)
+
+
+def test_a_unit_may_be_left_out_of_some_micro_batches():
+    run_on_ranks(_accumulate_with_detours, 2)
+
+
+def _use_unreduced(rank, world_size, how):
+    model = shard_model(mlp())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    if how == "step":
+        optimizer.step()
+    else:
+        model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("how", ["step", "clip"])
+def test_unreduced_gradients_are_refused(how):
+    for error in errors_on_ranks(_use_unreduced, 2, how):
+        assert error is not None, f"{how} on unreduced gradients went through"
+        assert error.type_name == "RuntimeError"
+        assert "local" in error.message or "reduced" in error.message

@@ -1,0 +1,105 @@
+"""Global norms over shards: every p, the same on all ranks, the same as without sharding."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import shard_model
+from tests.support.models import TASKS
+from tests.support.parity import (
+    OPTIMIZERS,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+    train_reference,
+)
+from tests.support.ranks import run_on_ranks
+from tests.test_core_parity import optional_batch, optional_loss
+
+NORMS = [1.0, 2.0, 3.5, math.inf]
+MAX_NORM = 0.01  # far below the norms here: everything is clipped
+
+
+def _norm_and_clipped(rank, world_size, task_name):
+    task, results = TASKS[task_name], {}
+    for p in NORMS:
+        model = shard_model(task.build())
+        task.loss(model, task.make_batch(0, 0, rank)).backward()
+        norm = model.clip_grad_norm_(MAX_NORM, norm_type=p)
+        clipped = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
+        again = model.clip_grad_norm_(1e9, norm_type=p)
+        assert type(norm) is torch.Tensor
+        assert norm.ndim == 0
+        results[p] = norm, clipped, again
+    return results
+
+
+@pytest.mark.parametrize("task_name", ["mlp", "tied_lm"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_norm_and_clipping_equal_those_of_an_unsharded_model(world_size, task_name):
+    task, by_rank = TASKS[task_name], run_on_ranks(_norm_and_clipped, world_size, task_name)
+    for p in NORMS:
+        model = task.build()
+        losses = [task.loss(model, task.make_batch(0, 0, rank)) for rank in range(world_size)]
+        (sum(losses) / world_size).backward()
+        expected = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, norm_type=p)
+        norm, clipped, again = by_rank[0][p]
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(again, torch.tensor(MAX_NORM), rtol=1e-3, atol=0)
+        for name, each in model.named_parameters():
+            torch.testing.assert_close(clipped[name], each.grad, rtol=1e-5, atol=1e-7)
+        for results in by_rank[1:]:
+            assert torch.equal(results[p][0], norm), f"p={p}: ranks have different norms"
+
+
+def _clip_while_training(rank, world_size):
+    task, traces = TASKS["tied_lm"], {}
+    for p in NORMS:
+        model = shard_model(task.build())
+        traces[p] = train_on_rank(
+            model,
+            _batches(world_size),
+            task.loss,
+            OPTIMIZERS["sgd"](model.parameters()),
+            rank,
+            clip=(0.3, p),
+        )
+    return traces
+
+
+def _batches(world_size):
+    return make_batches(
+        TASKS["tied_lm"].make_batch, num_steps=3, num_micro_batches=2, world_size=world_size
+    )
+
+
+def test_training_with_clipping_equals_one_process():
+    task, by_rank = TASKS["tied_lm"], run_on_ranks(_clip_while_training, 3)
+    for p in NORMS:
+        expected = train_reference(
+            task.build(), _batches(3), task.loss, OPTIMIZERS["sgd"], clip=(0.3, p)
+        )
+        assert_traces_match(by_rank[0][p], expected, atol=task.atol, what=f"p={p}")
+
+
+def _clip_special_cases(rank, world_size):
+    task = TASKS["mlp"]
+    model = shard_model(task.build())
+    assert model.clip_grad_norm_(1.0).item() == 0.0  # no gradient at all
+    optional_loss(model, optional_batch([set()])(0, 0, rank)).backward()
+    assert model.bonus.grad is None
+    norm = model.clip_grad_norm_(1e9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(math.nan if rank == 0 else 1.0)
+    return norm, model.clip_grad_norm_(1.0)
+
+
+def test_norm_skips_missing_gradients_and_shows_nan_on_every_rank():
+    by_rank = run_on_ranks(_clip_special_cases, 2)
+    assert torch.equal(by_rank[0][0], by_rank[1][0])
+    assert by_rank[0][0] > 0
+    assert all(torch.isnan(with_nan) for _, with_nan in by_rank)

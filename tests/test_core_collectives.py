@@ -1,0 +1,238 @@
+"""What is sent: how many collectives, how many bytes, and that nobody waits for them too early.
+
+U units, P parameters, W ranks. Per micro-batch ZeRO-3 gathers each unit at most twice and reduces
+it once; ZeRO-2 gathers each unit once per optimizer step. Counted below torch's public functions by
+a dispatch mode of the tests' own.
+"""
+
+import time
+
+import pytest
+
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.counting import CollectiveCounter
+from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, tied_lm, token_batch
+from tests.support.parity import OPTIMIZERS
+from tests.support.ranks import PLAIN, run_on_ranks
+
+SIZES = {"width": 24, "num_blocks": 3}
+NUM_UNITS = 5  # of shard_model: the embeddings, three blocks, the final norm with the head
+NUM_PARAMETERS = sum(p.numel() for p in causal_lm(**SIZES).parameters())
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+def _count_steps(rank, world_size, plan, num_micro_batches):
+    """A counter for each of three optimizer steps, ``sum`` accumulation."""
+    model = shard_model(causal_lm(**SIZES), PLANS[plan])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    summaries = []
+    for step in range(3):
+        with CollectiveCounter() as counter:
+            for micro_batch in range(num_micro_batches):
+                lm_loss(model, token_batch(step, micro_batch, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        summaries.append(_summary(counter, world_size))
+    return summaries
+
+
+def _summary(counter, world_size):
+    return {
+        "kinds": {call.kind for call in counter.data()},
+        "gathers": counter.num_gathers(world_size),
+        "reductions": counter.num_reductions(),
+        "gathered bytes": counter.gathered_bytes(world_size),
+        "reduced bytes": counter.reduced_bytes(world_size),
+        "control calls": len(counter.control()),
+        "largest control": max((call.nbytes for call in counter.control()), default=0),
+    }
+
+
+def _bytes_of_one_pass(world_size, itemsize=4):
+    """What a rank gets when every parameter moves once: without padding, and with."""
+    exact = itemsize * NUM_PARAMETERS * (world_size - 1) / world_size
+    return exact, 1.03 * exact + NUM_UNITS * 128 * world_size
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 1), (2, 3), (3, 1)])
+def test_zero3_gathers_a_unit_twice_and_reduces_it_once(world_size, num_micro_batches, backend):
+    by_rank = run_on_ranks(_count_steps, world_size, "zero3", num_micro_batches, backend=backend)
+    least, most = _bytes_of_one_pass(world_size)
+    for summaries in by_rank:
+        for counts in summaries:
+            # The head may stay whole from forward to backward; backward of an embedding needs no
+            # weight.
+            assert 2 * NUM_UNITS - 2 <= counts["gathers"] / num_micro_batches <= 2 * NUM_UNITS
+            assert counts["reductions"] == NUM_UNITS * num_micro_batches
+            assert least * num_micro_batches <= counts["reduced bytes"] <= most * num_micro_batches
+            assert (
+                least * num_micro_batches < counts["gathered bytes"] <= 2 * most * num_micro_batches
+            )
+    assert all(summaries == by_rank[0] for summaries in by_rank), "ranks sent different amounts"
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize(("world_size", "num_micro_batches"), [(2, 1), (2, 3), (3, 2)])
+def test_zero2_gathers_a_unit_once_per_optimizer_step(world_size, num_micro_batches, backend):
+    least, most = _bytes_of_one_pass(world_size)
+    for summaries in run_on_ranks(
+        _count_steps, world_size, "zero2", num_micro_batches, backend=backend
+    ):
+        for counts in summaries:
+            assert counts["gathers"] == NUM_UNITS
+            assert least <= counts["gathered bytes"] <= most
+            assert counts["reductions"] == NUM_UNITS * num_micro_batches
+            assert least * num_micro_batches <= counts["reduced bytes"] <= most * num_micro_batches
+
+
+def _count_reshard_choices(rank, world_size):
+    """``fully_shard(reshard_after_forward=...)`` as in torch: False keeps to the end of backward,
+    no further.
+    """
+    gathers = {}
+    for choice in (True, False, None):
+        model = shard_lm_by_hand(causal_lm(**SIZES), fully_shard, reshard_after_forward=choice)
+        for step in range(2):
+            with CollectiveCounter() as counter:
+                lm_loss(model, token_batch(step, 0, rank)).backward()
+                lm_loss(model, token_batch(step, 1, rank)).backward()
+        gathers[choice] = counter.num_gathers(world_size)
+    return gathers
+
+
+def test_reshard_after_forward_means_what_it_means_in_torch():
+    num_units = 7
+    for gathers in run_on_ranks(_count_reshard_choices, 2):
+        assert gathers[False] == 2 * num_units
+        assert 2 * (2 * num_units - 3) <= gathers[True] <= 2 * 2 * num_units
+        assert gathers[None] == gathers[True]  # the root has no parameters of its own here
+
+
+def _count_kinds(rank, world_size):
+    model = shard_model(causal_lm(**SIZES))
+    for step in range(3):
+        with CollectiveCounter() as counter:
+            lm_loss(model, token_batch(step, 0, rank)).backward()
+    return _summary(counter, world_size)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kinds"),
+    [("gloo", {"send", "recv", "all_to_all"}), (PLAIN, {"all_gather", "reduce_scatter"})],
+)
+def test_gloo_gathers_in_pairs_and_other_backends_in_one(backend, kinds):
+    for counts in run_on_ranks(_count_kinds, 3, backend=backend):
+        assert counts["kinds"] == kinds
+
+
+def test_ranks_agree_on_little_beside_the_data():
+    """A step in a known order has one small message about used parameters; nothing of the data's
+    size hides there.
+    """
+    for counts in run_on_ranks(_count_kinds, 2):
+        assert counts["control calls"] <= 1
+        assert counts["largest control"] < 1024
+
+
+def _count_without_gradients(rank, world_size):
+    from torch import no_grad
+
+    counts = {}
+    for plan in PLANS:
+        model = shard_model(causal_lm(**SIZES), PLANS[plan])
+        with no_grad(), CollectiveCounter() as counter:
+            lm_loss(model, token_batch(0, 0, rank))
+        counts[plan] = counter.num_gathers(world_size), counter.num_reductions()
+    return counts
+
+
+def test_a_forward_without_gradients_gathers_once():
+    for counts in run_on_ranks(_count_without_gradients, 2):
+        assert counts == {"zero2": (NUM_UNITS, 0), "zero3": (NUM_UNITS, 0)}
+
+
+def _count_tied(rank, world_size):
+    model = shard_model(tied_lm())
+    for step in range(2):
+        with CollectiveCounter() as counter:
+            lm_loss(model, token_batch(step, 0, rank)).backward()
+    return _summary(counter, world_size)
+
+
+def test_a_tied_weight_is_reduced_at_most_once_per_use():
+    model = tied_lm()
+    once = 4 * sum(p.numel() for p in model.parameters()) / 2
+    twice = once + 4 * model.head.weight.numel() / 2
+    for counts in run_on_ranks(_count_tied, 2):
+        assert once <= counts["reduced bytes"] <= 1.03 * twice + (NUM_UNITS + 2) * 256
+
+
+# --- asynchrony: the peer's part of a collective is held back, this rank goes on ---
+
+WAIT_LIMIT_S = 10.0
+
+
+def _forward_while_the_peer_holds_back(rank, world_size, folder):
+    """Rank 1 stops inside block 0 until rank 0 has finished block 1. By then rank 0 has asked for
+    block 2, of which rank 1 has sent nothing.
+    """
+    model = shard_lm_by_hand(causal_lm(**SIZES), fully_shard, reshard_after_forward=True)
+    _train_two_steps(model, rank)
+    flag, waited = folder / "finished", []
+    if rank == 1:
+        model.blocks[0].up.register_forward_pre_hook(lambda *_: waited.append(_wait_for(flag)))
+    else:
+        model.blocks[1].down.register_forward_hook(lambda *_: flag.touch())
+    lm_loss(model, token_batch(2, 0, rank)).backward()
+    return waited
+
+
+def _backward_while_the_peer_holds_back(rank, world_size, folder):
+    """Rank 1 stops inside block 2's backward until rank 0 is through most of block 1's. By then
+    rank 0 has given its part of block 2's reduction and has asked for block 0; rank 1 has done
+    neither.
+    """
+    model = shard_lm_by_hand(causal_lm(**SIZES), fully_shard, reshard_after_forward=True)
+    _train_two_steps(model, rank)
+    flag, waited = folder / "finished", []
+
+    def when_gradient_arrives(action):
+        def hook(module, args, output):
+            output.register_hook(lambda gradient: action() and None)
+
+        return hook
+
+    if rank == 1:
+        model.blocks[2].up.register_forward_hook(
+            when_gradient_arrives(lambda: waited.append(_wait_for(flag)))
+        )
+    else:
+        model.blocks[1].query_key_value.register_forward_hook(when_gradient_arrives(flag.touch))
+    lm_loss(model, token_batch(2, 0, rank)).backward()
+    return waited
+
+
+def _train_two_steps(model, rank):
+    """The order of units is known from then on."""
+    for step in range(2):
+        lm_loss(model, token_batch(step, 0, rank)).backward()
+        model.zero_grad()
+
+
+def _wait_for(flag):
+    deadline = time.monotonic() + WAIT_LIMIT_S
+    while not flag.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize(
+    "run", [_forward_while_the_peer_holds_back, _backward_while_the_peer_holds_back]
+)
+def test_a_unit_computes_while_the_peer_holds_back_the_next_collective(run, backend, tmp_path):
+    by_rank = run_on_ranks(run, 2, tmp_path, backend=backend)
+    assert by_rank == [[], [True]], "rank 0 waited for data that its computation did not need yet"

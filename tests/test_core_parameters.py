@@ -1,0 +1,168 @@
+"""What a user holds after sharding: the same Parameter objects, original shapes outside, a 1-D
+slice inside.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.models import (
+    TASKS,
+    causal_lm,
+    lm_loss,
+    mlp,
+    mlp_batch,
+    mlp_loss,
+    tied_lm,
+    token_batch,
+)
+from tests.support.ranks import run_on_ranks
+
+
+def _look_at_parameters(rank, world_size, plan):
+    for build in (mlp, causal_lm, tied_lm):
+        model, reference = build(), build()
+        before = dict(model.named_parameters())
+        assert shard_model(model, plan) is model
+        _assert_sharded_like(model, reference, before, world_size)
+    batch = token_batch(0, 0, rank)
+    with torch.no_grad():
+        lm_loss(model, batch)
+    _assert_sharded_like(model, reference, before, world_size)
+    loss = lm_loss(model, batch)
+    _assert_sharded_like(model, reference, before, world_size)
+    loss.backward()
+    _assert_sharded_like(model, reference, before, world_size)
+    for name, parameter in model.named_parameters():
+        assert type(parameter.grad).__name__ == "ShardedTensor", name
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.to_local().shape == parameter.to_local().shape
+
+
+def _assert_sharded_like(model, reference, before, world_size):
+    parameters, expected = dict(model.named_parameters()), dict(reference.named_parameters())
+    assert list(parameters) == list(expected)
+    for name, parameter in parameters.items():
+        theirs = expected[name]
+        assert parameter is before[name], f"{name}: another object"
+        assert isinstance(parameter, nn.Parameter), name
+        assert type(parameter).__name__ == "ShardedTensor", name
+        assert parameter.shape == theirs.shape, name
+        assert parameter.ndim == theirs.ndim, name
+        assert parameter.numel() == theirs.numel(), name
+        assert parameter.dtype == theirs.dtype, name
+        assert parameter.device == theirs.device, name
+        assert parameter.requires_grad == theirs.requires_grad, name
+        assert parameter.is_leaf, name
+        local = parameter.to_local()
+        assert local.ndim == 1, name
+        assert local.numel() <= theirs.numel(), name
+        assert not hasattr(local, "to_local"), name
+        whole = parameter.full_tensor()
+        assert torch.equal(whole, theirs), f"{name}: another value"
+        assert not hasattr(whole, "full_tensor"), name
+
+
+@pytest.mark.parametrize("plan", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_keep_identity_shape_and_value(world_size, plan):
+    run_on_ranks(_look_at_parameters, world_size, plan)
+
+
+def _collect_slices(rank, world_size):
+    model = fully_shard(mlp())
+    return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_slices_of_all_ranks_are_the_tensor(world_size):
+    """Every element is on exactly one rank, in order, and the ranks' loads differ by little."""
+    by_rank = run_on_ranks(_collect_slices, world_size)
+    for name, parameter in mlp().named_parameters():
+        joined = torch.cat([slices[name] for slices in by_rank])
+        assert torch.equal(joined, parameter.detach().contiguous().flatten()), name
+    loads = [sum(piece.numel() for piece in slices.values()) for slices in by_rank]
+    num_elements = sum(loads)
+    assert max(loads) <= num_elements / world_size + 64
+
+
+def _padding_of(tensors):
+    """The elements of the tensors' storages that belong to none of them."""
+    by_storage = {}
+    for tensor in tensors:
+        local = tensor.to_local().detach()
+        by_storage.setdefault(local.untyped_storage().data_ptr(), []).append(local)
+    rest = []
+    for pieces in by_storage.values():
+        whole = pieces[0].new_empty(0).set_(pieces[0].untyped_storage())
+        is_padding = torch.ones(whole.numel(), dtype=torch.bool)
+        for piece in pieces:
+            is_padding[piece.storage_offset() : piece.storage_offset() + piece.numel()] = False
+        rest.append(whole[is_padding])
+    return torch.cat(rest)
+
+
+def _look_at_padding(rank, world_size):
+    model, padding = fully_shard(mlp()), {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(2):
+        poison = [torch.full((size,), torch.nan) for size in range(50, 400, 3)]
+        del poison  # what is allocated next and not written to is not zero
+        mlp_loss(model, mlp_batch(step, 0, rank)).backward()
+        padding["gradients"] = _padding_of([p.grad for p in model.parameters()])
+        optimizer.step()
+        padding["parameters"] = _padding_of(model.parameters())
+        optimizer.zero_grad()
+    return padding
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_padding_is_zero(world_size):
+    by_rank = run_on_ranks(_look_at_padding, world_size)
+    for name in ("parameters", "gradients"):
+        padding = torch.cat([padding[name] for padding in by_rank])
+        # Up to 32 elements for each of ten parameters and each shard.
+        assert 0 < padding.numel() <= 32 * (10 + world_size), name
+        assert torch.equal(padding, torch.zeros_like(padding)), name
+
+
+def _freeze_some(rank, world_size):
+    task = TASKS["lm"]
+    model, reference = causal_lm(), causal_lm()
+    for each in (model, reference):
+        each.embedding.requires_grad_(False)
+        each.blocks[1].requires_grad_(False)
+        each.blocks[2].norm_1.requires_grad_(False)
+    shard_model(model)
+    task.loss(model, task.make_batch(0, 0, 0)).backward()
+    task.loss(reference, task.make_batch(0, 0, 0)).backward()
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad, name
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None:
+            assert torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-6), name
+
+
+def test_frozen_parameters_stay_frozen():
+    run_on_ranks(_freeze_some, 2)
+
+
+def _pointwise(rank, world_size):
+    model, reference = shard_model(mlp()), mlp()
+    with torch.no_grad():
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            got = (ours * 2 + ours.abs().sqrt()).full_tensor()
+            assert torch.equal(got, theirs * 2 + theirs.abs().sqrt())
+            assert torch.equal(torch.zeros_like(ours).full_tensor(), torch.zeros_like(theirs))
+            assert torch.equal(ours.detach().clone().full_tensor(), theirs)
+            # A whole tensor beside a sharded one: each rank uses its slice of it.
+            plain = torch.arange(theirs.numel(), dtype=torch.float32).view(theirs.shape)
+            assert torch.equal((ours + plain).full_tensor(), theirs + plain)
+            assert torch.equal((plain - ours).full_tensor(), plain - theirs)
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    assert "ShardedTensor" in repr(next(model.parameters()))
+
+
+def test_pointwise_operations_run_on_slices():
+    run_on_ranks(_pointwise, 2)

@@ -1,0 +1,272 @@
+"""Mixed precision against a reference written by hand: what is computed, sent, summed and kept in
+which dtype.
+
+main shard (fp32) -> cast -> gather (param_dtype) -> forward, backward (param_dtype)
+                  -> local gradient -> cast, sum over ranks (reduce_dtype) -> mean -> gradient of
+                  the shard (fp32)
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp import fully_shard
+from tests.support.counting import CollectiveCounter
+from tests.support.models import (
+    TASKS,
+    causal_lm,
+    lm_loss,
+    mlp,
+    mlp_batch,
+    mlp_loss,
+    shard_lm_by_hand,
+    token_batch,
+)
+from tests.support.parity import (
+    OPTIMIZERS,
+    Trace,
+    assert_ranks_agree,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+)
+from tests.support.ranks import PLAIN, run_on_ranks
+
+BF16 = torch.bfloat16
+NUM_STEPS, NUM_MICRO_BATCHES = 2, 3
+CASES = list(itertools.product(["mlp", "lm"], [torch.float32, BF16, None], ["sgd", "adamw"]))
+
+
+def policy_of(reduce_dtype):
+    return MixedPrecisionPolicy(
+        param_dtype=BF16, reduce_dtype=reduce_dtype, output_dtype=torch.float32
+    )
+
+
+def _train(rank, world_size, accumulation):
+    traces = {}
+    for task_name, reduce_dtype, optimizer_name in CASES:
+        task, policy = TASKS[task_name], policy_of(reduce_dtype)
+        model = task.build()
+        if task_name == "lm":
+            shard_lm_by_hand(model, fully_shard, mp_policy=policy)
+        else:
+            fully_shard(model, mp_policy=policy)
+        traces[task_name, reduce_dtype, optimizer_name] = train_on_rank(
+            model,
+            _batches(task, world_size),
+            task.loss,
+            OPTIMIZERS[optimizer_name](model.parameters()),
+            rank,
+            accumulation=accumulation,
+        )
+    return traces
+
+
+def _batches(task, world_size):
+    return make_batches(
+        task.make_batch,
+        num_steps=NUM_STEPS,
+        num_micro_batches=NUM_MICRO_BATCHES,
+        world_size=world_size,
+    )
+
+
+def train_by_hand(task, reduce_dtype, make_optimizer, world_size, accumulation):
+    """All ranks in one process: a bf16 copy per rank, sums in rank order in ``reduce_dtype``, fp32
+    main weights.
+    """
+    model, trace = task.build(), Trace()
+    optimizer, reduce_dtype = make_optimizer(model.parameters()), reduce_dtype or BF16
+    for step in _batches(task, world_size):
+        gradients = [
+            [_local_gradients(model, task, micro[rank]) for micro in step]
+            for rank in range(world_size)
+        ]
+        for index, parameter in enumerate(model.parameters()):
+            by_rank = [[g[index].to(reduce_dtype) for g in micros] for micros in gradients]
+            if accumulation == "local":
+                parameter.grad = _mean([_add_up(micros) for micros in by_rank]).float()
+            else:
+                parameter.grad = _add_up(
+                    [_mean(list(ranks)).float() for ranks in zip(*by_rank, strict=True)]
+                )
+        trace.record(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record_step(model, 0.0)
+    return trace
+
+
+def _local_gradients(model, task, batch):
+    low = copy.deepcopy(model).to(BF16)
+    loss = task.loss(_CastsInputs(low), batch) / NUM_MICRO_BATCHES
+    loss.backward()
+    return [p.grad for p in low.parameters()]
+
+
+class _CastsInputs(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs):
+        return self.module(inputs.to(BF16) if inputs.is_floating_point() else inputs).float()
+
+
+def _mean(tensors):
+    return _add_up(tensors) / len(tensors)
+
+
+def _add_up(tensors):
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+@pytest.mark.parametrize("accumulation", ["local", "sum"])
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, PLAIN)]
+)
+def test_training_in_bf16_equals_the_same_arithmetic_by_hand(world_size, backend, accumulation):
+    """At W=1 and 2 the order of the sums is the same: bit for bit. At W=3 the division may round
+    differently.
+    """
+    by_rank = run_on_ranks(_train, world_size, accumulation, backend=backend)
+    for case in CASES:
+        task_name, reduce_dtype, optimizer_name = case
+        expected = train_by_hand(
+            TASKS[task_name], reduce_dtype, OPTIMIZERS[optimizer_name], world_size, accumulation
+        )
+        traces = [traces[case] for traces in by_rank]
+        assert_ranks_agree(traces, str(case))
+        if world_size < 3:
+            assert_traces_match(traces[0], expected, atol=0, what=str(case))
+        else:
+            first = Trace(gradients=traces[0].gradients[:1], parameters=traces[0].parameters[:1])
+            by_hand = Trace(gradients=expected.gradients[:1], parameters=expected.parameters[:1])
+            atol = 1e-6 if reduce_dtype == torch.float32 else 1e-2
+            assert_traces_match(first, by_hand, atol=atol, what=str(case))
+
+
+def _look_at_dtypes(rank, world_size):
+    model = fully_shard(mlp(), mp_policy=policy_of(torch.float32))
+    seen = {}
+    model.second.register_forward_pre_hook(
+        lambda module, args: seen.update(weight=module.weight.dtype, inputs=args[0].dtype)
+    )
+    with CollectiveCounter() as counter:
+        seen["outputs"] = model(mlp_batch(0, 0, rank)["inputs"]).dtype
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    seen["main"] = {p.dtype for p in model.parameters()}
+    seen["gradient"] = {p.grad.dtype for p in model.parameters()}
+    seen["locals"] = {p.to_local().dtype for p in model.parameters()}
+    seen["gathered"] = {call.dtype for call in counter.of("recv", "all_gather")}
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    seen["state"] = {s["exp_avg"].dtype for s in optimizer.state.values()}
+    return seen
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+def test_main_weights_gradients_and_state_are_fp32_and_the_gather_is_bf16(backend):
+    for seen in run_on_ranks(_look_at_dtypes, 2, backend=backend):
+        assert seen["weight"] == seen["inputs"] == BF16
+        assert seen["outputs"] == torch.float32
+        assert seen["gathered"] == {BF16}
+        for name in ("main", "gradient", "locals", "state"):
+            assert seen[name] == {torch.float32}, name
+
+
+def _count_bytes(rank, world_size):
+    counted = {}
+    for param_dtype in (None, BF16):
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+        model = shard_lm_by_hand(causal_lm(), fully_shard, mp_policy=policy)
+        with CollectiveCounter() as counter:
+            lm_loss(model, token_batch(0, 0, rank)).backward()
+        counted[param_dtype] = counter.gathered_bytes(world_size), counter.reduced_bytes(world_size)
+    return counted
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+def test_bf16_halves_the_bytes(backend):
+    for counted in run_on_ranks(_count_bytes, 2, backend=backend):
+        for full, half in zip(counted[None], counted[BF16], strict=True):
+            assert 0.48 * full <= half <= 0.55 * full
+
+
+def _cast_choices(rank, world_size):
+    inputs = mlp_batch(0, 0, rank)["inputs"]
+    results = {}
+    for cast in (True, False):
+        model = fully_shard(
+            mlp(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=cast)
+        )
+        for name, given in {"fp32": inputs, "bf16": inputs.to(BF16)}.items():
+            try:
+                results[cast, name] = str(model(given).dtype)
+            except RuntimeError as error:
+                results[cast, name] = f"refused: {error}"
+    return results
+
+
+def test_cast_forward_inputs_and_no_output_dtype():
+    for results in run_on_ranks(_cast_choices, 2):
+        assert (
+            results[True, "fp32"]
+            == results[True, "bf16"]
+            == results[False, "bf16"]
+            == "torch.bfloat16"
+        )
+        assert results[False, "fp32"].startswith("refused: ")
+
+
+class _Structured(nn.Module):
+    """Takes and gives nested values, some of which must not be cast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, pair, *, extra, index, note):
+        inside = {
+            "pair": pair[0].dtype,
+            "extra": extra["x"].dtype,
+            "index": index.dtype,
+            "note": note,
+        }
+        return {"outputs": [self.layer(pair[0] + extra["x"])], "index": index, "inside": inside}
+
+
+def _structured(rank, world_size):
+    torch.manual_seed(0)
+    model = fully_shard(_Structured(), mp_policy=policy_of(None))
+    results = model(
+        (torch.ones(2, 5), None), extra={"x": torch.ones(2, 5)}, index=torch.arange(2), note="n"
+    )
+    results["outputs"][0].sum().backward()
+    assert model.layer.weight.grad is not None
+    return results["inside"], results["outputs"][0].dtype, results["index"].dtype
+
+
+def test_structured_inputs_and_outputs_are_cast_where_they_are_floating_point():
+    for inside, outputs, index in run_on_ranks(_structured, 2):
+        assert inside == {"pair": BF16, "extra": BF16, "index": torch.int64, "note": "n"}
+        assert (outputs, index) == (torch.float32, torch.int64)
+
+
+def _pure_bf16(rank, world_size):
+    model = fully_shard(mlp().to(BF16))
+    loss = mlp_loss(model, {k: v.to(BF16) for k, v in mlp_batch(0, 0, rank).items()})
+    loss.backward()
+    return {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
+
+
+def test_a_bf16_model_stays_bf16():
+    assert run_on_ranks(_pure_bf16, 2) == [{BF16}, {BF16}]

@@ -1,0 +1,95 @@
+"""Activation checkpointing: around a unit, inside one, and by transformers' own switch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from tests.support.models import tiny_gpt2
+from tests.support.ranks import run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def body(self, x):
+        return x + self.second(torch.tanh(self.first(x)))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+class BlockWithin(Block):
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+class Around(nn.Module):
+    def __init__(self, block, wraps):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.wraps = wraps
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.wraps else block(x)
+        return x.square().sum()
+
+
+KINDS = {"around": (Block, True), "inside": (BlockWithin, False), "both": (BlockWithin, True)}
+
+
+def gradients_of(rank, world_size, kind, plan):
+    block, wraps = KINDS[kind]
+    inputs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    plain = Around(Block, wraps=False)
+    (sum(plain(x) for x in inputs[:world_size]) / world_size).backward()
+    model = shard_model(Around(block, wraps), PLANS[plan])
+    for _ in range(2):  # the second step follows the recorded order
+        model.zero_grad()
+        model(inputs[rank]).backward()
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, ShardedTensor), name
+            expected = plain.get_parameter(name).grad
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputed_blocks_have_the_gradients_of_plain_ones(kind, plan):
+    run_on_ranks(gradients_of, 2, kind, plan)
+
+
+def train_gpt2(rank, world_size):
+    losses = []
+    for recomputes in (False, True):
+        model = tiny_gpt2()
+        if recomputes:
+            model.gradient_checkpointing_enable()
+        model.train()
+        shard_model(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.arange(8).view(1, 8) + rank
+        of_model = []
+        for _ in range(3):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            of_model.append(loss.item())
+        losses.append(of_model)
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_the_switch_of_transformers_changes_no_loss():
+    run_on_ranks(train_gpt2, 2)
