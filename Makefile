@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.installed
+IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 BENCH_ARGS ?=
 TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
@@ -54,10 +55,11 @@ distclean: clean ## Remove .venv as well
 # The stamp is written last, so an installation that was interrupted anywhere is repeated, and a
 # .venv whose own pip does not answer (interrupted creation, a Python that went away) is rebuilt.
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || { \
-	    echo "expected Python 3.11, 3.12 or 3.13, got: $$($(PYTHON) --version 2>&1)." \
-	        "Name one with: make PYTHON=python3.12" >&2; exit 1; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { \
-	    echo "creating $(VENV) with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear $(VENV); }
+	    $(PYTHON) -c '$(IS_SUPPORTED)' 2>/dev/null || { \
+	        echo "expected Python 3.11, 3.12 or 3.13, got: $$($(PYTHON) --version 2>&1)." \
+	            "Name one with: make PYTHON=python3.12" >&2; exit 1; }; \
+	    echo "creating $(VENV) with $$($(PYTHON) --version)"; \
+	    $(PYTHON) -m venv --clear $(VENV); }
 	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@

@@ -1,7 +1,12 @@
 """What the README says is what the project does."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from lightning_fsdp.core.sharded_module import ShardedModule
 
@@ -31,3 +36,23 @@ def test_every_refused_method_of_fsdp2_is_in_the_readme():
     for name in listed:
         method = getattr(ShardedModule, name)
         assert method.__doc__.startswith("Refused."), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_quick_start_script_trains(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (script,) = [code for code in scripts if "trainer.fit" in code]
+    assert "max_steps=100" in script
+    (tmp_path / "train.py").write_text(script.replace("max_steps=100", "max_steps=3"))
+    finished = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert "Starting with 2 processes" in finished.stderr
+    assert "`max_steps=3` reached" in finished.stderr

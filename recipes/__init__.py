@@ -1,0 +1,16 @@
+"""Complete training runs on the strategies of ``lightning_fsdp``: data, models, one YAML per run.
+
+Read it in the order of a run::
+
+    corpus.py     which files, and the documents in them        -> text
+    tokenizer.py  byte-level BPE, trained on the corpus or given -> token ids
+    packing.py    the corpus as one array on disk, cut in sequences without padding
+    loading.py    which rank gets which sequence, and where to go on after a checkpoint
+    data.py       the four above as one LightningDataModule
+    optimizer.py  decay groups, warm-up and cosine
+    causal_lm.py  loss, perplexity, logging: what every language model here shares
+    gpt2.py       GPT-2 of transformers, nano to XL
+    monitor.py    tokens per second and memory of every rank; stopping with Ctrl-C
+    train.py      the command line
+    errors.py     a mistake of the user, shown without a traceback
+"""

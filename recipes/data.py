@@ -1,0 +1,234 @@
+"""The data of a run, as a LightningDataModule: a corpus, its tokens, one rank's share of them."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from recipes.corpus import Corpus, open_corpus, standard_library
+from recipes.errors import RecipeError
+from recipes.loading import DealtSampler, ResumableLoader
+from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
+from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
+
+
+class TextData(L.LightningDataModule):
+    """Text for language models: packed to full sequences, sharded by rank without overlap.
+
+    A batch is a dict of ``input_ids`` and ``labels``, both ``(batch_size, seq_len)``, int64;
+    ``labels`` are the next tokens. Nothing is padded, so every position counts.
+
+    Args:
+        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files. Without it the sources of
+            Python's standard library are read.
+        text_field: The field of a JSON object that holds its text.
+        tokenizer: A ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub.
+            Without it a byte-level BPE is trained on the corpus.
+        vocab_size: Tokens of the trained tokenizer. Also the model's, unless it is pretrained: with
+            a ``tokenizer`` of your own, set it to that one's size.
+        end_of_text: The token that ends every document.
+        seq_len: Tokens in a sequence.
+        batch_size: Sequences per rank and micro-batch.
+        val_fraction: Share of the tokens that is kept for validation; 0 for none.
+        standard_library_mb: How much of the standard library is read, in 10^6 bytes.
+        cache_dir: Where tokenised corpora are kept; a folder per corpus and tokenizer.
+        num_workers: Processes per rank that read ahead.
+        seed: Of the shuffle; the same on every rank.
+
+    Attributes:
+        tokens: The prepared corpus; ``None`` before ``setup``.
+        train: Training sequences, of all ranks.
+        val: Validation sequences, of all ranks; share no token with ``train``.
+    """
+
+    tokens: TokenFile | None
+    train: PackedSequences
+    val: PackedSequences
+
+    def __init__(
+        self,
+        *,
+        path: Path | None = None,
+        text_field: str = "text",
+        tokenizer: str | None = None,
+        vocab_size: int = 4096,
+        end_of_text: str = END_OF_TEXT,
+        seq_len: int = 128,
+        batch_size: int = 8,
+        val_fraction: float = 0.02,
+        standard_library_mb: float = 8.0,
+        cache_dir: Path = Path("runs/cache"),
+        num_workers: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        _at_least("vocab_size", vocab_size, MIN_VOCAB_SIZE)
+        _at_least("seq_len", seq_len, 1)
+        _at_least("batch_size", batch_size, 1)
+        _at_least("num_workers", num_workers, 0)
+        if not 0 <= val_fraction < 1:
+            raise RecipeError(
+                f"val_fraction: expected 0 or more and less than 1, got {val_fraction}. "
+                f"Correct --data.val_fraction."
+            )
+        self.path = None if path is None else Path(path)
+        self.text_field = text_field
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.end_of_text = end_of_text
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.standard_library_mb = standard_library_mb
+        self.cache_dir = Path(cache_dir)
+        self.num_workers = num_workers
+        self.seed = seed
+        self.tokens = None
+        self._train_loader: ResumableLoader | None = None
+        self._position: dict[str, int] | None = None
+
+    @override
+    def prepare_data(self) -> None:
+        """Tokenise the corpus into the cache; the first rank of every node does it."""
+        self._prepare()
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Open the tokens and split them.
+
+        Raises:
+            RecipeError: There are too few sequences to give every rank a batch.
+        """
+        self.open()
+        self.require_enough(self._shards()[0], for_training=stage == "fit")
+
+    def open(self) -> TokenFile:
+        """Prepare the corpus if need be, split it, and return it. Needs no Trainer."""
+        self.tokens = self._prepare()
+        tokens = self.tokens.tokens()
+        cut = split_at_document(
+            tokens, end_of_text=self.tokens.end_of_text, val_fraction=self.val_fraction
+        )
+        self.train = PackedSequences(tokens[:cut], self.seq_len)
+        self.val = PackedSequences(tokens[cut:], self.seq_len)
+        return self.tokens
+
+    def require_enough(self, num_ranks: int, *, for_training: bool) -> None:
+        """Check that every rank gets a whole training batch and a validation sequence.
+
+        Args:
+            num_ranks: Ranks that share the data.
+            for_training: Check the training data as well.
+
+        Raises:
+            RecipeError: There are too few sequences.
+        """
+        wanted = [("validation", self.val, num_ranks if self.val_fraction else 0)]
+        if for_training:
+            wanted.insert(0, ("training", self.train, num_ranks * self.batch_size))
+        for name, sequences, needed in wanted:
+            if len(sequences) < needed:
+                raise RecipeError(
+                    f"{name} data: expected at least {needed} sequences of {self.seq_len} tokens "
+                    f"for {num_ranks} ranks, got {len(sequences)} ({len(sequences.tokens):,} "
+                    f"tokens). Add text, lower --data.seq_len or --data.batch_size, or change "
+                    f"--data.val_fraction."
+                )
+
+    @override
+    def train_dataloader(self) -> ResumableLoader:
+        """This rank's training batches; remembers its position."""
+        num_ranks, rank = self._shards()
+        self._train_loader = ResumableLoader(
+            self.train,
+            batch_size=self.batch_size,
+            sampler=DealtSampler(self.train, num_replicas=num_ranks, rank=rank, seed=self.seed),
+            num_workers=self.num_workers,
+            pin_memory=self._on_cuda(),
+        )
+        if self._position is not None:
+            self._train_loader.load_state_dict(self._position)
+            self._position = None
+        return self._train_loader
+
+    @override
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """This rank's validation batches, as many on every rank; the last may be smaller."""
+        if not self.val_fraction:
+            return []
+        num_ranks, rank = self._shards()
+        return DataLoader(
+            self.val,
+            batch_size=self.batch_size,
+            sampler=DealtSampler(self.val, num_replicas=num_ranks, rank=rank, shuffle=False),
+            num_workers=self.num_workers,
+            pin_memory=self._on_cuda(),
+        )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the training data."""
+        return {} if self._train_loader is None else self._train_loader.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position; the Trainer calls it before or after it asked for the loader."""
+        if self._train_loader is not None:
+            self._train_loader.load_state_dict(state_dict)
+        else:
+            self._position = state_dict
+
+    @override
+    def teardown(self, stage: str) -> None:
+        """Forget the loader: the next run begins at the beginning, or at its checkpoint."""
+        if stage == "fit":
+            self._train_loader = None
+
+    def _corpus(self) -> Corpus:
+        if self.path is not None:
+            return open_corpus(self.path, text_field=self.text_field)
+        return standard_library(round(self.standard_library_mb * 1e6))
+
+    def _prepare(self) -> TokenFile:
+        corpus = self._corpus()
+        if self.tokenizer is None:
+            key = f"bpe {self.vocab_size}"
+
+            def make() -> Tokenizer:
+                return train_tokenizer(
+                    corpus.documents(), vocab_size=self.vocab_size, end_of_text=self.end_of_text
+                )
+        else:
+            given = load_tokenizer(self.tokenizer)
+            key = hashlib.sha256(given.to_str().encode()).hexdigest()
+
+            def make() -> Tokenizer:
+                return given
+
+        return prepare(
+            corpus,
+            make,
+            tokenizer_key=key,
+            end_of_text=self.end_of_text,
+            cache_dir=self.cache_dir,
+        )
+
+    def _shards(self) -> tuple[int, int]:
+        """Number of ranks that share the data, and this one's place among them."""
+        kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
+
+    def _on_cuda(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise RecipeError(f"{name}: expected {least} or more, got {value}. Correct --data.{name}.")

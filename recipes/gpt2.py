@@ -1,0 +1,168 @@
+"""GPT-2 of transformers, from nano (a laptop's CPU) to XL, new or pretrained.
+
+======  ======  =====  =====  ==========================================
+size    layers  width  heads  parameters (vocabulary 50257, 1024 tokens)
+======  ======  =====  =====  ==========================================
+nano         4    128      4    7.4 million (1.5 with a vocabulary of 4096)
+small       12    768     12    124 million
+medium      24   1024     16    355 million
+large       36   1280     20    774 million
+xl          48   1600     25    1558 million
+======  ======  =====  =====  ==========================================
+
+Embedding and head are one tied parameter, as in GPT-2.
+
+Source: Radford et al. 2019, table 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
+from typing_extensions import override
+
+from recipes.causal_lm import CausalLM
+from recipes.errors import RecipeError
+from recipes.optimizer import OptimizerConfig
+
+GPT2Size = Literal["nano", "small", "medium", "large", "xl"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Shape:
+    """What distinguishes the sizes.
+
+    Attributes:
+        num_layers: Transformer blocks.
+        width: Elements of a token's hidden state.
+        num_heads: Attention heads; divides ``width``.
+    """
+
+    num_layers: int
+    width: int
+    num_heads: int
+
+
+SHAPES: dict[GPT2Size, GPT2Shape] = {
+    "nano": GPT2Shape(num_layers=4, width=128, num_heads=4),
+    "small": GPT2Shape(num_layers=12, width=768, num_heads=12),
+    "medium": GPT2Shape(num_layers=24, width=1024, num_heads=16),
+    "large": GPT2Shape(num_layers=36, width=1280, num_heads=20),
+    "xl": GPT2Shape(num_layers=48, width=1600, num_heads=25),
+}
+
+
+class GPT2(CausalLM):
+    """GPT-2 with the head tied to the embedding.
+
+    Args:
+        size: Of a model with new weights; ``None`` for a pretrained one.
+        pretrained: A folder with ``config.json`` and weights, or a name on the Hugging Face hub,
+            in place of ``size``.
+        vocab_size: Rows of the embedding; at least the tokenizer's. On the command line it follows
+            ``--data.vocab_size``. A pretrained model brings its own.
+        max_seq_len: Positions, in tokens. A pretrained model brings its own.
+        dropout: Of embeddings, attention and residuals.
+        activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
+            again: less memory, a third more compute.
+        compile_blocks: ``torch.compile`` each block.
+        optimizer: AdamW and its schedule.
+
+    Raises:
+        RecipeError: Neither or both of ``size`` and ``pretrained``, or nothing loadable there.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: GPT2Size | None = None,
+        pretrained: str | None = None,
+        vocab_size: int = 50257,
+        max_seq_len: int = 1024,
+        dropout: float = 0.0,
+        activation_checkpointing: bool = False,
+        compile_blocks: bool = False,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+    ) -> None:
+        config = _config(
+            size=size,
+            pretrained=pretrained,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+        )
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
+        super().__init__(
+            config,
+            pretrained=pretrained,
+            activation_checkpointing=activation_checkpointing,
+            compile_blocks=compile_blocks,
+            optimizer=optimizer,
+        )
+
+    config: GPT2Config
+
+    @property
+    @override
+    def max_seq_len(self) -> int:
+        return int(self.config.n_positions)
+
+    @override
+    def build(self) -> GPT2LMHeadModel:
+        if self.pretrained is None:
+            return GPT2LMHeadModel(self.config)
+        try:
+            # Main weights in the run's dtype, whatever the file's: bf16 ones lose small updates.
+            model = GPT2LMHeadModel.from_pretrained(
+                self.pretrained, config=self.config, dtype=torch.get_default_dtype()
+            )
+        except (OSError, ValueError) as error:
+            raise _not_pretrained(self.pretrained, error) from error
+        model.train()  # from_pretrained leaves it in eval mode
+        return model
+
+    @override
+    def blocks(self) -> Iterable[nn.Module]:
+        assert isinstance(self.model, GPT2LMHeadModel), type(self.model)
+        return list(self.model.transformer.h)
+
+
+def _config(
+    *, size: GPT2Size | None, pretrained: str | None, vocab_size: int, max_seq_len: int
+) -> GPT2Config:
+    if (size is None) == (pretrained is None):
+        raise RecipeError(
+            f"GPT2: expected either size or pretrained, got size={size!r} and "
+            f"pretrained={pretrained!r}. Set the other one to null."
+        )
+    if pretrained is not None:
+        try:
+            config = AutoConfig.from_pretrained(pretrained)
+        except (OSError, ValueError) as error:
+            raise _not_pretrained(pretrained, error) from error
+        if not isinstance(config, GPT2Config):
+            raise _not_pretrained(pretrained, f"a model of type '{config.model_type}'")
+        return config
+    assert size is not None, "checked above"
+    shape = SHAPES[size]
+    return GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=max_seq_len,
+        n_embd=shape.width,
+        n_layer=shape.num_layers,
+        n_head=shape.num_heads,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+
+
+def _not_pretrained(name: str, why: object) -> RecipeError:
+    return RecipeError(
+        f"pretrained: expected a folder with config.json and weights, or a name on the hub, got "
+        f"'{name}' ({why}). Correct --model.pretrained."
+    )

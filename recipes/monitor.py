@@ -1,0 +1,176 @@
+"""What a run shows while it goes, and how it stops: tokens per second, memory, Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import psutil
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+
+class Throughput(L.Callback):
+    """Logs tokens per second of all ranks together, and every rank's memory.
+
+    ``tokens/s`` counts positions of ``input_ids`` (the data has no padding) over the wall time of
+    training since the last log: with the data, without validation. ``memory/rank{r}_GiB`` is on
+    CUDA the peak of allocated device memory since the last log, on CPU the resident size of the
+    process. Both are logged in the steps that the Trainer logs.
+
+    Attributes:
+        num_tokens: Of this rank, since the last log.
+        seconds: Spent in training since the last log, up to the last pause.
+        resumed_at: When the clock was started; ``None`` while it stands.
+    """
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self.resumed_at: float | None = None
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to count."""
+        self._restart()
+
+    @override
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock."""
+        self._pause()
+
+    @override
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start it again."""
+        self.resumed_at = time.perf_counter()
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count the batch; log when it is time."""
+        self.num_tokens += batch["input_ids"].numel()
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every or trainer.global_step % every or not is_step_complete(trainer, batch_idx):
+            return
+        device = pl_module.device
+        memory = _memory_bytes(device)
+        self._pause()
+        # Rank r fills slot r, all add to the last one; a sum then gathers, on every strategy.
+        shared = torch.zeros(trainer.world_size + 1, device=device)
+        shared[trainer.global_rank] = memory / 2**30
+        shared[-1] = self.num_tokens / self.seconds
+        *memories, rate = trainer.strategy.reduce(shared, reduce_op="sum").tolist()
+        pl_module.log_dict({f"memory/rank{rank}_GiB": size for rank, size in enumerate(memories)})
+        pl_module.log("tokens/s", rate, prog_bar=True)
+        self._restart()
+
+    def _restart(self) -> None:
+        self.num_tokens, self.seconds = 0, 0.0
+        self.resumed_at = time.perf_counter()
+
+    def _pause(self) -> None:
+        if self.resumed_at is not None:
+            self.seconds += time.perf_counter() - self.resumed_at
+            self.resumed_at = None
+
+
+class GracefulStop(L.Callback):
+    """Ctrl-C ends the run after the current optimizer step, with a checkpoint to go on from.
+
+    The ranks agree in every step, so that all of them save and stop at the same one, also when only
+    one was interrupted. A second Ctrl-C stops at once and saves nothing.
+
+    Attributes:
+        is_asked: This process was interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._previous: Any = None
+        self._speaks = False  # on one rank
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take over Ctrl-C, where Python lets us: in the main thread."""
+        self.is_asked, self._speaks = False, trainer.is_global_zero
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Save and stop if any rank was asked to."""
+        if not is_step_complete(trainer, batch_idx):
+            return
+        if not trainer.strategy.reduce_boolean_decision(self.is_asked, all=False):
+            return
+        path = Path(trainer.log_dir or trainer.default_root_dir) / "interrupted.ckpt"
+        trainer.save_checkpoint(path)
+        trainer.should_stop = True
+        rank_zero_info(
+            f"Stopped after optimizer step {trainer.global_step}. Go on with: --ckpt_path {path}"
+        )
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Give Ctrl-C back."""
+        self._release()
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Give Ctrl-C back."""
+        self._release()
+
+    def _on_interrupt(self, *_: object) -> None:
+        if self.is_asked:
+            self._release()
+            raise KeyboardInterrupt
+        self.is_asked = True
+        if self._speaks:
+            # A signal handler may interrupt a print, which then refuses to be entered again.
+            os.write(2, b"\nStopping after this step. Press Ctrl-C again to stop at once.\n")
+
+    def _release(self) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+            self._previous = None
+
+
+def is_step_complete(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether this micro-batch ended an optimizer step.
+
+    Args:
+        trainer: In ``on_train_batch_end``.
+        batch_idx: Of the micro-batch, in its epoch.
+    """
+    is_last = batch_idx + 1 == trainer.num_training_batches
+    return is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+    return int(psutil.Process().memory_info().rss)

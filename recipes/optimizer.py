@@ -1,0 +1,92 @@
+"""Which parameters decay, and how the learning rate moves: AdamW with warm-up and cosine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from recipes.errors import RecipeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, linear warm-up, cosine decay.
+
+    Attributes:
+        lr: The highest learning rate, reached at the end of the warm-up.
+        weight_decay: Of parameters with two or more dimensions; biases and norms do not decay.
+        betas: Decay of the two moments, per optimizer step.
+        eps: Added to the root of the second moment.
+        warmup_ratio: Share of the run's optimizer steps in which the learning rate rises.
+        final_lr_ratio: Learning rate at the end of the run, as a share of ``lr``.
+        fused: Use torch's fused kernel.
+    """
+
+    lr: float = 1e-3
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    warmup_ratio: float = 0.02
+    final_lr_ratio: float = 0.1
+    fused: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0:
+            raise RecipeError(f"optimizer.lr: expected more than 0, got {self.lr}. Raise it.")
+        for name in ("warmup_ratio", "final_lr_ratio"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise RecipeError(f"optimizer.{name}: expected 0 to 1, got {value}. Correct it.")
+
+
+def decay_groups(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: matrices and embeddings decay, biases and norms do not.
+
+    Args:
+        parameters: In their original shapes; frozen ones are left out.
+        weight_decay: Of the first group.
+
+    Returns:
+        Two groups, fewer where one would be empty.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable ``parameters``, in decay groups."""
+    return torch.optim.AdamW(
+        decay_groups(parameters, config.weight_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        fused=config.fused,
+    )
+
+
+def lr_factor(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
+    """The learning rate of one optimizer step, as a share of ``config.lr``.
+
+    With w warm-up steps of n: ``(step + 1) / (w + 1)`` before step w, 1 at step w, and half a
+    cosine down to ``final_lr_ratio`` at step n, which is the first one after the run.
+
+    Args:
+        step: 0 for the first optimizer step.
+        num_steps: Optimizer steps of the run.
+        config: Its ratios are used.
+    """
+    num_warmup = min(math.ceil(config.warmup_ratio * num_steps), num_steps)
+    if step < num_warmup:
+        return (step + 1) / (num_warmup + 1)
+    progress = min(1.0, (step - num_warmup) / max(1, num_steps - num_warmup))
+    low = config.final_lr_ratio
+    return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * progress))

@@ -1,0 +1,107 @@
+"""The command line of the recipes.
+
+::
+
+    python -m recipes.train fit --config recipes/gpt2_zero3.yaml
+    python -m recipes.train fit --config recipes/gpt2_zero3.yaml --data.path FOLDER
+    python -m recipes.train validate --config recipes/gpt2_zero3.yaml --ckpt_path FILE
+
+Everything in a YAML can be overridden: ``--trainer.max_steps 100 --model.optimizer.lr 3e-4``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import lightning as L
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from typing_extensions import override
+
+import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
+from recipes.causal_lm import CausalLM
+from recipes.data import TextData
+from recipes.errors import RecipeError, find_recipe_error
+from recipes.monitor import GracefulStop, Throughput
+
+
+class RecipeCLI(LightningCLI):
+    """LightningCLI for a :class:`CausalLM` on :class:`TextData`.
+
+    What can be found wrong is found before the Trainer starts the other ranks, and said once.
+    """
+
+    model: CausalLM
+    datamodule: TextData
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        known = LightningCLI.subcommands()
+        return {name: known[name] for name in ("fit", "validate")}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Give the model as many tokens as the data has."""
+        parser.link_arguments("data.vocab_size", "model.init_args.vocab_size")
+
+    def before_fit(self) -> None:
+        """Prepare the data; refuse what cannot work."""
+        self._prepare(for_training=True)
+
+    def before_validate(self) -> None:
+        """Prepare the data; refuse what cannot work."""
+        self._prepare(for_training=False)
+
+    def _prepare(self, *, for_training: bool) -> None:
+        refuse_conflicts(self.trainer, self.model)
+        tokens = self.datamodule.open()
+        self.model.require_fitting(self.datamodule)
+        self.datamodule.require_enough(self.trainer.world_size, for_training=for_training)
+        rank_zero_info(
+            f"Corpus: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens of a "
+            f"vocabulary of {tokens.vocab_size:,}, in {tokens.folder}"
+        )
+
+
+def refuse_conflicts(trainer: L.Trainer, model: CausalLM) -> None:
+    """Refuse options that work alone and not together.
+
+    Raises:
+        RecipeError: Two options, and which of them to change.
+    """
+    # Only Lightning's own plugin; the strategies of lightning_fsdp bring one that can.
+    clips_scaled = type(trainer.precision_plugin) is MixedPrecision and trainer.gradient_clip_val
+    if clips_scaled and model.optimizer_config.fused:
+        raise RecipeError(
+            f"gradient_clip_val: expected none with a fused optimizer, precision "
+            f"{trainer.precision} and the strategy {type(trainer.strategy).__name__}, got "
+            f"{trainer.gradient_clip_val}. Add --model.optimizer.fused false, or use "
+            f"--trainer.strategy scratch_fsdp."
+        )
+
+
+def main() -> None:
+    """Run the command line."""
+    # Lightning's own use of torch; nothing a user of the command line could change.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    try:
+        RecipeCLI(
+            CausalLM,
+            TextData,
+            subclass_mode_model=True,
+            trainer_defaults={"callbacks": [Throughput(), GracefulStop()]},
+            seed_everything_default=42,
+        )
+    except ValueError as error:
+        mistake = find_recipe_error(error)
+        if mistake is None:
+            raise
+        rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
+        sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which files make a corpus, what a document is, and what cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from recipes.corpus import CorpusError, open_corpus, standard_library
+from tests.support.texts import NUM_DOCUMENTS, text, write_folder
+
+
+def test_every_kind_of_file_is_read_in_the_order_of_the_names(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "corpus")
+    documents = list(open_corpus(folder).documents())
+    assert [document.text for document in documents] == [text(n) for n in range(NUM_DOCUMENTS)]
+    places = [document.source.removeprefix(f"{folder}/") for document in documents]
+    assert places == ["a.txt:1", "b.json:1", "b.json:1", "c.jsonl:1", "c.jsonl:2", "more/d.TXT:1"]
+
+
+def test_text_comes_as_it_stands_in_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\tthree\x00\n".encode())
+    (tmp_path / "b.json").write_text(' {"text": "\\u00e9\\ud83d\\ude00", "other": [1]} ')
+    (tmp_path / "c.jsonl").write_text('\n{"text": "x"}\r\n   \n{"text": ""}')
+    texts = [document.text for document in open_corpus(tmp_path).documents()]
+    assert texts == ["one\r\ntwo\tthree\x00\n", "é😀", "x"]
+
+
+def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "corpus")
+    assert len(list(open_corpus(folder / "c.jsonl").documents())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"one\ntwo\nthr\xffee", r"x\.txt:3: expected UTF-8, got byte 0xff\. Convert"),
+        ("x.jsonl", b'{"text": "a"}\n\n{"text": "b"', r"x\.jsonl:3: expected JSON, got a broken"),
+        ("x.jsonl", b'{"text": "a"}\n{"tex": 1, "id": 2}', r"x\.jsonl:2: .*got 'tex', 'id'\. Name"),
+        ("x.jsonl", b"{}", r"x\.jsonl:1: expected the field 'text', got no field"),
+        (
+            "x.jsonl",
+            b'{"text": 3}',
+            r"x\.jsonl:1: expected a string in the field 'text', got a num",
+        ),
+        ("x.jsonl", b'{"text": null}', r"x\.jsonl:1: expected a string .* got null"),
+        (
+            "x.jsonl",
+            b'"text"',
+            r"x\.jsonl:1: expected an object with the field 'text', got a string",
+        ),
+        ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl:1: .*half of a surrogate pair \(\\ud800\)"),
+        ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: expected JSON, got a broken line"),
+        ("x.jsonl", b'{"n": 1' + b"0" * 5000 + b"}", r"x\.jsonl:1: expected JSON, got a broken"),
+        ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json:2: .*\(text after the end\)"),
+        (
+            "x.json",
+            b'[\n{"text": "a"},\n\n{"txt": "b"}\n]',
+            r"x\.json:4: expected the field 'text'",
+        ),
+        ("x.json", b'[{"text": "a"},\n{"text": "b"}', r"x\.json:2: .*no ',' or '\]'"),
+        (
+            "x.json",
+            b'[{"text": "a"},\n]',
+            r"x\.json:2: expected JSON, got a broken line \(Expecting",
+        ),
+        ("x.json", b'[{"text": "a"} {"text": "b"}]', r"x\.json:1: .*no ',' or '\]'"),
+        ("x.json", b'[{"text": "a"},\n"b"]', r"x\.json:2: expected an object .* got a string"),
+        ("x.json", b'[\n\n{"text": "a}]', r"x\.json:3: expected JSON, got a broken line"),
+        ("x.json", b"", r"x\.json:1: expected JSON, got a broken line"),
+        ("x.json", b"{\xe9}", r"x\.json:1: expected UTF-8"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_file_and_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CorpusError, match=message):
+        list(open_corpus(tmp_path).documents())
+
+
+def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"body": "a", "text": 1}')
+    documents = open_corpus(tmp_path, text_field="body").documents()
+    assert [document.text for document in documents] == ["a"]
+
+
+def test_the_fingerprint_follows_names_contents_and_field(tmp_path: Path) -> None:
+    def fingerprint(name: str, content: str, text_field: str = "text") -> str:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / name).write_text(content)
+        return open_corpus(folder, text_field=text_field).fingerprint()
+
+    first = fingerprint("a.txt", "one")
+    assert first == fingerprint("a.txt", "one"), "wherever the folder is"
+    others = {fingerprint("b.txt", "one"), fingerprint("a.txt", "two")}
+    assert len(others | {first, fingerprint("a.txt", "one", "body")}) == 4
+
+
+def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match=r"nowhere: expected a folder with text, found nothing"):
+        open_corpus(tmp_path / "nowhere")
+    (tmp_path / "x.md").write_text("x")
+    with pytest.raises(CorpusError, match=r"expected at least one file of .*\.txt, got 1 other"):
+        open_corpus(tmp_path)
+    with pytest.raises(CorpusError, match=r"x\.md: expected one of .*, got '\.md'"):
+        open_corpus(tmp_path / "x.md")
+
+
+def test_the_standard_library_is_the_same_mixture_each_time() -> None:
+    small, large = standard_library(200_000), standard_library(400_000)
+    assert small == standard_library(200_000)
+    assert small.files == large.files[: len(small.files)]
+    assert 100_000 < small.num_bytes() <= 200_000
+    assert len({path.name[0] for path in large.files}) > 5, "not the beginning of the alphabet only"
+    assert not {"test", "tests", "site-packages"} & {p for f in large.files for p in f.parts[:-1]}
+    assert all(document.text for document in small.documents())
+    with pytest.raises(CorpusError, match=r"expected this Python's source files within 10 bytes"):
+        standard_library(10)

@@ -1,0 +1,391 @@
+"""The data of the recipes: how it is packed, who gets what, where a run goes on."""
+
+import re
+import time
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from recipes.corpus import CorpusError, Document, open_corpus
+from recipes.data import TextData
+from recipes.errors import RecipeError
+from recipes.loading import DealtSampler, ResumableLoader
+from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
+from recipes.tokenizer import (
+    END_OF_TEXT,
+    encode_documents,
+    end_of_text_id,
+    load_tokenizer,
+    train_tokenizer,
+)
+from tests.support.ranks import run_on_ranks
+from tests.support.texts import text, write_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three kinds of files, six documents, one of them in a subfolder."""
+    return write_folder(tmp_path / "corpus")
+
+
+def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
+    corpus = open_corpus(folder)
+    return prepare(
+        corpus,
+        lambda: train_tokenizer(corpus.documents(), vocab_size=vocab_size),
+        tokenizer_key=f"bpe {vocab_size}",
+        end_of_text=END_OF_TEXT,
+        cache_dir=cache,
+    )
+
+
+# ------------------------------------------------------------------- tokenizer and packing
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(max_size=200))
+def test_every_text_comes_back_from_its_tokens(any_text: str) -> None:
+    tokenizer = train_tokenizer([Document(source="", text=text(0))], vocab_size=300)
+    marked = f"{any_text}{END_OF_TEXT}{any_text}"
+    (ids,) = encode_documents(tokenizer, [Document(source="", text=marked)])
+    assert tokenizer.decode(ids, skip_special_tokens=False) == marked
+    assert end_of_text_id(tokenizer) not in ids, "its spelling in a text separates nothing"
+
+
+def test_packed_tokens_decode_to_the_documents_in_order(folder: Path, tmp_path: Path) -> None:
+    prepared = _prepare(folder, tmp_path / "cache")
+    tokens, tokenizer = prepared.tokens(), prepared.tokenizer()
+    ends = np.flatnonzero(tokens == prepared.end_of_text)
+    assert ends[-1] == len(tokens) - 1
+    pieces = np.split(tokens, ends + 1)[:-1]
+    texts = [tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces]
+    assert texts == [text(n) for n in range(6)]
+    assert (prepared.num_documents, prepared.num_tokens) == (6, len(tokens))
+    assert tokens.dtype == np.uint16
+    assert prepared.vocab_size == 300 > tokens.max()
+
+
+def test_sequences_hold_every_token_once_and_their_labels_follow() -> None:
+    tokens = np.arange(4 * 8 + 1, dtype=np.uint16)
+    packed = PackedSequences(tokens, 8)
+    items = [packed[index] for index in range(len(packed))]
+    assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(32))
+    assert torch.cat([item["labels"] for item in items]).tolist() == list(range(1, 33))
+    assert items[0]["input_ids"].dtype == torch.int64
+    with pytest.raises(IndexError, match="sequence 4: expected 0 to 3"):
+        packed[4]
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 0), (8, 0), (9, 1), (17, 2)])
+def test_only_full_sequences_with_all_labels_count(num_tokens: int, expected: int) -> None:
+    assert len(PackedSequences(np.zeros(num_tokens, dtype=np.uint16), 8)) == expected
+
+
+def test_files_without_any_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("")
+    with pytest.raises(CorpusError, match=r"expected text, got 1 files without any"):
+        _prepare(tmp_path, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/corpus.json")), "nothing may look prepared"
+
+
+def test_the_split_lies_after_a_document() -> None:
+    tokens = np.ones(100, dtype=np.uint16)
+    tokens[[40, 84, 99]] = 0
+    assert split_at_document(tokens, end_of_text=0, val_fraction=0.1) == 85
+    assert split_at_document(tokens, end_of_text=0, val_fraction=0.0) == 100
+
+
+def test_a_single_long_document_is_split_inside() -> None:
+    tokens = np.ones(100, dtype=np.uint16)
+    tokens[[5, 99]] = 0  # the end of document 0 is too far from the wanted place
+    assert split_at_document(tokens, end_of_text=0, val_fraction=0.1) == 90
+
+
+def test_a_corpus_is_tokenised_once_for_each_content_and_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    first = _prepare(folder, cache)
+    written = (first.folder / "tokens.bin").stat().st_mtime_ns
+    assert _prepare(folder, cache) == first
+    assert (first.folder / "tokens.bin").stat().st_mtime_ns == written
+    assert _prepare(folder, cache, vocab_size=310).folder != first.folder
+    before = (folder / "a.txt").read_text(encoding="utf-8")
+    (folder / "a.txt").write_text(
+        before.replace("shard", "chard", 1), encoding="utf-8"
+    )  # same size
+    assert _prepare(folder, cache).folder != first.folder
+
+
+def test_what_a_killed_run_left_behind_is_not_taken_for_a_corpus(
+    folder: Path, tmp_path: Path
+) -> None:
+    prepared = _prepare(folder, tmp_path / "cache")
+    tokens = prepared.tokens().copy()
+    partial = prepared.folder.with_suffix(".partial")
+    prepared.folder.rename(partial)
+    (partial / "tokens.bin").write_bytes(b"half")
+    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens(), tokens)
+
+
+def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    prepared = _prepare(folder, tmp_path / "cache")
+    with (prepared.folder / "tokens.bin").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CorpusError, match=r"tokens\.bin: expected [\d,]+ bytes, got .* Delete"):
+        prepared.tokens()
+
+
+def _prepare_at_once(rank: int, world_size: int, folder: Path, cache: Path) -> tuple[int, bool]:
+    corpus, has_worked = open_corpus(folder), False
+
+    def make() -> Tokenizer:
+        nonlocal has_worked
+        has_worked = True
+        time.sleep(0.3)  # long enough for the others to arrive
+        return train_tokenizer(corpus.documents(), vocab_size=300)
+
+    dist.barrier()
+    prepared = prepare(corpus, make, tokenizer_key="bpe", end_of_text=END_OF_TEXT, cache_dir=cache)
+    return prepared.num_tokens, has_worked
+
+
+def test_of_several_processes_one_tokenises_and_all_get_the_result(
+    folder: Path, tmp_path: Path
+) -> None:
+    results = run_on_ranks(_prepare_at_once, 3, folder, tmp_path / "cache")
+    num_tokens = _prepare(folder, tmp_path / "other").num_tokens
+    assert [count for count, _ in results] == [num_tokens] * 3
+    assert sum(has_worked for _, has_worked in results) == 1
+
+
+def test_a_given_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> None:
+    made = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    made.save(str(tmp_path / "tokenizer.json"))
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        data = TextData(path=folder, tokenizer=str(name), cache_dir=tmp_path / "cache")
+        assert data.open().vocab_size == 290
+    with pytest.raises(RecipeError, match=r"expected a tokenizer\.json, .*\(a folder without"):
+        load_tokenizer(str(folder))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"tokenizer: .*Correct --data\.tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
+    with pytest.raises(RecipeError, match="vocab_size: expected at least 257"):
+        train_tokenizer([], vocab_size=256)
+
+
+def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
+    tokenizer = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    with pytest.raises(RecipeError, match=r"got '</s>'\. Name the token .* --data\.end_of_text"):
+        end_of_text_id(tokenizer, "</s>")
+
+
+# ------------------------------------------------------------------------ ranks and position
+
+
+def _loader(
+    num_sequences: int, *, ranks: int, rank: int, batch_size: int = 1, seed: int = 0
+) -> ResumableLoader:
+    packed = PackedSequences(np.arange(num_sequences * 4 + 1, dtype=np.uint16), 4)
+    sampler = DealtSampler(packed, num_replicas=ranks, rank=rank, seed=seed)
+    return ResumableLoader(packed, batch_size=batch_size, sampler=sampler)
+
+
+def _batches(loader: ResumableLoader, epoch: int = 0) -> list[list[int]]:
+    """The numbers of the sequences in each batch."""
+    loader.sampler.set_epoch(epoch)
+    return [(batch["input_ids"][:, 0] // 4).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 2), (3, 4), (4, 1)])
+def test_every_token_of_the_corpus_is_read_exactly_once_over_all_ranks(
+    ranks: int, batch_size: int
+) -> None:
+    packed = PackedSequences(np.arange(24 * 4 + 1, dtype=np.uint16), 4)
+    for epoch in (0, 1):
+        seen = []
+        for rank in range(ranks):
+            loader = _loader(24, ranks=ranks, rank=rank, batch_size=batch_size)
+            loader.sampler.set_epoch(epoch)
+            seen += [batch["input_ids"].flatten() for batch in loader]
+        assert sorted(torch.cat(seen).tolist()) == list(range(24 * 4)), (len(packed), epoch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
+def test_no_sequence_is_read_twice_and_ranks_get_equally_many(
+    num_sequences: int, ranks: int, batch_size: int, epoch: int
+) -> None:
+    shares = [
+        _batches(_loader(num_sequences, ranks=ranks, rank=rank, batch_size=batch_size), epoch)
+        for rank in range(ranks)
+    ]
+    num_batches = num_sequences // ranks // batch_size
+    assert [len(share) for share in shares] == [num_batches] * ranks
+    flat = [index for share in shares for batch in share for index in batch]
+    assert len(flat) == len(set(flat)) == num_batches * ranks * batch_size
+
+
+def test_the_shuffle_follows_seed_and_epoch() -> None:
+    first = _batches(_loader(30, ranks=1, rank=0))
+    assert first == _batches(_loader(30, ranks=1, rank=0))
+    assert first != _batches(_loader(30, ranks=1, rank=0, seed=1))
+    assert first != _batches(_loader(30, ranks=1, rank=0), epoch=1)
+    assert first != sorted(first)
+
+
+@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 3), (3, 2), (6, 1)])
+def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
+    ranks: int, batch_size: int
+) -> None:
+    expected = [sorted(batch) for batch in _batches(_loader(24, ranks=1, rank=0, batch_size=6))]
+    shares = [
+        _batches(_loader(24, ranks=ranks, rank=rank, batch_size=batch_size))
+        for rank in range(ranks)
+    ]
+    together = [sorted(chain(*batches)) for batches in zip(*shares, strict=True)]
+    assert together == expected
+
+
+def _read(loader: ResumableLoader, num_batches: int, epoch: int) -> dict[str, int]:
+    loader.sampler.set_epoch(epoch)
+    iterator = iter(loader)
+    for _ in range(num_batches):
+        next(iterator)
+    return loader.state_dict()
+
+
+def test_reading_goes_on_where_the_position_says() -> None:
+    whole = _batches(_loader(24, ranks=1, rank=0, batch_size=4), epoch=2)
+    state = _read(_loader(24, ranks=1, rank=0, batch_size=4), 2, epoch=2)
+    assert (state["epoch"], state["num_sequences"]) == (2, 8)
+    loader = _loader(24, ranks=1, rank=0, batch_size=4)
+    loader.load_state_dict(state)
+    assert loader.state_dict() == state
+    assert _batches(loader, epoch=2) == whole[2:]
+    assert len(loader) == 6, "the length stays that of a whole epoch"
+    assert len(_batches(loader, epoch=2)) == 6, "the epoch after that is whole"
+
+
+def test_a_position_can_be_taken_up_by_another_number_of_ranks() -> None:
+    expected = _batches(_loader(24, ranks=1, rank=0, batch_size=4), epoch=1)[3:]
+    states = [_read(_loader(24, ranks=2, rank=r, batch_size=2), 3, epoch=1) for r in range(2)]
+    assert states[0] == states[1]
+    shares = []
+    for rank in range(4):
+        loader = _loader(24, ranks=4, rank=rank, batch_size=1)
+        loader.load_state_dict(states[0])
+        shares.append(_batches(loader, epoch=1))
+    together = [sorted(chain(*batches)) for batches in zip(*shares, strict=True)]
+    assert together == [sorted(batch) for batch in expected]
+
+
+def test_an_epoch_read_to_its_end_is_not_read_again() -> None:
+    state = _read(_loader(8, ranks=1, rank=0), 8, epoch=0)
+    loader = _loader(8, ranks=1, rank=0)
+    loader.load_state_dict(state)
+    assert _batches(loader, epoch=0) == []
+    loader.load_state_dict(state)
+    assert len(_batches(loader, epoch=1)) == 8
+
+
+def test_a_position_in_other_data_is_refused() -> None:
+    state = _read(_loader(24, ranks=1, rank=0), 3, epoch=0)
+    with pytest.raises(RecipeError, match=r"\(seed 0\), got seed 1\. Change --data\.seed back"):
+        _loader(24, ranks=1, rank=0, seed=1).load_state_dict(state)
+    with pytest.raises(RecipeError, match=r"\(total 24\), got total 20"):
+        _loader(20, ranks=1, rank=0).load_state_dict(state)
+    with pytest.raises(RecipeError, match=r"divides the 3 sequences read, got 4 \(2 ranks x 2\)"):
+        _loader(24, ranks=2, rank=0, batch_size=2).load_state_dict(state)
+
+
+# -------------------------------------------------------------------------------- TextData
+
+
+def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) -> None:
+    data = TextData(
+        path=folder, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=tmp_path / "cache"
+    )
+    opened = data.open()
+    tokens = opened.tokens()
+    assert len(data.train.tokens) + len(data.val.tokens) == len(tokens)
+    assert data.train.tokens[-1] == opened.end_of_text
+    assert np.array_equal(np.concatenate([data.train.tokens, data.val.tokens]), tokens)
+
+
+def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:
+    data = TextData(path=folder, seq_len=8, batch_size=2, cache_dir=tmp_path / "cache")
+    data.setup("fit")
+    batch = next(iter(data.train_dataloader()))
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (2, 8),
+        "labels": (2, 8),
+    }
+    assert torch.equal(batch["input_ids"][:, 1:], batch["labels"][:, :-1])
+
+
+def test_the_position_can_be_restored_before_or_after_the_loader_exists(
+    folder: Path, tmp_path: Path
+) -> None:
+    def opened() -> TextData:
+        data = TextData(path=folder, seq_len=8, batch_size=2, cache_dir=tmp_path / "cache")
+        data.setup("fit")
+        return data
+
+    data = opened()
+    assert data.state_dict() == {}
+    whole = [batch["input_ids"] for batch in data.train_dataloader()]
+    data = opened()
+    iterator = iter(data.train_dataloader())
+    for _ in range(3):
+        next(iterator)
+    state = data.state_dict()
+
+    before = opened()
+    before.load_state_dict(state)
+    rest = [batch["input_ids"] for batch in before.train_dataloader()]
+    assert torch.equal(torch.stack(rest), torch.stack(whole[3:]))
+
+    after = opened()
+    loader = after.train_dataloader()
+    iterator = iter(loader)  # made before the position is known, as the Trainer does
+    after.load_state_dict(state)
+    rest = [batch["input_ids"] for batch in iterator]
+    assert torch.equal(torch.stack(rest), torch.stack(whole[3:]))
+
+
+def test_validation_can_be_left_out(folder: Path, tmp_path: Path) -> None:
+    data = TextData(path=folder, seq_len=8, val_fraction=0, cache_dir=tmp_path / "cache")
+    data.setup("fit")
+    assert data.val_dataloader() == []
+
+
+def test_too_little_text_is_refused_with_the_numbers(folder: Path, tmp_path: Path) -> None:
+    data = TextData(path=folder, seq_len=8, batch_size=4, cache_dir=tmp_path / "cache")
+    data.open()
+    with pytest.raises(RecipeError, match=r"training data: expected at least 40000 sequences of 8"):
+        data.require_enough(10_000, for_training=True)
+    with pytest.raises(RecipeError, match=r"validation data: expected at least 1000 sequences"):
+        data.require_enough(1_000, for_training=False)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"vocab_size": 256}, {"seq_len": 0}, {"batch_size": 0}, {"num_workers": -1}],
+)
+def test_an_option_out_of_range_is_refused(option: dict[str, int]) -> None:
+    (name,) = option
+    with pytest.raises(RecipeError, match=rf"{name}: expected .* or more, got .* --data\.{name}"):
+        TextData(**option)  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=re.escape("val_fraction: expected 0 or more and less")):
+        TextData(val_fraction=1.0)
