@@ -84,7 +84,7 @@ def _count_reductions(rank, world_size, plan, accumulation):
             model.set_requires_gradient_sync(is_synced)
             with CollectiveCounter() as counter:
                 lm_loss(model, token_batch(0, index, rank)).backward()
-            counts.append((counter.num_gathers(world_size), counter.num_reductions()))
+            counts.append((counter.num_gathers(world_size), counter.num_reductions(world_size)))
         optimizer.step()
         optimizer.zero_grad()
     return counts

@@ -402,4 +402,4 @@ def _growth_per_step(rank, world_size):
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc's mallinfo2")
 def test_steps_leave_no_memory_behind_in_the_c_library():
     for bytes_per_step in run_on_ranks(_growth_per_step, 2):
-        assert bytes_per_step < 500
+        assert bytes_per_step < 2000  # a work or a tensor that stays behind is more

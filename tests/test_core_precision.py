@@ -166,7 +166,7 @@ def _look_at_dtypes(rank, world_size):
     seen["main"] = {p.dtype for p in model.parameters()}
     seen["gradient"] = {p.grad.dtype for p in model.parameters()}
     seen["locals"] = {p.to_local().dtype for p in model.parameters()}
-    seen["gathered"] = {call.dtype for call in counter.of("recv", "all_gather")}
+    seen["gathered"] = {call.dtype for call in counter.gathers()}
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
     seen["state"] = {s["exp_avg"].dtype for s in optimizer.state.values()}

@@ -63,7 +63,7 @@ def _count(rank, world_size):
         kinds,
         control_kinds,
         counter.num_gathers(world_size),
-        counter.num_reductions(),
+        counter.num_reductions(world_size),
         counter.gathered_bytes(world_size),
         counter.reduced_bytes(world_size),
     )

@@ -3,12 +3,12 @@
 :class:`Communicator` is the one door to a sharding group. Data moves asynchronously through it and
 is counted there. Two ways lead to the same result, chosen by the backend:
 
-=========  ==========================================  ====================
-operation  gloo, up to 8 ranks                         every other backend
-=========  ==========================================  ====================
-gather     a send and a receive per pair, in place     all-gather, in place
-reduce     all-to-all, then a local sum in rank order  reduce-scatter
-=========  ==========================================  ====================
+=========  ========================================================  ====================
+operation  gloo, up to 8 ranks                                       every other backend
+=========  ========================================================  ====================
+gather     a send and a receive per pair, in place                   all-gather, in place
+reduce     a send and a receive per pair, then a sum in rank order   reduce-scatter
+=========  ========================================================  ====================
 
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
 the same bits whichever rank owns a shard.
@@ -40,7 +40,8 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
-_TAG = 0x5F5D  # keeps our sends apart from the user's own on the same group
+# Tags keep our sends apart from each other's and from the user's own on the same group.
+_GATHER_TAG, _REDUCE_TAG = 0x5F5D, 0x5F5E
 
 # torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -158,19 +159,15 @@ class Communicator:
         """
         slots = whole.view(self.world_size, -1)
         self._count("all_gather", whole)
-        works: list[tuple[dist.Work | None, str]] = []
+        works: list[tuple[dist.Work, str]] = []
         if self.world_size > 1 and self._is_pairwise:
             mine = slots[self.rank]
-            for peer in self._peers():
-                send = dist.isend(mine, group=self.group, group_dst=peer, tag=_TAG)
-                receive = dist.irecv(slots[peer], group=self.group, group_src=peer, tag=_TAG)
-                works += [(send, f"rank {peer}"), (receive, f"rank {peer}")]
+            works = self._exchange(lambda peer: mine, lambda peer: slots[peer], _GATHER_TAG)
         elif self.world_size > 1:
             work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
             works = [(work, "every rank")]
         what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
-        present = [(work, ranks) for work, ranks in works if work is not None]
-        return Pending(what, present, lambda: whole, keeps=(whole,))
+        return Pending(what, works, lambda: whole, keeps=(whole,))
 
     def reduce(self, region: Tensor, unit_name: str) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's slot.
@@ -195,16 +192,18 @@ class Communicator:
             work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
             works = [(work, "every rank")]
             return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
-        received = torch.empty_like(slots)
-        work = dist.all_to_all_single(received, slots, group=self.group, async_op=True)
+        received = region.new_empty(self.world_size - 1, slots.shape[1])
+        parts = {peer: received[i] for i, peer in enumerate(self._peers())}
+        works = self._exchange(lambda peer: slots[peer], lambda peer: parts[peer], _REDUCE_TAG)
+        parts[self.rank] = slots[self.rank]
 
         def mean_in_rank_order() -> Tensor:
-            shard = received[0] + received[1]
-            for row in received[2:]:
-                shard.add_(row)
+            shard = parts[0] + parts[1]
+            for rank in range(2, self.world_size):
+                shard.add_(parts[rank])
+            parts.clear()
             return shard.div_(self.world_size)
 
-        works = [(work, "every rank")]
         return Pending(what, works, mean_in_rank_order, keeps=(region, received))
 
     def all_gather_slices(self, mine: Tensor) -> Tensor:
@@ -267,6 +266,19 @@ class Communicator:
         statements: list[str | None] = [None] * self.world_size
         dist.all_gather_object(statements, f"{occasion}: {statement}", group=control)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+    def _exchange(
+        self, to: Callable[[int], Tensor], into: Callable[[int], Tensor], tag: int
+    ) -> list[tuple[dist.Work, str]]:
+        """Start a send to every peer and a receive from it, each ``(n,)``."""
+        works = []
+        for peer in self._peers():
+            receive = dist.irecv(into(peer), group=self.group, group_src=peer, tag=tag)
+            send = dist.isend(to(peer), group=self.group, group_dst=peer, tag=tag)
+            assert receive is not None, "this rank is in the group"
+            assert send is not None, "this rank is in the group"
+            works += [(receive, f"rank {peer}"), (send, f"rank {peer}")]
+        return works
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]

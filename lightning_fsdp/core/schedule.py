@@ -167,15 +167,15 @@ class Schedule:
             unit.reshard()
         step = self._step
         step.was_whole[unit] = unit.parameter_state is ParameterState.UNSHARDED
-        self._make_whole(unit)
-        unit.install_leaves()
         if torch_internals.is_in_backward():
             step.touched.setdefault(unit)  # its backward follows, and ends what began here
-            return
-        if step.last_in_forward is not None and step.last_in_forward is not unit:
-            self._follower_in_forward[step.last_in_forward] = unit
-        step.last_in_forward = unit
-        self._prefetch(self._follower_in_forward.get(unit))
+            self._make_whole(unit)
+        else:
+            if step.last_in_forward is not None and step.last_in_forward is not unit:
+                self._follower_in_forward[step.last_in_forward] = unit
+            step.last_in_forward = unit
+            self._make_whole(unit, then=self._follower_in_forward.get(unit))
+        unit.install_leaves()
 
     def _after_forward(self, unit: Unit) -> None:
         del self._step.running[unit]
@@ -202,12 +202,11 @@ class Schedule:
         if unit.parameter_state is ParameterState.UNSHARDED:
             unit.install_leaves()
             return
-        self._make_whole(unit)
-        unit.install_leaves()  # for a recomputation of modules inside the unit
         if is_first and step.last_in_backward is not None:
             self._follower_in_backward[step.last_in_backward] = unit
         step.last_in_backward = unit
-        self._prefetch(self._follower_in_backward.get(unit))
+        self._make_whole(unit, then=self._follower_in_backward.get(unit))
+        unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def close_call(self, call: Call) -> None:
         """The backward leaves a unit through the inputs of a call; the last call finishes it."""
@@ -310,15 +309,14 @@ class Schedule:
             unit.reshard()
             self._make_whole(unit)
 
-    def _make_whole(self, unit: Unit) -> None:
+    def _make_whole(self, unit: Unit, then: Unit | None = None) -> None:
+        """Gather a unit and wait for it; start the gather of the one that follows before."""
         self._drop_prefetched(expected=unit)
         self.gather(unit)
+        if then is not None and then.parameter_state is ParameterState.SHARDED:
+            self.gather(then)
+            self._step.prefetched = then
         unit.wait_for_unshard()
-
-    def _prefetch(self, unit: Unit | None) -> None:
-        if unit is not None and unit.parameter_state is ParameterState.SHARDED:
-            self.gather(unit)
-            self._step.prefetched = unit
 
     def _drop_prefetched(self, expected: Unit | None) -> None:
         prefetched, self._step.prefetched = self._step.prefetched, None

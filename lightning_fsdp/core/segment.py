@@ -110,7 +110,16 @@ class WholeSegment:
             self.buffer.flat[start:stop].copy_(self.segment.shard)
 
     def add_gradient(self, index: int, gradient: Tensor) -> None:
-        """Take in one parameter's local gradient, casting on the way."""
+        """Take in one parameter's local gradient, casting on the way.
+
+        Args:
+            index: The parameter's slot.
+            gradient: Original shape, compute dtype; owned by this call, which may keep it.
+        """
+        if self._fills_region(gradient):
+            self.region = gradient.view(-1)
+            self._arrived, self._stand_ins = {index}, {}
+            return
         self._open_region()
         assert self.region is not None, "_open_region makes it"
         slot = self.segment.layout.slots[index]
@@ -175,6 +184,16 @@ class WholeSegment:
         """Forget local gradients of a step that failed."""
         self.region = None
         self._arrived, self._stand_ins, self._region_between = set(), {}, None
+
+    def _fills_region(self, gradient: Tensor) -> bool:
+        """Whether a gradient is laid out as the whole region would be, so that none is needed."""
+        return (
+            self.region is None
+            and not self._held_slots()
+            and gradient.numel() == self.segment.layout.numel
+            and gradient.dtype == self._reduce_dtype
+            and gradient.is_contiguous()
+        )
 
     def _open_region(self) -> None:
         if self.region is not None:

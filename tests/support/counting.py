@@ -8,7 +8,7 @@ sees all of them.
     dist.all_gather_single      c10d._allgather_base_       output is measured
     dist.reduce_scatter_single  c10d._reduce_scatter_base_  input is measured
     dist.all_to_all_single      c10d.alltoall_base_         input is measured
-    dist.isend, dist.irecv      c10d.send, c10d.recv_       the tensor
+    dist.isend, dist.irecv      c10d.send, c10d.recv_       the tensor, and the tag
     dist.all_reduce, broadcast  c10d.allreduce_, broadcast_ the tensor
 
 So a "whole" buffer counts whole, this rank's own part included, for the first three; a gather made
@@ -51,6 +51,7 @@ _OPERATIONS = {
     "monitored_barrier_": ("barrier", None),
 }
 _DATA_KINDS = {"all_gather", "reduce_scatter", "all_to_all", "send", "recv"}
+REDUCE_TAG = 0x5F5E  # pairs that carry gradients to be reduced; all others gather
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Call:
     nbytes: int
     dtype: torch.dtype | None
     is_data: bool
+    tag: int | None = None
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -91,21 +93,32 @@ class CollectiveCounter(TorchDispatchMode):
 
     def num_gathers(self, world_size: int) -> float:
         """Gathers of data, whichever way they were made."""
-        return len(self.of("all_gather")) + len(self.of("recv")) / (world_size - 1)
+        in_one, in_pairs = len(self.of("all_gather")), len(self._pairs("recv", False))
+        return in_one + in_pairs / max(world_size - 1, 1)
 
-    def num_reductions(self) -> int:
+    def gathers(self) -> list[Call]:
+        """Calls in which this rank received parts of wholes."""
+        return self.of("all_gather") + self._pairs("recv", False)
+
+    def num_reductions(self, world_size: int) -> float:
         """Reductions of data to shards, whichever way they were made."""
-        return len(self.of("reduce_scatter", "all_to_all"))
+        in_one = len(self.of("reduce_scatter", "all_to_all"))
+        return in_one + len(self._pairs("send", True)) / max(world_size - 1, 1)
 
     def gathered_bytes(self, world_size: int) -> float:
         """Bytes that came from other ranks in gathers."""
         wholes = sum(call.nbytes for call in self.of("all_gather"))
-        return wholes * (world_size - 1) / world_size + sum(call.nbytes for call in self.of("recv"))
+        received = sum(call.nbytes for call in self._pairs("recv", False))
+        return wholes * (world_size - 1) / world_size + received
 
     def reduced_bytes(self, world_size: int) -> float:
         """Bytes that went to other ranks in reductions."""
         wholes = sum(call.nbytes for call in self.of("reduce_scatter", "all_to_all"))
-        return wholes * (world_size - 1) / world_size
+        sent = sum(call.nbytes for call in self._pairs("send", True))
+        return wholes * (world_size - 1) / world_size + sent
+
+    def _pairs(self, kind: str, reduces: bool) -> list[Call]:
+        return [call for call in self.of(kind) if (call.tag == REDUCE_TAG) == reduces]
 
     def _record(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("c10d::")
@@ -118,6 +131,7 @@ class CollectiveCounter(TorchDispatchMode):
                 nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
                 dtype=tensors[0].dtype if tensors else None,
                 is_data=kind in _DATA_KINDS and is_on_default_group(args),
+                tag=args[3] if kind in ("send", "recv") else None,
             )
         )
 
