@@ -1,0 +1,79 @@
+"""Fully sharded data parallelism, readable from end to end, for plain torch and for Lightning.
+
+``import lightning_fsdp`` makes the strategy names known to Lightning's Trainer and loads nothing
+heavy: every public name below is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_fsdp.strategies.registry import register
+
+if TYPE_CHECKING:
+    from lightning_fsdp.config import ZERO2 as ZERO2
+    from lightning_fsdp.config import ZERO3 as ZERO3
+    from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from lightning_fsdp.config import ShardingPlan as ShardingPlan
+    from lightning_fsdp.core.checkpoint import (
+        full_optimizer_state_dict as full_optimizer_state_dict,
+    )
+    from lightning_fsdp.core.checkpoint import full_state_dict as full_state_dict
+    from lightning_fsdp.core.checkpoint import (
+        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+    )
+    from lightning_fsdp.core.checkpoint import load_full_state_dict as load_full_state_dict
+    from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
+    from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
+    from lightning_fsdp.core.fully_shard import shard_model as shard_model
+    from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
+    from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
+
+# public name -> module that defines it
+_HOME = {
+    "MixedPrecisionPolicy": "config",
+    "ShardingPlan": "config",
+    "ZERO2": "config",
+    "ZERO3": "config",
+    "ScratchFSDPStrategy": "strategies.scratch",
+    "ShardedTensor": "core.sharded_tensor",
+    "full_optimizer_state_dict": "core.checkpoint",
+    "full_state_dict": "core.checkpoint",
+    "fully_shard": "core.fully_shard",
+    "load_full_optimizer_state_dict": "core.checkpoint",
+    "load_full_state_dict": "core.checkpoint",
+    "register_forward_method": "core.fully_shard",
+    "shard_model": "core.fully_shard",
+}
+
+__all__ = [
+    "fully_shard",
+    "shard_model",
+    "ZERO2",
+    "ZERO3",
+    "ShardingPlan",
+    "MixedPrecisionPolicy",
+    "ShardedTensor",
+    "register_forward_method",
+    "full_state_dict",
+    "load_full_state_dict",
+    "full_optimizer_state_dict",
+    "load_full_optimizer_state_dict",
+    "ScratchFSDPStrategy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})
+
+
+register()

@@ -1,0 +1,1 @@
+"""One face for several implementations of sharding."""

@@ -1,0 +1,162 @@
+"""One face for every implementation of sharding: what a strategy asks, in the words of the design.
+
+    shard(module)  ->  no_sync, clip, hold_whole, full states in and out  ->  make_whole()
+
+An engine holds one sharded module at a time. What does not depend on how sharding is done lives
+here as well: before anything is cut, all ranks agree that they hold the same module, and start from
+the values of rank 0, so that ranks that were not seeded alike train one model and not a mixture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_fsdp.config import MixedPrecisionPolicy
+
+
+class Engine(ABC):
+    """Shards one module over the default process group.
+
+    Attributes:
+        name: For messages.
+        module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
+    """
+
+    name: ClassVar[str]
+    module: nn.Module | None
+
+    @abstractmethod
+    def shard(
+        self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> None:
+        """Cut the module's parameters over the ranks, in place. Collective.
+
+        Args:
+            module: Parameters are real and may be on another device; shards end up on ``device``.
+            device: Where this rank computes.
+            precision: Dtypes of gathered weights, reduction and outputs.
+        """
+
+    @abstractmethod
+    def make_whole(self, module: nn.Module) -> None:
+        """Undo :meth:`shard`: plain, whole parameters on the CPU, the same objects. Collective.
+
+        Args:
+            module: What :meth:`shard` was given, by this engine or another of its class; nothing
+                happens to a module that is not sharded.
+        """
+
+    @abstractmethod
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module with what its own parameters need, as if it were forward."""
+
+    @abstractmethod
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes inside keep their gradients on this rank, without communication."""
+
+    @abstractmethod
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the reduced gradients of these parameters. Collective.
+
+        Returns:
+            Their norm before clipping, 0-d, the same on every rank.
+        """
+
+    @abstractmethod
+    def hold_whole(self) -> None:
+        """Gather every unit and keep it, so that evaluation needs no communication. Collective."""
+
+    @abstractmethod
+    def release_whole(self) -> None:
+        """Free what :meth:`hold_whole` gathered. No communication."""
+
+    @abstractmethod
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """Whole, plain tensors on the CPU under the original names. Collective.
+
+        Args:
+            rank0_only: Other ranks take part and get an empty dict.
+        """
+
+    @abstractmethod
+    def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        """Every rank keeps its slices of whole tensors that every rank brings."""
+
+    @abstractmethod
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be without sharding. Collective."""
+
+    @abstractmethod
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        """Every rank keeps its slices of a state that every rank brings."""
+
+    def broadcast_buffers(self) -> None:
+        """Give every rank the buffers of rank 0, as DDP does before a forward. Collective."""
+        if self.module is not None:
+            for buffer in self.module.buffers():
+                _broadcast_in_place(buffer, buffer.device)
+
+
+def agree_on_module(module: nn.Module) -> None:
+    """Check that all ranks hold the same parameters and buffers. Collective.
+
+    Raises:
+        ValueError: On every rank, naming the first difference from rank 0 that any rank found.
+    """
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name!r}: expected a shape, got an uninitialized (lazy) parameter. Run "
+                "one batch through the module, in configure_model at the latest."
+            )
+    mine = [
+        (name, (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    for rank, theirs in enumerate(every):
+        if theirs == every[0]:
+            continue
+        pairs = zip([*every[0], None], [*theirs, None], strict=False)
+        expected, found = next((a, b) for a, b in pairs if a != b)
+        raise ValueError(
+            f"{type(module).__name__}: expected the same parameters and buffers on every rank, got "
+            f"{expected} on rank 0 and {found} on rank {rank}. Build the same module on all ranks."
+        )
+
+
+def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
+    """Start every rank from the parameters and buffers of rank 0. Collective.
+
+    Args:
+        module: Whole, plain tensors, the same on every rank but for their values.
+        device: Where the process group communicates; a tensor elsewhere goes through it, alone.
+    """
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            _broadcast_in_place(tensor.data, device)
+
+
+def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
+    if tensor.numel() == 0:
+        return
+    there = tensor.to(device).contiguous()
+    dist.broadcast(there, src=0)
+    if there is not tensor:
+        tensor.copy_(there)

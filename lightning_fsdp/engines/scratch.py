@@ -1,0 +1,160 @@
+"""The engine over this project's own core."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
+from lightning_fsdp.core import checkpoint
+from lightning_fsdp.core.fully_shard import shard_model
+from lightning_fsdp.core.grad_norm import global_norm, scale_to_norm
+from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
+from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
+from lightning_fsdp.engines.undo import give_back
+
+
+class ScratchEngine(Engine):
+    """Shards with :func:`~lightning_fsdp.shard_model`.
+
+    Args:
+        zero_stage: 2 or 3.
+        units: Which modules become units; see :func:`~lightning_fsdp.shard_model`.
+
+    Raises:
+        ValueError: There is no such stage, or a size below 1.
+        TypeError: ``units`` is of no known kind.
+    """
+
+    name = "scratch"
+
+    def __init__(self, *, zero_stage: int, units: UnitSelector) -> None:
+        self.module = None
+        self.plan = plan_of_stage(zero_stage)
+        self._units = _checked(units)
+        self._plan_of_held: dict[Unit, bool | None] = {}  # what hold_whole changed
+
+    @override
+    def shard(
+        self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> None:
+        agree_on_module(module)
+        broadcast_from_rank0(module, device)
+        module.zero_grad(set_to_none=True)  # the Trainer does it before the first step anyway
+        if any(True for _ in module.parameters()):
+            shard_model(module, self.plan, units=self._units, mp_policy=precision)
+            _keep_embeddings_in_main_dtype(module, precision)
+        self.module = module
+
+    @override
+    def make_whole(self, module: nn.Module) -> None:
+        self.module = None
+        self._plan_of_held.clear()
+        if isinstance(module, ShardedModule):
+            give_back(module)
+
+    @override
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hooks = None if self.module is None else hooks_of(self.module)
+        return method(*args, **kwargs) if hooks is None else hooks.run(method, *args, **kwargs)
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        assert isinstance(self.module, ShardedModule), (
+            "there is a module between setup and teardown"
+        )
+        return self.module.no_sync()
+
+    @override
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        hooks = None if self.module is None else hooks_of(self.module)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        communicator = None if hooks is None else hooks.schedule.communicator
+        norm = global_norm(gradients, norm_type, communicator)
+        scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    @override
+    def hold_whole(self) -> None:
+        for module in self._sharded_modules():
+            module.unshard()
+        for unit in self._all_units():
+            self._plan_of_held.setdefault(unit, unit.reshard_after_forward)
+            unit.reshard_after_forward = False
+
+    @override
+    def release_whole(self) -> None:
+        for unit, reshard_after_forward in self._plan_of_held.items():
+            unit.reshard_after_forward = reshard_after_forward
+        self._plan_of_held.clear()
+        for module in self._sharded_modules():
+            module.reshard()
+
+    @override
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        assert self.module is not None, "there is a module between setup and teardown"
+        return checkpoint.full_state_dict(self.module, rank0_only=rank0_only, cpu_offload=True)
+
+    @override
+    def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.module is not None, "there is a module between setup and teardown"
+        checkpoint.load_full_state_dict(self.module, state, strict=strict)
+
+    @override
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        return checkpoint.full_optimizer_state_dict(optimizer, rank0_only=rank0_only)
+
+    @override
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        checkpoint.load_full_optimizer_state_dict(optimizer, state)
+
+    def _sharded_modules(self) -> list[ShardedModule]:
+        modules = [] if self.module is None else self.module.modules()
+        return [module for module in modules if isinstance(module, ShardedModule)]
+
+    def _all_units(self) -> list[Unit]:
+        return [] if self.module is None else units_in(self.module)
+
+
+def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    """Cast what embeddings give back, where autocast would not have touched them.
+
+    Autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and decides that of
+    the whole residual stream; here the gathered weight is of lower precision.
+    """
+    if precision.cast_forward_inputs or precision.param_dtype is None:
+        return  # not a policy for use under autocast
+    for unit in units_in(module):
+        if all(isinstance(inner, nn.Embedding) for inner in unit.modules):
+            unit.policy = dataclasses.replace(precision, output_dtype=torch.float32)
+
+
+def _checked(units: UnitSelector) -> UnitSelector:
+    """Refuse at once what could only be refused at sharding."""
+    if units is None or (callable(units) and not isinstance(units, type)):
+        return units
+    if isinstance(units, int) and not isinstance(units, bool):
+        if units < 1:
+            raise ValueError(f"units: expected a positive number of parameters, got {units}.")
+        return units
+    is_names = isinstance(units, (list, tuple)) and all(isinstance(name, str) for name in units)
+    if not is_names or not units:
+        raise TypeError(
+            f"units: expected a list of class names, a callable or an int, got {units!r}."
+        )
+    return units

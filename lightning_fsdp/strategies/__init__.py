@@ -1,0 +1,1 @@
+"""Lightning strategies over the engines of this package."""

@@ -1,0 +1,106 @@
+"""What a sharded run cannot do yet: refused before training starts, by name, on every rank.
+
+Each of these would otherwise train something else than it says, or wait for ever.
+"""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.strategies.lightning_internals import runs_the_model_on_one_rank
+
+# Callbacks that read or replace whole parameters between steps, and the nearest thing that works.
+_CALLBACKS: dict[type[pl.Callback], str] = {
+    WeightAveraging: "it would average slices with whole weights. Average the weights of saved "
+    "checkpoints instead",
+    StochasticWeightAveraging: "it would average slices with whole weights. Average the weights of "
+    "saved checkpoints instead",
+    BaseFinetuning: "it compares whole weights to find those that an optimizer has. Give the "
+    "optimizer all parameters, and freeze and thaw them with requires_grad_",
+    ModelPruning: "its masks need whole weights. Prune the module before training",
+}
+
+
+def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse what would be silently wrong or hang under sharding.
+
+    Raises:
+        NotImplementedError: A callback or logger that needs whole weights, named.
+        TypeError: A module that another wrapper distributes already.
+    """
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    for callback in callbacks:
+        for kind, reason in _CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} does not work with a sharded module: {reason}."
+                )
+    for logger in trainer.loggers:
+        if runs_the_model_on_one_rank(logger):
+            raise NotImplementedError(
+                f"{type(logger).__name__}(log_graph=True) runs the model on rank 0 alone, where it "
+                "would wait for the other ranks for ever. Set log_graph=False."
+            )
+    for name, child in module.named_modules():
+        if isinstance(child, DistributedDataParallel | FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or type(module).__name__}: expected a plain module, got one wrapped in "
+                f"{type(child).__name__}. Give the strategy the module inside it."
+            )
+        if isinstance(child, ShardedModule | FSDPModule):
+            raise TypeError(
+                f"{name or type(module).__name__}: expected a module that is not sharded, got a "
+                f"{type(child).__name__} that fully_shard has sharded. Leave it to the strategy, "
+                "which shards after the ranks have agreed on the weights; say units=[...] to "
+                "choose what is gathered at a time."
+            )
+
+
+def refuse_unsupported_options(
+    *,
+    checkpoint: str,
+    activation_checkpointing: object,
+    cpu_offload: bool,
+    compiles: bool,
+    accumulation: str,
+) -> None:
+    """Refuse constructor options that do not work yet.
+
+    Raises:
+        NotImplementedError: A known option without an implementation, with what works instead.
+        ValueError: A value that will never be one.
+    """
+    if accumulation not in ("local", "sum"):
+        raise ValueError(
+            f"accumulation: expected 'local' (no communication until the last micro-batch) or "
+            f"'sum' (reduce every micro-batch), got {accumulation!r}."
+        )
+    if checkpoint == "sharded":
+        raise NotImplementedError(
+            "checkpoint='sharded' is not implemented yet. Use checkpoint='full': one file that "
+            "any strategy and plain torch.load read."
+        )
+    if checkpoint != "full":
+        raise ValueError(f"checkpoint: expected 'full', got {checkpoint!r}.")
+    if cpu_offload:
+        raise NotImplementedError(
+            "cpu_offload=True is not implemented yet. Use zero_stage=3 on more devices, which "
+            "divides the memory of parameters, gradients and optimizer state by their number."
+        )
+    if activation_checkpointing is not None:
+        raise NotImplementedError(
+            f"activation_checkpointing={activation_checkpointing!r} is not implemented yet. Wrap "
+            "the calls of whole blocks: torch.utils.checkpoint.checkpoint(block, x, "
+            "use_reentrant=False)."
+        )
+    if compiles:
+        raise NotImplementedError("compile=True is not implemented yet. Leave compile=False.")

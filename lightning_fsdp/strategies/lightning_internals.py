@@ -1,0 +1,95 @@
+"""Every private name of Lightning that is used, one function each, with the reason.
+
+Checked against Lightning 2.6. All of them have been there since 2.0; none has a public twin. A name
+that goes away is to be replaced here, and nowhere else. (Members of ``Strategy`` with an underscore
+are the interface for subclasses and are overridden where they belong.)
+"""
+
+from __future__ import annotations
+
+import atexit
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+
+def script_launcher(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int
+) -> _SubprocessScriptLauncher:
+    """Runs the script once per device; where torchrun or SLURM did that, only checks the sizes."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def default_backend(device: torch.device) -> str:
+    """``"nccl"`` for CUDA, ``"gloo"`` for CPU, from torch's own table."""
+    return _get_default_process_group_backend_for_device(device)
+
+
+def init_process_group(
+    environment: ClusterEnvironment, backend: str, device: torch.device, timeout: timedelta | None
+) -> None:
+    """Start the default process group, unless there is one; see to it that it is destroyed.
+
+    Lightning destroys NCCL groups at exit and leaves gloo's threads running; they then abort the
+    interpreter now and then ("terminate called without an active exception"). A group that was
+    there before belongs to whoever made it.
+    """
+    reset_seed()  # the launcher passes the seed on in the environment
+    if dist.is_initialized():
+        return
+    device_id = None if device.type == "cpu" else device
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    atexit.unregister(_destroy_dist_connection)  # once, also for NCCL
+    atexit.register(_destroy_dist_connection)
+
+
+def set_rank_zero(rank: int) -> None:
+    """Tell the two packages that print and log on one rank only which rank this is."""
+    for decorator in (rank_zero_only, utilities_rank_zero_only):
+        decorator.rank = rank  # type: ignore[attr-defined]
+
+
+def reduce_tensor(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:
+    """All-reduce in place; knows that gloo has no mean."""
+    return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+
+def optimizers_to_device(optimizers: list[Optimizer], device: torch.device) -> None:
+    """Move optimizer state, except the step counters, which an optimizer wants where they are."""
+    _optimizers_to_device(optimizers, device)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The user's own optimizer behind the object that ``LightningModule.optimizers()`` returns."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def move_metrics(module: nn.Module, device: torch.device) -> None:
+    """Move torchmetrics, whose states are neither parameters nor buffers; sharding moves those."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.to(device)
+
+
+def runs_the_model_on_one_rank(logger: Logger) -> bool:
+    """Whether a logger will trace the model, which it does on rank 0 only. No public attribute."""
+    return bool(getattr(logger, "_log_graph", False))

@@ -1,0 +1,98 @@
+"""The strategy names, and how Lightning comes to know them.
+
+``import lightning_fsdp`` makes the names known without importing Lightning, which takes longer than
+all the rest together and which the core does not need:
+
+    Lightning's registry is loaded already   register now
+    it is loaded later                       register right after, from an import hook
+    it is never loaded                       nothing happens
+
+A registered name is a function that imports the strategy when a Trainer asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
+
+REGISTRY_MODULE = "lightning.pytorch.strategies"
+
+# name -> (description, constructor arguments). Lower case, as Lightning lowers what the user typed;
+# without "ddp" or "deepspeed", which Lightning takes for those families on some machines.
+SCRATCH_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "scratch_fsdp": ("From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
+    "scratch_fsdp_zero3": ("From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
+    "scratch_fsdp_zero2": ("From-scratch FSDP, ZeRO-2", {"zero_stage": 2}),
+}
+
+
+def register() -> None:
+    """Make the names known to ``Trainer(strategy=...)``, now or when Lightning is imported.
+
+    Safe to call again.
+    """
+    if REGISTRY_MODULE in sys.modules:
+        _register_names(sys.modules[REGISTRY_MODULE])
+    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _register_names(module: ModuleType) -> None:
+    registry = getattr(module, "StrategyRegistry", None)
+    if registry is None:  # the module is still being imported, by an import cycle of the user's
+        return
+    for name, (description, arguments) in SCRATCH_NAMES.items():
+        if name not in registry:
+            registry.register(name, _scratch_strategy, description=description, **arguments)
+
+
+def _scratch_strategy(**arguments: Any) -> Strategy:
+    from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy
+
+    return ScratchFSDPStrategy(**arguments)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls ``_register_names`` once Lightning's registry has been imported; then it is gone."""
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        """Python's hook: asked first for every import, answers for one."""
+        if fullname != REGISTRY_MODULE or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisteringLoader(spec.loader)
+        return spec
+
+
+class _RegisteringLoader(Loader):
+    """The module's own loader, and the names after it."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register_names(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,301 @@
+"""The strategy over any engine: the Trainer's hooks, in the order in which the Trainer calls them.
+
+    Trainer(...)       precision_plugin=               (ranks and launcher: see processes.py)
+    fit(), test() ...  setup_environment               process group
+                       tensor_init_context             around LightningModule.configure_model
+                       load_checkpoint                 into the module while it is whole
+                       setup                           shard; then configure_optimizers
+                       load_optimizer_state_dict
+      each batch       process_dataloader (once), training_step, backward, block_backward_sync
+      each save        lightning_module_state_dict, optimizer_state, save_checkpoint
+                       on_exception, teardown          the module is whole again
+
+Note: the optimizer is built after sharding. ``configure_optimizers`` then sees parameters in their
+original shapes, because a sharded parameter shows the shape of the whole; and state that an
+optimizer allocates at once (Adagrad) is born sharded and on the right device. Built before sharding
+the result is the same, as parameters keep their identity.
+
+Note: weights are loaded before sharding. ``restore_checkpoint_after_setup`` stays false, so that
+``on_load_checkpoint`` may still rebuild the module, and the Trainer passes ``weights_only`` on,
+which it drops on the other path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.strategies import checkpoint as full
+from lightning_fsdp.strategies import lightning_internals
+from lightning_fsdp.strategies.batches import Lockstep
+from lightning_fsdp.strategies.guards import refuse_unsupported
+from lightning_fsdp.strategies.precision import ShardedPrecision
+from lightning_fsdp.strategies.processes import ProcessStrategy
+
+
+class ShardedStrategy(ProcessStrategy):
+    """Trains a sharded LightningModule; how it is sharded is the engine's business.
+
+    Args:
+        engine: Shards the module.
+        communicates_every_micro_batch: Reduce gradients also while they accumulate.
+        accelerator: Set by the Trainer.
+        parallel_devices: Set by the Trainer.
+        cluster_environment: Set by the Trainer.
+        checkpoint_io: Writes and reads files.
+        precision_plugin: Set by the Trainer.
+        process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
+        timeout: Of the process group.
+    """
+
+    strategy_name = "sharded"
+
+    engine: Engine
+    _precision: ShardedPrecision
+    _lockstep: Lockstep | None  # of the running fit, validate, test or predict
+    _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
+    _is_in_step: bool
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        communicates_every_micro_batch: bool = False,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        self.engine = engine
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        self._communicates_every_micro_batch = communicates_every_micro_batch
+        self._lockstep = None
+        self._is_interrupted = False
+        self._is_in_step = False
+
+    # -- Trainer.__init__ ------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> ShardedPrecision:
+        return self._precision
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision = ShardedPrecision.of(plugin)
+        self._precision.clip_by_norm = self.engine.clip_grad_norm_
+        # Where the Trainer looks for a plugin that the user gave to the strategy.
+        self._precision_plugin = None if plugin is None else self._precision
+
+    # -- fit, validate, test, predict: before the first batch --------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._is_interrupted = False
+        if self.lightning_module is not None:
+            self.engine.make_whole(self.lightning_module)  # where an exception left it sharded
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Built for real, also with empty_init: unfilled memory is noise unless a checkpoint covers
+        # every tensor. And on the CPU: the whole module need not fit on the device.
+        with self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        full.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        refuse_unsupported(trainer, module)
+        if is_fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.device_type = self.root_device.type
+        self.precision_plugin.convert_module(module)
+        lightning_internals.move_metrics(module, self.root_device)
+        self.model_to_device()
+        self._lockstep = Lockstep(self.engine, self.root_device)
+        # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.engine.shard(
+            self.lightning_module,
+            device=self.root_device,
+            precision=self.precision_plugin.policy,
+        )
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        full.load_optimizer_states(self.engine, self.optimizers, checkpoint["optimizer_states"])
+
+    # -- each batch --------------------------------------------------------------------------------
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        module = self.lightning_module
+        assert module is not None
+        if self.world_size == 1 or self._lockstep is None:
+            return dataloader
+        data = getattr(module.trainer, "datamodule", None)
+        return self._lockstep.wrap(
+            dataloader,
+            is_training=module.trainer.training,
+            allows_empty=module.allow_zero_length_dataloader_with_multiple_devices
+            or (data is not None and data.allow_zero_length_dataloader_with_multiple_devices),
+        )
+
+    # The module is not wrapped: its methods run as they are, inside the engine, which gathers the
+    # parameters that the LightningModule holds itself.
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            output: STEP_OUTPUT = self.engine.run(
+                self.lightning_module.training_step, *args, **kwargs
+            )
+            return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.val_step_context(), self._in_evaluation_step():
+            output: STEP_OUTPUT = self.engine.run(
+                self.lightning_module.validation_step, *args, **kwargs
+            )
+            return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        assert self.lightning_module is not None
+        with self.precision_plugin.test_step_context(), self._in_evaluation_step():
+            output: STEP_OUTPUT = self.engine.run(self.lightning_module.test_step, *args, **kwargs)
+            return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self.precision_plugin.predict_step_context(), self._in_evaluation_step():
+            return self.engine.run(self.lightning_module.predict_step, *args, **kwargs)
+
+    @contextmanager
+    def _in_evaluation_step(self) -> Iterator[None]:
+        self._is_in_step = True
+        try:
+            yield
+        finally:
+            self._is_in_step = False
+
+    @override
+    def _before_collective(self, what: str) -> None:
+        if self._is_in_step and self._lockstep is not None:
+            self._lockstep.check_collective(what)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        if self._communicates_every_micro_batch:
+            yield
+        else:
+            with self.engine.no_sync():
+                yield
+
+    @override
+    def on_validation_start(self) -> None:
+        self.engine.broadcast_buffers()  # running statistics differ by rank; DDP evaluates rank 0's
+
+    @override
+    def on_validation_end(self) -> None:
+        self._meet()
+
+    @override
+    def on_test_end(self) -> None:
+        self._meet()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._meet()
+
+    def _meet(self) -> None:
+        if self._lockstep is not None:
+            self._lockstep.meet()
+
+    # -- each save ---------------------------------------------------------------------------------
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return full.module_state(self.engine, self.lightning_module)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = lightning_internals.unwrap_optimizer(optimizer)
+        # After teardown the state is on the CPU, where NCCL cannot gather it.
+        lightning_internals.optimizers_to_device([optimizer], self.root_device)
+        return full.optimizer_state(self.engine, optimizer)
+
+    # -- after the last batch ----------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._is_interrupted = True
+
+    @override
+    def teardown(self) -> None:
+        assert self.accelerator is not None
+        assert self.cluster_environment is not None
+        self._lockstep = None
+        if self.lightning_module is not None and not self._is_interrupted:
+            self.engine.broadcast_buffers()  # the same module on all ranks, statistics included
+            self.engine.make_whole(self.lightning_module)
+            self.lightning_module.cpu()
+            if self._layer_sync is not None:
+                self._layer_sync.revert(self.lightning_module)
+        # After an exception other ranks may be anywhere: nobody is waited for, and the module stays
+        # sharded until the next run.
+        lightning_internals.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

@@ -1,0 +1,772 @@
+"""Every Trainer feature that users expect, each against DDP on the same run."""
+
+import copy
+import io
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from lightning_fsdp import ScratchFSDPStrategy
+from tests.support.counting import CollectiveCounter
+from tests.support.trainer import (
+    SHARDED,
+    Block,
+    Regressor,
+    assert_like_ddp,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+
+def _fit(strategy, folder, model=None, loader=None, **options):
+    model = model or seeded(Regressor)
+    trainer = make_trainer(strategy, folder, **options)
+    trainer.fit(model, loader or make_loader())
+    return trainer, model
+
+
+def _outcome(trainer, model):
+    metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+    return {"weights": weights_of(model), "losses": list(model.losses), "metrics": metrics}
+
+
+# -- plain training --------------------------------------------------------------------------------
+
+
+def _plain(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, max_epochs=2)
+    assert trainer.global_step == 8
+    return _outcome(trainer, model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_plain_training_is_that_of_ddp(tmp_path, world_size):
+    assert_like_ddp(_plain if world_size == 2 else _plain_any, tmp_path, world_size=world_size)
+
+
+def _plain_any(strategy, folder, rank):
+    return _outcome(*_fit(strategy, folder, max_epochs=2))
+
+
+class _Adamw(Regressor):
+    fused = False
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, fused=self.fused)
+
+
+def _adamw(strategy, folder, rank):
+    return _outcome(*_fit(strategy, folder, seeded(_Adamw), max_epochs=2))
+
+
+def test_adamw_is_that_of_ddp(tmp_path):
+    assert_like_ddp(_adamw, tmp_path, atol=2e-6)
+
+
+def _different_seeds(strategy, folder, rank):
+    model = seeded(_WithNorm, seed=rank)
+    before = model.blocks[0].up.weight.detach().clone()
+    trainer, model = _fit(strategy, folder, model)
+    assert not torch.equal(before, model.blocks[0].up.weight)
+    return _without_local_statistics(strategy, _outcome(trainer, model), rank)
+
+
+def _without_local_statistics(strategy, outcome, rank):
+    if strategy != "ddp":
+        mine = outcome["weights"]["batch_norm.running_mean"]
+        of_rank_0 = mine.clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(mine, of_rank_0)
+    if rank != 0:  # where DDP leaves this rank's own last update
+        for name in ("running_mean", "running_var"):
+            del outcome["weights"][f"batch_norm.{name}"]
+    return outcome
+
+
+class _WithNorm(Regressor):
+    """BatchNorm, whose buffers differ by rank, and a buffer drawn at random."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(5)
+        self.register_buffer("shift", torch.randn(5))
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x + self.shift))
+
+
+def test_ranks_that_were_not_seeded_alike_train_the_model_of_rank_0(tmp_path):
+    assert_like_ddp(_different_seeds, tmp_path)
+
+
+def _batch_norm(strategy, folder, rank):
+    trainer = make_trainer(strategy, folder, max_epochs=2)
+    model = seeded(_WithNorm)
+    trainer.fit(model, make_loader(), make_loader(24, seed=1))
+    return _without_local_statistics(strategy, _outcome(trainer, model), rank)
+
+
+def test_validation_uses_the_running_statistics_of_rank_0(tmp_path):
+    assert_like_ddp(_batch_norm, tmp_path)
+
+
+# -- accumulation ----------------------------------------------------------------------------------
+
+
+def _accumulate(strategy, folder, rank):
+    trainer, model = _fit(
+        strategy, folder, loader=make_loader(40), accumulate_grad_batches=2, max_epochs=2
+    )
+    assert trainer.global_step == 6  # five batches per rank: two, two, and the last alone
+    return _outcome(trainer, model)
+
+
+def test_accumulation_is_that_of_ddp(tmp_path):
+    assert_like_ddp(_accumulate, tmp_path)
+
+
+def _reductions(strategy, folder, accumulation, batches_per_step):
+    """Gradient reductions in one optimizer step, counted as they leave for the network."""
+    model = seeded(Regressor)
+    trainer = make_trainer(strategy, folder, accumulate_grad_batches=batches_per_step)
+    with CollectiveCounter() as counter:
+        trainer.fit(model, make_loader(8 * batches_per_step))
+    assert trainer.global_step == 1
+    return counter.num_reductions(2)
+
+
+def _count_reductions(rank, world_size, folder):
+    for stage in (2, 3):
+        for accumulation, expected in (("local", 1), ("sum", 4)):
+            counts = []
+            for batches_per_step in (1, 4):
+                strategy = ScratchFSDPStrategy(zero_stage=stage, accumulation=accumulation)
+                counts.append(_reductions(strategy, folder, accumulation, batches_per_step))
+            assert counts[0] > 0, "the profiler no longer shows reductions under these names"
+            assert counts[1] == expected * counts[0], (stage, accumulation, counts)
+
+
+def test_accumulation_skips_communication_unless_told_to_sum(tmp_path):
+    on_trainer_ranks(_count_reductions, 2, tmp_path)
+
+
+def _accumulate_by_sum(strategy, folder, rank):
+    if strategy != "ddp":
+        strategy = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), accumulation="sum")
+    return _accumulate(strategy, folder, rank)
+
+
+def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
+    assert_like_ddp(_accumulate_by_sum, tmp_path)
+
+
+# -- clipping --------------------------------------------------------------------------------------
+
+
+def _clip_by_norm(strategy, folder, rank):
+    trainer, model = _fit(
+        strategy, folder, seeded(_Adamw), gradient_clip_val=0.05, accumulate_grad_batches=2
+    )
+    return _outcome(trainer, model)
+
+
+def _clip_by_value(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    return _outcome(trainer, model)
+
+
+def _clip_by_hand(strategy, folder, rank):
+    class ClipsItself(Regressor):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val, **kwargs):
+            self.clip_gradients(optimizer, gradient_clip_val=0.03, gradient_clip_algorithm="norm")
+
+    return _outcome(*_fit(strategy, folder, seeded(ClipsItself)))
+
+
+@pytest.mark.parametrize("scenario", [_clip_by_norm, _clip_by_value, _clip_by_hand])
+def test_clipping_is_that_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path, atol=2e-6)
+
+
+def _gradients_in_hook(strategy, folder, rank):
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            for name, parameter in module.named_parameters():
+                gradient = parameter.grad
+                whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+                seen.append((name, whole.clone()))
+
+        def on_after_backward(self, trainer, module):
+            gradient = module.head.weight.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            seen.append(("after backward", whole.clone()))
+
+    _fit(strategy, folder, callbacks=[Watch()])
+    return {f"{index} {name}": value for index, (name, value) in enumerate(seen)}
+
+
+def test_gradients_are_final_in_the_hooks_before_the_step(tmp_path):
+    assert_like_ddp(_gradients_in_hook, tmp_path)
+
+
+# -- precision -------------------------------------------------------------------------------------
+
+
+def _bf16(precision):
+    def scenario(strategy, folder, rank):
+        dtypes = {}
+
+        class Watch(pl.Callback):
+            def on_before_optimizer_step(self, trainer, module, optimizer):
+                dtypes["main"] = module.head.weight.dtype
+                dtypes["gradient"] = module.head.weight.grad.dtype
+
+        trainer, model = _fit(
+            strategy, folder, seeded(_Adamw), precision=precision, callbacks=[Watch()]
+        )
+        main = torch.float32 if precision == "bf16-mixed" else torch.bfloat16
+        assert dtypes == {"main": main, "gradient": main}
+        assert trainer.precision == precision
+        outcome = _outcome(trainer, model)
+        return {
+            "weights": {n: w.float() for n, w in outcome["weights"].items()},
+            "losses": [loss.float() for loss in outcome["losses"]],
+        }
+
+    return scenario
+
+
+def _bf16_mixed(strategy, folder, rank):
+    return _bf16("bf16-mixed")(strategy, folder, rank)
+
+
+def _bf16_true(strategy, folder, rank):
+    return _bf16("bf16-true")(strategy, folder, rank)
+
+
+@pytest.mark.parametrize("scenario", [_bf16_mixed, _bf16_true])
+def test_bf16_is_near_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path, atol=2e-2, rtol=2e-2)
+
+
+def _fused_clipped_mixed(strategy, folder, rank):
+    # Lightning refuses the three together, so DDP runs the same without the fused kernel.
+    model = seeded(_Adamw)
+    model.fused = strategy != "ddp"
+    _trainer, model = _fit(
+        strategy, folder, model, precision="bf16-mixed", gradient_clip_val=0.1, max_epochs=2
+    )
+    return {"weights": weights_of(model), "losses": list(model.losses)}
+
+
+def test_fused_adamw_with_clipping_and_bf16_mixed_is_near_ddp(tmp_path):
+    assert_like_ddp(_fused_clipped_mixed, tmp_path, atol=2e-2, rtol=2e-2)
+
+
+# -- evaluation ------------------------------------------------------------------------------------
+
+
+def _evaluate_around_fit(strategy, folder, rank):
+    trainer = make_trainer(strategy, folder, num_sanity_val_steps=2)
+    model = seeded(Regressor)
+    loader, other = make_loader(24, seed=1), make_loader(16, seed=2)
+    outcome = {"before": trainer.validate(model, loader, verbose=False)}
+    outcome["test before"] = trainer.test(model, other, verbose=False)
+    outcome["predict before"] = trainer.predict(model, other)
+    trainer.fit(model, make_loader(), loader)
+    outcome["fit"] = _outcome(trainer, model)
+    outcome["after"] = trainer.validate(model, loader, verbose=False)
+    outcome["test after"] = trainer.test(model, other, verbose=False)
+    outcome["predict after"] = trainer.predict(model, other)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_loader(), loader)
+    assert trainer.global_step == 8
+    outcome["second fit"] = _outcome(trainer, model)
+    outcome["plain forward"] = model(torch.ones(2, 5)).detach()
+    return outcome
+
+
+def test_validate_test_and_predict_before_and_after_fit_and_a_second_fit(tmp_path):
+    assert_like_ddp(_evaluate_around_fit, tmp_path)
+
+
+def _given_back(rank, world_size, folder):
+    for strategy in SHARDED:
+        model = seeded(Regressor)
+        model.head.weight.mark = "mine"
+        parameters = dict(model.named_parameters())
+        structure = repr(model)
+        trainer, _ = _fit(strategy, folder, model)
+        assert type(model) is Regressor
+        assert repr(model) == structure
+        for module in model.modules():
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+            assert not any("fsdp" in name for name in vars(module))
+        for name, parameter in model.named_parameters():
+            assert parameter is parameters[name]
+            assert type(parameter) is nn.Parameter
+            assert parameter.is_leaf
+        assert vars(model.head.weight) == {"mark": "mine"}
+        assert model.device == torch.device("cpu")
+        state = trainer.optimizers[0].state[model.head.weight]
+        assert type(state["momentum_buffer"]).__name__ == "ShardedTensor"
+        copy.deepcopy(model).head.weight.sum().backward()
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+
+
+def test_the_module_is_given_back_as_it_was(tmp_path):
+    on_trainer_ranks(_given_back, 2, tmp_path)
+
+
+class _FailsOnce(Regressor):
+    fails_at = ("forward", 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if (self.fails_at, batch_idx) == (("forward", 1), 1):
+            self.fails_at = None
+            raise ValueError("once")
+        return loss
+
+    def on_after_backward(self):
+        if self.fails_at == ("backward", 1) and len(self.losses) == 2:
+            self.fails_at = None
+            raise ValueError("once")
+
+
+def _goes_on(strategy, folder, rank):
+    outcome = {}
+    for place in ("forward", "backward"):
+        model = seeded(_FailsOnce)
+        model.fails_at = (place, 1)
+        trainer = make_trainer(strategy, folder)
+        with pytest.raises(ValueError, match="once"):
+            trainer.fit(model, make_loader())
+        trainer = make_trainer(strategy, folder)
+        trainer.fit(model, make_loader())
+        outcome[place] = _outcome(trainer, model)
+    return outcome
+
+
+def test_after_an_exception_the_same_module_trains_on(tmp_path):
+    assert_like_ddp(_goes_on, tmp_path)
+
+
+def _new_trainer_same_model(strategy, folder, rank):
+    _, model = _fit(strategy, folder)
+    model(torch.ones(2, 5)).sum().backward()  # gradients of the user's own are no obstacle
+    return _outcome(*_fit(strategy, folder, model))
+
+
+def test_a_trained_module_can_be_given_to_a_new_trainer(tmp_path):
+    assert_like_ddp(_new_trainer_same_model, tmp_path)
+
+
+def _inference_mode_is_off(rank, world_size, folder):
+    seen = []
+
+    class Watch(Regressor):
+        def validation_step(self, batch, batch_idx):
+            seen.append(torch.is_inference_mode_enabled())
+            super().validation_step(batch, batch_idx)
+
+    # Only gloo makes Lightning avoid inference mode by itself; without that it would be on.
+    import lightning.pytorch.loops.utilities as loops
+
+    loops._distributed_is_initialized = lambda: False
+    model = seeded(Watch)
+    for strategy, expected in (("ddp", True), *((name, False) for name in SHARDED)):
+        seen.clear()
+        trainer = make_trainer(strategy, folder)
+        trainer.validate(model, make_loader(), verbose=False)
+        assert set(seen) == {expected}, strategy
+    trainer.fit(model, make_loader())
+
+
+def test_evaluation_leaves_no_inference_tensors(tmp_path):
+    on_trainer_ranks(_inference_mode_is_off, 2, tmp_path)
+
+
+# -- several optimizers, by hand -------------------------------------------------------------------
+
+
+class _Gan(pl.LightningModule):
+    """Two networks, two optimizers, a parameter of its own; toggled, clipped, accumulated."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3))
+        self.critic = nn.Sequential(nn.Linear(3, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = -self.critic(self.generator(x)).mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        first.step()
+        self.untoggle_optimizer(first)
+
+        self.toggle_optimizer(second)
+        fake = self.generator(x).detach()
+        critic_loss = F.softplus(self.critic(fake)).mean() + F.softplus(-self.critic(y)).mean()
+        second.zero_grad()
+        self.manual_backward(critic_loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        for scheduler in self.lr_schedulers():
+            scheduler.step()
+        self.losses += [loss.detach(), critic_loss.detach()]
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.generator.parameters(), lr=0.02)
+        second = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9)
+        return [first, second], [
+            torch.optim.lr_scheduler.ExponentialLR(first, 0.9),
+            torch.optim.lr_scheduler.ExponentialLR(second, 0.8),
+        ]
+
+
+def _gan(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    model = seeded(_Gan)
+    trainer = make_trainer(strategy, folder, max_epochs=2)
+    trainer.fit(model, make_loader())
+    assert trainer.global_step == 16
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
+    assert_like_ddp(_gan, tmp_path, atol=3e-6)
+
+
+class _ByHand(Regressor):
+    """Accumulates over two batches and steps inside ``training_step``; owns a parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with optimizer.toggle_model(sync_grad=is_last):
+            loss = self.loss(batch)
+            self.manual_backward(loss / 2)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():  # the new weights must be seen at once, the module's own as well
+                self.losses.append(self.loss(batch))
+        self.losses.append(loss.detach())
+
+
+def _by_hand(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_ByHand))
+    assert trainer.global_step == 2
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_accumulation_by_hand_is_that_of_ddp(tmp_path):
+    assert_like_ddp(_by_hand, tmp_path)
+
+
+# -- schedulers and callbacks ----------------------------------------------------------------------
+
+
+class _Scheduled(Regressor):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class _Plateau(Regressor):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"},
+        }
+
+
+def _schedulers(strategy, folder, rank):
+    outcome = {}
+    for kind in (_Scheduled, _Plateau):
+        trainer = make_trainer(strategy, folder, max_epochs=3)
+        model = seeded(kind)
+        trainer.fit(model, make_loader(), make_loader(16, seed=1))
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        assert rates[0] < 0.1
+        outcome[kind.__name__] = {**_outcome(trainer, model), "rates": rates}
+    return outcome
+
+
+def test_learning_rate_schedules_are_those_of_ddp(tmp_path):
+    assert_like_ddp(_schedulers, tmp_path)
+
+
+def _early_stopping(strategy, folder, rank):
+    stopping = EarlyStopping("val_loss", patience=1, min_delta=0.3)
+    trainer = make_trainer(strategy, folder, max_epochs=20, callbacks=[stopping])
+    model = seeded(Regressor)
+    trainer.fit(model, make_loader(), make_loader(16, seed=1))
+    assert 0 < trainer.current_epoch < 20
+    return {**_outcome(trainer, model), "epochs": trainer.current_epoch}
+
+
+def test_early_stopping_is_that_of_ddp(tmp_path):
+    assert_like_ddp(_early_stopping, tmp_path)
+
+
+# -- kinds of modules ------------------------------------------------------------------------------
+
+
+class _DecayByShape(Regressor):
+    """The usual two groups: matrices decay, vectors do not. Wrong shapes would move every one."""
+
+    def configure_optimizers(self):
+        parameters = list(self.parameters())
+        matrices = [p for p in parameters if p.ndim >= 2]
+        vectors = [p for p in parameters if p.ndim < 2]
+        assert (len(matrices), len(vectors)) == (6, 10)
+        assert self.head.weight.shape == (3, 7)
+        self.num_elements = sum(p.numel() for p in parameters)
+        groups = [
+            {"params": matrices, "weight_decay": 0.5},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+
+def _decay_by_shape(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_DecayByShape))
+    return {**_outcome(trainer, model), "num_elements": model.num_elements}
+
+
+class _Configured(Regressor):
+    """Layers made in ``configure_model``, under the strategy's own context."""
+
+    def __init__(self):
+        pl.LightningModule.__init__(self)
+        self.lr, self.losses, self.inlet = 0.05, [], None
+
+    def configure_model(self):
+        if self.inlet is None:
+            torch.manual_seed(5)
+            self.inlet = nn.Linear(5, 7)
+            self.blocks = nn.ModuleList(Block(7) for _ in range(3))
+            self.head = nn.Linear(7, 3)
+
+
+def _configure_model(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_Configured))
+    trainer.validate(model, make_loader(), verbose=False)
+    return _outcome(trainer, model)
+
+
+class _Frozen(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].up.bias.requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+
+
+def _frozen(strategy, folder, rank):
+    model = seeded(_Frozen)
+    frozen = model.blocks[0].up.weight.detach().clone()
+    trainer, model = _fit(strategy, folder, model)
+    assert torch.equal(model.blocks[0].up.weight, frozen)
+    assert not model.head.weight.requires_grad
+    assert model.head.bias.requires_grad
+    return _outcome(trainer, model)
+
+
+class _Tied(pl.LightningModule):
+    """An embedding whose weight is also that of the head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(Block(6) for _ in range(2))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x = self.embedding(batch)
+        for block in self.blocks:
+            x = block(x)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), batch.roll(-1, 1).flatten())
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _tied(strategy, folder, rank):
+    tokens = torch.randint(0, 11, (32, 5), generator=torch.Generator().manual_seed(3))
+    trainer, model = _fit(strategy, folder, seeded(_Tied), DataLoader(tokens, batch_size=4))
+    assert model.head.weight is model.embedding.weight
+    trainer, model = _fit(strategy, folder, model, DataLoader(tokens, batch_size=4))
+    assert model.head.weight is model.embedding.weight
+    return _outcome(trainer, model)
+
+
+class _OwnsParameters(Regressor):
+    """Uses a parameter of its own before, in and after its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+        self.shift = nn.Parameter(torch.linspace(0, 1, 5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+    def loss(self, batch):
+        x, y = batch
+        return F.mse_loss(self(x + self.shift) + self.scale * self.shift.sum(), y)
+
+
+def _owns_parameters(strategy, folder, rank):
+    trainer = make_trainer(strategy, folder)
+    model = seeded(_OwnsParameters)
+    trainer.fit(model, make_loader(), make_loader(16, seed=1))
+    return _outcome(trainer, model)
+
+
+class _OwnsByHand(_ByHand):
+    """Uses its own parameter right after the step, without a call in between."""
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.losses.append(self.scale.detach().clone())
+
+
+def _owns_by_hand(strategy, folder, rank):
+    _trainer, model = _fit(strategy, folder, seeded(_OwnsByHand))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+class _Checkpointed(Regressor):
+    """Recomputes its blocks in the backward: what the refusal of the option recommends."""
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def _checkpointed(strategy, folder, rank):
+    return _outcome(*_fit(strategy, folder, seeded(_Checkpointed)))
+
+
+class _Thawed(Regressor):
+    """Freezes and thaws while it trains: what the refusal of the finetuning callback recommends."""
+
+    def on_train_epoch_start(self):
+        self.blocks.requires_grad_(self.current_epoch != 1)
+
+
+def _thawed(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    trainer, model = _fit(strategy, folder, seeded(_Thawed), max_epochs=3)
+    return _outcome(trainer, model)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        _decay_by_shape,
+        _configure_model,
+        _frozen,
+        _tied,
+        _owns_parameters,
+        _owns_by_hand,
+        _checkpointed,
+        _thawed,
+    ],
+)
+def test_kinds_of_modules_train_as_with_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path, atol=3e-6)
+
+
+class _Sampled(Regressor):
+    """Logs what it was given, summed over ranks only on request."""
+
+    def training_step(self, batch, batch_idx):
+        first = batch[0][0, 0]
+        self.log("synced", first, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("summed", first, sync_dist=True, reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("local", first, on_step=False, on_epoch=True)
+        self.gathered = self.all_gather(first)
+        return super().training_step(batch, batch_idx)
+
+
+def _logging(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_Sampled))
+    return {**_outcome(trainer, model), "gathered": model.gathered}
+
+
+def test_ranks_get_different_data_and_logs_are_reduced(tmp_path):
+    assert_like_ddp(_logging, tmp_path)
+
+
+def _lr_find(strategy, folder, rank):
+    model = seeded(Regressor)
+    before = weights_of(model)
+    trainer = make_trainer(strategy, folder)
+    finder = Tuner(trainer).lr_find(model, make_loader(64), num_training=8, update_attr=True)
+    torch.testing.assert_close(weights_of(model), before)
+    trainer.fit(model, make_loader())
+    return {**_outcome(trainer, model), "losses found": finder.results["loss"], "lr": model.lr}
+
+
+def test_the_learning_rate_finder_finds_what_it_finds_with_ddp(tmp_path):
+    assert_like_ddp(_lr_find, tmp_path)
+
+
+def _summary(strategy, folder, rank):
+    seen = {}
+
+    class Watch(pl.Callback):
+        def on_fit_start(self, trainer, module):
+            summary = ModelSummary(module)
+            seen["total"] = summary.total_parameters
+            seen["trainable"] = summary.trainable_parameters
+
+    _fit(strategy, folder, seeded(_Frozen), callbacks=[Watch()])
+    return seen
+
+
+def test_the_model_summary_counts_whole_parameters(tmp_path):
+    assert_like_ddp(_summary, tmp_path)

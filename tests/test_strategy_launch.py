@@ -1,0 +1,361 @@
+"""Names, ways to start, ways to end: script, torchrun, exceptions, Ctrl-C; nothing is left."""
+
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import StrategyRegistry
+from torchmetrics import MeanSquaredError
+
+import lightning_fsdp
+from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp.config import ZERO2, ZERO3
+from lightning_fsdp.strategies import lightning_internals, registry
+from tests.support.ranks import REPOSITORY, run_snippet
+from tests.support.trainer import (
+    Regressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+PLAN_OF_NAME = {"scratch_fsdp": ZERO3, "scratch_fsdp_zero3": ZERO3, "scratch_fsdp_zero2": ZERO2}
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_each_name_gives_its_strategy(tmp_path):
+    for name, plan in PLAN_OF_NAME.items():
+        for spelling in (name, name.upper()):
+            strategy = make_trainer(spelling, tmp_path, devices=1).strategy
+            assert type(strategy) is ScratchFSDPStrategy
+            assert strategy.engine.plan == plan
+    assert set(PLAN_OF_NAME) == set(registry.SCRATCH_NAMES)
+
+
+def test_names_are_registered_once_and_again_is_harmless():
+    before = {name: StrategyRegistry[name] for name in PLAN_OF_NAME}
+    registry.register()
+    importlib.reload(lightning_fsdp)
+    for name in PLAN_OF_NAME:
+        assert StrategyRegistry[name] is before[name]
+        assert StrategyRegistry[name]["description"]
+        assert not any(family in name for family in ("ddp", "deepspeed"))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    ["import lightning_fsdp, lightning.pytorch", "import lightning.pytorch, lightning_fsdp"],
+)
+def test_importing_is_light_and_names_are_known_in_any_order(imports):
+    result = run_snippet(
+        f"""
+        import sys
+        first = "{imports}".split()[1].strip(",")
+        if first == "lightning_fsdp":
+            import lightning_fsdp, importlib
+            importlib.reload(lightning_fsdp)
+            assert "torch" not in sys.modules and "lightning" not in sys.modules
+        {imports}
+        from lightning.pytorch.strategies import StrategyRegistry
+        assert {list(PLAN_OF_NAME)} == [n for n in StrategyRegistry if n.startswith("scratch")]
+        assert not any(type(f).__module__.startswith("lightning_fsdp") for f in sys.meta_path)
+        assert "lightning_fsdp.strategies.scratch" not in sys.modules
+        assert lightning_fsdp.ScratchFSDPStrategy.__name__ == "ScratchFSDPStrategy"
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_public_names_exist_and_unknown_ones_do_not():
+    for name in lightning_fsdp.__all__:
+        assert getattr(lightning_fsdp, name).__doc__ or name.startswith("ZERO")
+        assert name in dir(lightning_fsdp)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = lightning_fsdp.nothing
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        textwrap.dedent(
+            f"""
+            model:
+              class_path: tests.support.trainer.Regressor
+            trainer:
+              accelerator: cpu
+              devices: 1
+              logger: false
+              default_root_dir: {tmp_path}
+              strategy:
+                class_path: lightning_fsdp.ScratchFSDPStrategy
+                init_args:
+                  zero_stage: 2
+                  units: [Block, Linear]
+                  accumulation: sum
+                  timeout: "00:01:30"
+            """
+        )
+    )
+    strategy = _configured(["--config", str(config)])
+    assert strategy.engine.plan == ZERO2
+    assert strategy.engine._units == ["Block", "Linear"]
+    assert strategy._communicates_every_micro_batch
+    assert strategy._timeout == timedelta(seconds=90)
+    by_size = _configured(["--config", str(config), "--trainer.strategy.init_args.units=100"])
+    assert by_size.engine._units == 100
+    named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
+    assert type(named) is ScratchFSDPStrategy
+    assert named.engine.plan == ZERO2
+
+
+def _configured(args):
+    cli = LightningCLI(
+        run=False,
+        args=args,
+        save_config_callback=None,
+        auto_configure_optimizers=False,
+        seed_everything_default=False,
+    )
+    return cli.trainer.strategy
+
+
+# -- units -----------------------------------------------------------------------------------------
+
+
+def _units(rank, world_size, folder):
+    expected = {}
+    for units in (None, ["Block"], ["Linear", "LayerNorm"], 60, lambda m: hasattr(m, "up")):
+        model = seeded(Regressor)
+        trainer = make_trainer(ScratchFSDPStrategy(units=units), folder)
+        trainer.fit(model, make_loader())
+        expected = expected or weights_of(model)
+        torch.testing.assert_close(weights_of(model), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_units_can_be_chosen_by_class_size_or_function(tmp_path):
+    on_trainer_ranks(_units, 2, tmp_path)
+
+
+# -- devices and backends --------------------------------------------------------------------------
+
+
+def test_cuda_takes_nccl_and_its_own_device(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("GROUP_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    strategy = ScratchFSDPStrategy(
+        parallel_devices=[torch.device("cuda", 0), torch.device("cuda", 1)],
+        cluster_environment=TorchElasticEnvironment(),
+        timeout=timedelta(seconds=5),
+    )
+    strategy.num_nodes = 2
+    assert strategy.root_device == torch.device("cuda", 1)
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 4, "rank": 3}
+    assert strategy.is_distributed
+    assert strategy.world_size == 4
+    assert not strategy.is_global_zero
+
+    calls = []
+    monkeypatch.setattr(
+        lightning_internals, "_init_dist_connection", lambda *a, **k: calls.append((a[1:], k))
+    )
+
+    class Accelerator:
+        def setup_device(self, device):
+            calls.append(device)
+
+    strategy.accelerator = Accelerator()
+    strategy.setup_environment()
+    assert calls[0] == torch.device("cuda", 1)
+    assert calls[1] == (
+        ("nccl",),
+        {"timeout": timedelta(seconds=5), "device_id": torch.device("cuda", 1)},
+    )
+    gloo = ScratchFSDPStrategy(
+        parallel_devices=[torch.device("cpu")] * 2,
+        cluster_environment=TorchElasticEnvironment(),
+        process_group_backend=None,
+    )
+    gloo.accelerator = Accelerator()
+    gloo.setup_environment()
+    assert calls[-1][0] == ("gloo",)
+    assert calls[-1][1]["device_id"] is None
+    lightning_internals.set_rank_zero(0)
+
+
+def test_metrics_are_moved_to_the_device():
+    module = torch.nn.ModuleDict({"metric": MeanSquaredError(), "other": torch.nn.Linear(1, 1)})
+    lightning_internals.move_metrics(module, torch.device("meta"))
+    assert module["metric"].sum_squared_error.device.type == "meta"
+    assert module["other"].weight.device.type == "cpu"
+
+
+def test_two_hosts_count_ranks_over_both():
+    environment = LightningEnvironment()
+    strategy = ScratchFSDPStrategy(
+        parallel_devices=[torch.device("cpu")] * 2, cluster_environment=environment
+    )
+    strategy.num_nodes = 2
+    environment.node_rank = lambda: 1
+    strategy.set_world_ranks()
+    assert (strategy.global_rank, strategy.world_size) == (2, 4)
+    lightning_internals.set_rank_zero(0)
+
+
+# -- starting and ending ---------------------------------------------------------------------------
+
+SCRIPT = """
+import atexit, json, os, sys, time
+import torch, torch.distributed as dist
+import lightning_fsdp
+from tests.support.trainer import Regressor, make_loader, make_trainer, seeded, weights_of
+
+torch.set_num_threads(1)
+out, mode = sys.argv[1], sys.argv[2]
+
+class Model(Regressor):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if mode == "raise" and self.global_rank == 1 and batch_idx == 1:
+            raise ValueError("only rank 1 says no")
+        if mode == "wait" and batch_idx == 1:
+            print("TRAINING", flush=True)
+            time.sleep(0.1 if self.trainer.current_epoch else 0)
+
+if __name__ == "__main__":
+    atexit.register(lambda: os.write(1, f"GROUP AT EXIT: {dist.is_initialized()}\\n".encode()))
+    result = {}
+    strategies = ["scratch_fsdp_zero3"] if mode != "run" else [
+        "scratch_fsdp_zero3", "scratch_fsdp_zero2", "scratch_fsdp", "ddp"]
+    for name in strategies:
+        model = seeded(Model)
+        epochs = 10_000 if mode == "wait" else 1
+        trainer = make_trainer(name, out, devices=2, max_epochs=epochs)
+        trainer.fit(model, make_loader(), make_loader(8, seed=1))
+        predicted = trainer.predict(model, make_loader(9, batch_size=2))
+        result[name] = [sum(w.double().sum().item() for w in weights_of(model).values()),
+                        trainer.callback_metrics["val_loss"].item() if predicted is None else
+                        sum(p.sum().item() for p in predicted), trainer.world_size]
+    if trainer.is_global_zero:
+        json.dump(result, open(f"{out}/result.json", "w"))
+"""
+
+
+class _Job:
+    """A script in a session of its own, so that whatever it leaves behind can be found."""
+
+    def __init__(self, folder: Path, launcher: list[str], mode: str) -> None:
+        script = folder / "train.py"
+        script.write_text(SCRIPT)
+        hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        environment = {k: v for k, v in os.environ.items() if k not in hidden}
+        environment.update(
+            PYTHONPATH=str(REPOSITORY),
+            OMP_NUM_THREADS="1",
+            GLOO_SOCKET_IFNAME="lo",
+            PYTHONUNBUFFERED="1",
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, str(script), str(folder), mode],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_s: float) -> tuple[int, str]:
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            output, _ = self.process.communicate()
+            pytest.fail(f"still running after {timeout_s} s:\n{output}")
+        self.check_nothing_is_left(output)
+        return self.process.returncode, output
+
+    def check_nothing_is_left(self, output: str) -> None:
+        deadline = time.monotonic() + 5.0
+        while left := self._members():
+            if time.monotonic() > deadline:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                pytest.fail(f"left processes {left} behind:\n{output}")
+            time.sleep(0.1)
+
+    def _members(self) -> list[int]:
+        members = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = stat.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.process.pid and fields[0] != "Z":
+                members.append(int(stat.parent.name))
+        return members
+
+
+def _torchrun() -> list[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+    ]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+def test_started_by_the_script_or_by_torchrun_the_result_is_that_of_ddp(tmp_path, launcher):
+    job = _Job(tmp_path, _torchrun() if launcher == "torchrun" else [], "run")
+    status, output = job.wait(timeout_s=120)
+    assert status == 0, output
+    result = json.loads((tmp_path / "result.json").read_text())
+    for name in PLAN_OF_NAME:
+        assert result[name] == pytest.approx(result["ddp"], abs=1e-4)
+        assert result[name][2] == 2
+    assert output.count("GROUP AT EXIT: False") == 2
+    assert "terminate called" not in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
+    job = _Job(tmp_path, [], "raise")
+    status, output = job.wait(timeout_s=60)
+    assert status != 0
+    assert "only rank 1 says no" in output
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def test_ctrl_c_ends_all_ranks(tmp_path):
+    job = _Job(tmp_path, [], "wait")
+    assert job.process.stdout is not None
+    for line in job.process.stdout:
+        if "TRAINING" in line:
+            break
+    time.sleep(0.5)
+    os.killpg(job.process.pid, signal.SIGINT)  # as the terminal does, to every process
+    status, output = job.wait(timeout_s=60)
+    assert status == 1, output
+    assert "KeyboardInterrupt" in output
+    assert "GROUP AT EXIT: False" in output

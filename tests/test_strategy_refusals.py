@@ -1,0 +1,258 @@
+"""What cannot work is refused by name, on every rank, before anything is trained."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.utilities import grad_norm
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fsdp import ScratchFSDPStrategy, fully_shard
+from lightning_fsdp.strategies.precision import ShardedPrecision
+from tests.support.ranks import errors_on_ranks
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    as_torchrun,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+STRATEGY = SHARDED[0]
+
+
+# -- at construction -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"zero_stage": 1}, ValueError, r"zero_stage: expected 2 .* or 3 .*, got 1"),
+        (
+            {"checkpoint": "sharded"},
+            NotImplementedError,
+            r"checkpoint='sharded'.*checkpoint='full'",
+        ),
+        ({"checkpoint": "best"}, ValueError, r"checkpoint: expected 'full', got 'best'"),
+        ({"cpu_offload": True}, NotImplementedError, r"cpu_offload=True.*zero_stage=3"),
+        (
+            {"activation_checkpointing": ["Block"]},
+            NotImplementedError,
+            r"activation_checkpointing=\['Block'\].*torch.utils.checkpoint",
+        ),
+        ({"compile": True}, NotImplementedError, r"compile=True is not implemented"),
+        ({"accumulation": "separate"}, ValueError, r"accumulation: expected 'local'.*'separate'"),
+        ({"units": True}, TypeError, r"units: expected a list of class names.*got True"),
+        ({"units": "Block"}, TypeError, r"units: expected a list of class names.*got 'Block'"),
+        ({"units": []}, TypeError, r"units: expected a list of class names.*got \[\]"),
+        ({"units": 0}, ValueError, r"units: expected a positive number.*got 0"),
+    ],
+)
+def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error, message):
+    with pytest.raises(error, match=message):
+        ScratchFSDPStrategy(**options)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
+def test_a_precision_that_does_not_work_is_refused_by_the_trainer(tmp_path, precision):
+    with pytest.raises(
+        ValueError, match=rf"'32-true', 'bf16-true', 'bf16-mixed', got '{precision}'"
+    ):
+        make_trainer(STRATEGY, tmp_path, precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "got"),
+    [
+        (lambda: MixedPrecision("16-mixed", "cpu"), r"got '16-mixed'.*scaler"),
+        (lambda: HalfPrecision("16-true"), r"got '16-true'.*scaler"),
+        (DoublePrecision, r"got '64-true' \(DoublePrecision\)"),
+    ],
+)
+def test_a_precision_plugin_that_does_not_work_is_refused(tmp_path, plugin, got):
+    with pytest.raises(ValueError, match=got):
+        ScratchFSDPStrategy(precision_plugin=plugin())
+    with pytest.raises(ValueError, match=got):
+        make_trainer(STRATEGY, tmp_path, plugins=[plugin()])
+
+
+def test_own_precision_is_checked_and_taken(tmp_path):
+    with pytest.raises(ValueError, match="expected one of '32-true'"):
+        ShardedPrecision("8-bit")
+    plugin = ShardedPrecision("bf16-mixed")
+    trainer = make_trainer(ScratchFSDPStrategy(precision_plugin=plugin), tmp_path)
+    assert trainer.precision_plugin is plugin
+    assert trainer.precision == "bf16-mixed"
+
+
+# -- at setup --------------------------------------------------------------------------------------
+
+
+class _Finetuning(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.blocks)
+
+    def finetune_function(self, module, epoch, optimizer):
+        self.unfreeze_and_add_param_group(module.blocks, optimizer)
+
+
+class _Graph(TensorBoardLogger):
+    """Never gets as far as writing."""
+
+    def __init__(self, folder):
+        super().__init__(folder, log_graph=True)
+
+
+def _refuse_at_setup(rank, world_size, folder):
+    for callback, name in (
+        (WeightAveraging(), "WeightAveraging"),
+        (EMAWeightAveraging(), "EMAWeightAveraging"),
+        (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
+        (_Finetuning(), "_Finetuning"),
+        (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name} does not work with a sharded"):
+            make_trainer(STRATEGY, folder, callbacks=[callback]).fit(
+                seeded(Regressor), make_loader()
+            )
+    with pytest.raises(
+        NotImplementedError, match=r"_Graph\(log_graph=True\) runs the model on rank 0"
+    ):
+        make_trainer(STRATEGY, folder, logger=_Graph(folder)).fit(seeded(Regressor), make_loader())
+
+    wrapped = seeded(Regressor)
+    wrapped.head = DistributedDataParallel(wrapped.head)
+    with pytest.raises(TypeError, match="head: expected a plain module, got one wrapped in Dist"):
+        make_trainer(STRATEGY, folder).fit(wrapped, make_loader())
+
+    with pytest.raises(
+        TypeError, match=r"blocks\.1: expected a module that is not sharded.*units="
+    ):
+        make_trainer(STRATEGY, folder).fit(seeded(_ShardsItself), make_loader())
+
+    lazy = seeded(Regressor)
+    lazy.head = nn.LazyLinear(3)
+    with pytest.raises(ValueError, match=r"parameter 'head.weight'.*lazy"):
+        make_trainer(STRATEGY, folder).fit(lazy, make_loader())
+
+    compiled = torch.compile(seeded(Regressor))
+    with pytest.raises(RuntimeError, match="strategy"):
+        make_trainer(STRATEGY, folder).fit(compiled, make_loader())
+
+    for kind, name in ((_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon")):
+        with pytest.raises(NotImplementedError, match=f"{name}.*needs whole tensors"):
+            make_trainer(STRATEGY, folder).fit(seeded(kind), make_loader())
+
+    with pytest.raises(ValueError, match=r"expected classes that occur.*got \['Nothing'\]"):
+        make_trainer(ScratchFSDPStrategy(units=["Nothing"]), folder).fit(
+            seeded(Regressor), make_loader()
+        )
+    with pytest.raises(ValueError, match=r"devices=3.*does not match the world size \(2\)"):
+        make_trainer(STRATEGY, folder, devices=3).fit(seeded(Regressor), make_loader())
+
+    # None of these has left anything behind.
+    model = seeded(Regressor)
+    make_trainer(STRATEGY, folder).fit(model, make_loader())
+    assert len(weights_of(model)) == 16
+
+
+class _ShardsItself(Regressor):
+    def configure_model(self):
+        fully_shard(self.blocks[1])
+
+
+class _Lbfgs(Regressor):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+class _Adafactor(Regressor):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters())
+
+
+class _Muon(Regressor):
+    def configure_optimizers(self):
+        return torch.optim.Muon([p for p in self.parameters() if p.ndim == 2])
+
+
+def test_what_sharding_cannot_do_is_refused_before_training(tmp_path):
+    on_trainer_ranks(_refuse_at_setup, 2, tmp_path)
+
+
+def _different_modules(rank, world_size, folder, difference):
+    as_torchrun(rank, world_size)
+    model = seeded(Regressor)
+    if difference == "shape":
+        model.head = nn.Linear(7, 3 + rank)
+    elif difference == "count" and rank == 1:
+        model.extra = nn.Linear(2, 2)
+    elif difference == "frozen" and rank == 1:
+        model.inlet.weight.requires_grad_(False)
+    make_trainer(STRATEGY, folder).fit(model, make_loader())
+
+
+@pytest.mark.parametrize(
+    ("difference", "name"), [("shape", "head.weight"), ("count", "extra"), ("frozen", "inlet")]
+)
+def test_ranks_with_different_modules_are_told_on_every_rank(tmp_path, difference, name):
+    errors = errors_on_ranks(_different_modules, 2, tmp_path, difference)
+    for error in errors:
+        assert error.type_name == "ValueError"
+        assert "expected the same parameters and buffers on every rank" in error.message
+        assert name in error.message
+        assert "rank 1" in error.message
+
+
+# -- while training --------------------------------------------------------------------------------
+
+
+class _ReadsNorms(Regressor):
+    def on_before_optimizer_step(self, optimizer):
+        grad_norm(self, 2)
+
+
+class _ClipsByItself(Regressor):
+    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+
+
+class _UsesWeightsOutside(Regressor):
+    def on_train_batch_end(self, *args):
+        F.linear(torch.ones(1, 7), self.head.weight)
+
+
+class _SavesItself(Regressor):
+    def on_train_batch_end(self, *args):
+        torch.save(self.state_dict(), "/dev/null")
+
+
+def _refuse_in_training(rank, world_size, folder):
+    for kind, error, message in (
+        (_ReadsNorms, RuntimeError, "expected a whole tensor.*clip_grad_norm_"),
+        (_ClipsByItself, RuntimeError, "expected a whole tensor"),
+        (_UsesWeightsOutside, RuntimeError, "'head.weight'.*expected a whole tensor"),
+        (_SavesItself, TypeError, "full_state_dict"),
+    ):
+        model = seeded(kind)
+        with pytest.raises(error, match=message):
+            make_trainer(STRATEGY, folder).fit(model, make_loader())
+        # The same module can be used at once: here with its first steps taken.
+        make_trainer(STRATEGY, folder).validate(model, make_loader(), verbose=False)
+        assert all(type(w) is torch.Tensor for w in weights_of(model).values())
+
+
+def test_what_would_be_wrong_on_slices_is_refused_and_the_module_survives(tmp_path):
+    on_trainer_ranks(_refuse_in_training, 2, tmp_path)
