@@ -1,4 +1,7 @@
-"""What cannot be sharded: found before anything is changed, named with the cure."""
+"""What cannot be sharded: found before anything is changed, named with the cure.
+
+Messages do not name the rank: ranks compare them, and all raise the one that they agree on.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -88,11 +90,8 @@ def check_parameters(plan: UnitPlan) -> None:
             problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
         if problem is not None:
             expected, got, cure = problem
-            where = f"unit {plan.name or type(plan.modules[0]).__name__!r} (rank {dist.get_rank()}"
-            raise ValueError(
-                f"{where} of {dist.get_world_size()}): expected {expected}, got {got} for "
-                f"{name!r}. {cure}"
-            )
+            unit = plan.name or type(plan.modules[0]).__name__
+            raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
 
 
 def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:

@@ -6,6 +6,8 @@ raises: a module is sharded on all ranks, or untouched on all.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,11 +211,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     reference = weakref.ref(module)
     function = getattr(type(module), name)
 
+    @functools.wraps(function)
     def gathering(*args: Any, **kwargs: Any) -> Any:
         owner = reference()
         assert owner is not None, "a method is called through its module"
         return hooks.run(lambda *a, **k: function(owner, *a, **k), *args, **kwargs)
 
+    gathering.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # no self
     setattr(module, name, gathering)
 
 

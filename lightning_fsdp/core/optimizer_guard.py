@@ -55,12 +55,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     _check_class(optimizer, sharded[0])
     _shard_whole_state(optimizer, sharded)
+    if _closure_of(args, kwargs) is not None:
+        return  # its backward, which reduces the gradients, is still to come
     for parameter in sharded:
         gradient = parameter.grad
         if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
             raise gradient.refusal("an optimizer step")
         if isinstance(gradient, UnreducedGradient):
             parameter.grad = None  # zeroed in place: there is nothing to step with
+
+
+def _closure_of(args: Any, kwargs: Any) -> Any:
+    # torch passes the arguments of ``step``, the optimizer first.
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _shard_whole_state(optimizer: Optimizer, parameters: list[ShardedTensor]) -> None:

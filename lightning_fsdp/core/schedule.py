@@ -183,7 +183,7 @@ class Schedule:
         if torch_internals.is_in_backward():
             return  # a recomputation: the backward needs the whole copy right after
         unit.install_shards()
-        # A forward that no backward follows ends as it began, under every plan.
+        # Plans that keep the copy keep it for a backward; without one, it ends as it began.
         if unit.reshard_after_forward or (not torch.is_grad_enabled() and not was_whole):
             unit.reshard()
 

@@ -221,7 +221,7 @@ def _choose_handler(func: Any) -> _Handler:
         return _pointwise
     if name in ("new_zeros", "new_ones", "new_empty", "new_full"):
         return _create_plain
-    if any(part in name for part in _PLACE_DEPENDENT):
+    if name == "equal" or any(part in name for part in _PLACE_DEPENDENT):
         return _refuse
     if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
         return _elementwise_over_lists
