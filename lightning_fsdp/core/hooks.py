@@ -41,8 +41,15 @@ class ModuleHooks:
         self.module = module
         self.unit = unit
         self.schedule = schedule
-        module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._on_return, always_call=True)
+        self._handles = (
+            module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._on_return, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module as if it were its forward."""

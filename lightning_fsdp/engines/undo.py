@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
@@ -27,7 +26,7 @@ def give_back(module: nn.Module) -> None:
     for inner in module.modules():
         hooks = hooks_of(inner)
         if hooks is not None:
-            _remove_hooks(inner, hooks)
+            hooks.remove()
         if isinstance(inner, ShardedModule):
             inner.__class__ = type(inner).__mro__[2]
         for name in _OWN_OF_MODULE:
@@ -40,19 +39,3 @@ def _make_plain(parameter: ShardedTensor) -> None:
     whole = nn.Parameter(parameter.full_tensor().cpu(), requires_grad=parameter.requires_grad)
     whole.__dict__.update(marks)
     torch.utils.swap_tensors(parameter, whole)  # type: ignore[no-untyped-call]
-
-
-def _remove_hooks(module: nn.Module, hooks: ModuleHooks) -> None:
-    # The tables are private, but nobody holds the handles that would empty them.
-    tables = module._forward_pre_hooks, module._forward_hooks  # noqa: SLF001
-    flags = (
-        module._forward_pre_hooks_with_kwargs,  # noqa: SLF001
-        module._forward_hooks_with_kwargs,  # noqa: SLF001
-        module._forward_hooks_always_called,  # noqa: SLF001
-    )
-    for table in tables:
-        mine = [key for key, hook in table.items() if getattr(hook, "__self__", None) is hooks]
-        for key in mine:
-            del table[key]
-            for flag in flags:
-                flag.pop(key, None)
