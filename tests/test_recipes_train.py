@@ -262,6 +262,10 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------- runs on two ranks
 
 
+def _mind_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def _run(folder: Path, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
     """``python -m recipes.train`` in ``folder``; its processes end with the block."""
@@ -275,6 +279,8 @@ def _run(folder: Path, arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A runner that was started in the background ignores Ctrl-C, and passes that on.
+            preexec_fn=_mind_interrupts,
         )
         try:
             yield process

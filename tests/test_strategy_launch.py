@@ -259,6 +259,10 @@ if __name__ == "__main__":
 """
 
 
+def _mind_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class _Job:
     """A script in a session of its own, so that whatever it leaves behind can be found."""
 
@@ -281,6 +285,8 @@ class _Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # A runner that was started in the background ignores Ctrl-C, and passes that on.
+            preexec_fn=_mind_interrupts,
         )
 
     def wait(self, timeout_s: float) -> tuple[int, str]:
