@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import fully_shard, register_forward_method, shard_model
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 
 
@@ -100,3 +101,29 @@ def keep_signature(rank, world_size):
 
 def test_a_registered_method_keeps_its_name_and_words():
     run_on_ranks(keep_signature, 2)
+
+
+class Saving(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.saved = None
+
+    def forward(self, x):
+        self.saved = self.state_dict()
+        return self.layer(x)
+
+
+def save_in_forward(rank, world_size):
+    model = Saving()
+    before = model.layer.weight.detach().clone()
+    fully_shard(model)
+    model(torch.ones(1, 4)).sum().backward()
+    weight = model.saved["layer.weight"]
+    assert isinstance(weight, ShardedTensor)
+    assert torch.equal(weight.full_tensor(), before)
+    assert model.layer.weight.grad is not None
+
+
+def test_a_state_dict_taken_inside_a_forward_is_sharded():
+    run_on_ranks(save_in_forward, 2)

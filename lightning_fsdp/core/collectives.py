@@ -28,6 +28,7 @@ waits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,8 +41,6 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
-# Tags keep our sends apart from each other's and from the user's own on the same group.
-_GATHER_TAG, _REDUCE_TAG = 0x5F5D, 0x5F5E
 
 # torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -108,6 +107,7 @@ class Communicator:
     Attributes:
         rank: This process in the group.
         world_size: Ranks in the group.
+        device_type: Of the tensors that the data group moves.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
     """
 
@@ -118,6 +118,7 @@ class Communicator:
         self.world_size = dist.get_world_size(group)
         self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
         backend = dist.get_backend(group)
+        self.device_type = "cuda" if "nccl" in backend else "cpu"
         self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
         self._timeout = torch_internals.group_timeout(group)
         if self.world_size > 1 and backend != "fake":
@@ -162,7 +163,9 @@ class Communicator:
         works: list[tuple[dist.Work, str]] = []
         if self.world_size > 1 and self._is_pairwise:
             mine = slots[self.rank]
-            works = self._exchange(lambda peer: mine, lambda peer: slots[peer], _GATHER_TAG)
+            works = self._exchange(
+                lambda peer: mine, lambda peer: slots[peer], _tag_of(unit_name, reduces=False)
+            )
         elif self.world_size > 1:
             work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
             works = [(work, "every rank")]
@@ -194,7 +197,9 @@ class Communicator:
             return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
         received = region.new_empty(self.world_size - 1, slots.shape[1])
         parts = {peer: received[i] for i, peer in enumerate(self._peers())}
-        works = self._exchange(lambda peer: slots[peer], lambda peer: parts[peer], _REDUCE_TAG)
+        works = self._exchange(
+            lambda peer: slots[peer], lambda peer: parts[peer], _tag_of(unit_name, reduces=True)
+        )
         parts[self.rank] = slots[self.rank]
 
         def mean_in_rank_order() -> Tensor:
@@ -287,6 +292,17 @@ class Communicator:
         traffic = self.traffic[kind]
         traffic.calls += 1
         traffic.sent_bytes += whole.nbytes // self.world_size * (self.world_size - 1)
+
+
+@functools.cache
+def _tag_of(unit_name: str, *, reduces: bool) -> int:
+    """A tag of its own for each unit and operation; odd for reductions.
+
+    Pairs that ranks enter with different intentions then never meet: they end in the group's
+    timeout, and move nothing into the wrong place. It keeps them apart from the user's own, too.
+    """
+    digest = hashlib.blake2b(unit_name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 2 << 1 | reduces
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -228,7 +228,7 @@ def _shard(request: _Request) -> None:
     try:
         prepared = _prepare(request)
         statement = _describe(prepared)
-    except (ValueError, TypeError, RuntimeError, NotImplementedError) as caught:
+    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
     what = ", ".join(type(module).__name__ for module in request.modules)

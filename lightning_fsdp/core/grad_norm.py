@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator | None,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most ``max_norm``. Collective.
+
+    Args:
+        parameters: Sharded and plain ones; those without a gradient do not count.
+        max_norm: The largest norm allowed.
+        norm_type: Any p, ``inf`` included.
+        communicator: The sharding group; ``None`` where nothing is sharded.
+
+    Returns:
+        The norm before, 0-d fp32, equal on every rank.
+
+    Raises:
+        RuntimeError: A gradient was not reduced yet.
+    """
+    gradients = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, UnreducedGradient):
+            if not gradient.is_cleared:
+                raise gradient.refusal("clip_grad_norm_")
+        elif gradient is not None:
+            gradients.append(gradient)
+    norm = global_norm(gradients, norm_type, communicator)
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
 
 
 def global_norm(
@@ -34,7 +68,9 @@ def global_norm(
         raise ValueError("norm_type: expected a number or inf, got nan.")
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g.detach() for g in gradients if not isinstance(g, ShardedTensor)]
-    device = (sharded or plain)[0].device if gradients else torch.device("cpu")
+    device = torch.device("cpu" if communicator is None else communicator.device_type)
+    if gradients:
+        device = (sharded or plain)[0].device
     parts = _partial(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.

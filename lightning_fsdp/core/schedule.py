@@ -10,9 +10,9 @@ those that enclose them, and beside what ZeRO-2 keeps).
                                                      reductions            |     2     |  1 -> 0
 
 Order: a collective that ranks enter with different intentions mixes up tensors. Every gather and
-reduction is therefore an event on a trail; the first time that a trail is walked, ranks agree on
-each event before data moves. A trail that was agreed on costs a set lookup. A rank that leaves it
-asks the others to agree, moves no data, and is named when the group's timeout is over.
+reduction is therefore an event on a trail. Ranks agree on it, before data moves, unless it is what
+followed the last time; then it costs a look-up. A rank that does something else asks the others to
+agree, moves no data, and is named when the group's timeout is over.
 
 What happens when depends on the graph alone, never on which gradients this rank happens to have: a
 unit is reduced when the backward leaves it through its inputs, or at the end of the backward where
@@ -96,7 +96,7 @@ class Schedule:
         self._step = _Step()
         self._follower_in_forward: dict[Unit, Unit] = {}
         self._follower_in_backward: dict[Unit, Unit] = {}
-        self._agreed_trails: set[int] = set()
+        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
 
     @property
@@ -342,13 +342,15 @@ class Schedule:
 
     def _agree(self, event: str, unit: Unit) -> None:
         step = self._step
-        step.trail = hash((step.trail, event, unit.name))
-        if step.trail in self._agreed_trails:
+        before, step.trail = step.trail, hash((step.trail, event, unit.name))
+        # All ranks know the same one way on from here. Were both ways of a fork remembered, two
+        # ranks could take one each, and neither would ask.
+        if self._continuations.get(before) == step.trail:
             return
         self.communicator.agree("order of units", f"{event} unit {unit.name!r}")
-        if len(self._agreed_trails) >= _MAX_TRAILS:
-            self._agreed_trails.clear()
-        self._agreed_trails.add(step.trail)
+        if len(self._continuations) >= _MAX_TRAILS:
+            self._continuations.clear()
+        self._continuations[before] = step.trail
 
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""

@@ -8,10 +8,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.grad_norm import global_norm, scale_to_norm
+from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.unit import Unit
-from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
@@ -131,16 +130,19 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: A gradient was not reduced yet.
         """
-        gradients = []
-        for parameter in self.parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
-                raise gradient.refusal("clip_grad_norm_")
-            if gradient is not None and not isinstance(gradient, UnreducedGradient):
-                gradients.append(gradient)
-        norm = global_norm(gradients, norm_type, self._hooks().schedule.communicator)
-        scale_to_norm(gradients, norm, max_norm)
-        return norm
+        communicator = self._hooks().schedule.communicator
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type, communicator)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
+        computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
+        for unit in computing:
+            unit.install_shards()
+        try:
+            return super().state_dict(*args, **kwargs)
+        finally:
+            for unit in computing:
+                unit.install_leaves()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

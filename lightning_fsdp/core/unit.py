@@ -34,6 +34,7 @@ class Unit:
         reshard_after_backward: Likewise.
         syncs_gradients: Whether a backward reduces gradients over the ranks.
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
+        has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         parameter_state: Life of the whole copy.
         gradient_state: Life of the local gradients.
     """
@@ -60,6 +61,7 @@ class Unit:
         self.needs_backward_gather = not all(_is_plain_embedding(m) for m in self.modules)
         self.parameter_state = ParameterState.SHARDED
         self.gradient_state = GradientState.NONE
+        self.has_leaves_installed = False
         self.on_arrival: Callable[[Unit], None] = _ignore
         self._gathers: list[Pending] = []
         self._reductions: list[tuple[WholeSegment, list[bool], Pending]] = []
@@ -121,6 +123,7 @@ class Unit:
         Raises:
             RuntimeError: A module holds another parameter than the one that was sharded.
         """
+        self.has_leaves_installed = True
         for whole in self.wholes:
             for index, parameter, leaf in whole.uses():
                 for site in whole.sites[index]:
@@ -137,6 +140,7 @@ class Unit:
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
+        self.has_leaves_installed = False
         for whole in self.wholes:
             for index, parameter, leaf in whole.uses():
                 for site in whole.sites[index]:

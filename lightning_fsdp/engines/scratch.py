@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core import checkpoint
 from lightning_fsdp.core.fully_shard import shard_model
-from lightning_fsdp.core.grad_norm import global_norm, scale_to_norm
+from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.unit import Unit
@@ -79,11 +79,8 @@ class ScratchEngine(Engine):
         self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         hooks = None if self.module is None else hooks_of(self.module)
-        gradients = [p.grad for p in parameters if p.grad is not None]
         communicator = None if hooks is None else hooks.schedule.communicator
-        norm = global_norm(gradients, norm_type, communicator)
-        scale_to_norm(gradients, norm, max_norm)
-        return norm
+        return clip_grad_norm_(parameters, max_norm, norm_type, communicator)
 
     @override
     def hold_whole(self) -> None:

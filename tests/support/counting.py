@@ -51,7 +51,6 @@ _OPERATIONS = {
     "monitored_barrier_": ("barrier", None),
 }
 _DATA_KINDS = {"all_gather", "reduce_scatter", "all_to_all", "send", "recv"}
-REDUCE_TAG = 0x5F5E  # pairs that carry gradients to be reduced; all others gather
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class CollectiveCounter(TorchDispatchMode):
         return wholes * (world_size - 1) / world_size + sent
 
     def _pairs(self, kind: str, reduces: bool) -> list[Call]:
-        return [call for call in self.of(kind) if (call.tag == REDUCE_TAG) == reduces]
+        return [call for call in self.of(kind) if is_reduction(call.tag) == reduces]
 
     def _record(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("c10d::")
@@ -134,6 +133,11 @@ class CollectiveCounter(TorchDispatchMode):
                 tag=args[3] if kind in ("send", "recv") else None,
             )
         )
+
+
+def is_reduction(tag: int | None) -> bool:
+    """Whether a pair carries gradients to be reduced; those that gather have even tags."""
+    return tag is not None and tag % 2 == 1
 
 
 def is_on_default_group(args: Any) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.counting import REDUCE_TAG, flat_tensors, has_wrapper, is_on_default_group
+from tests.support.counting import flat_tensors, has_wrapper, is_on_default_group, is_reduction
 
 # Which argument of a c10d operation receives parts of a whole.
 _RECEIVERS = {
@@ -93,7 +93,9 @@ class StorageTracker(TorchDispatchMode):
 
     def _mark_whole(self, func: Any, args: Any) -> None:
         position = _RECEIVERS.get(func._schema.name.removeprefix("c10d::"))
-        if position is None or not is_on_default_group(args) or REDUCE_TAG in args[3:]:
+        if position is None or not is_on_default_group(args):
+            return
+        if func._schema.name == "c10d::recv_" and is_reduction(args[3]):
             return
         for tensor in flat_tensors(args[position]):
             storage = tensor.untyped_storage()
