@@ -7,7 +7,7 @@ is counted there. Two ways lead to the same result, chosen by the backend:
 operation  gloo, up to 8 ranks                                       every other backend
 =========  ========================================================  ====================
 gather     a send and a receive per pair, in place                   all-gather, in place
-reduce     a send and a receive per pair, then a sum in rank order   reduce-scatter
+reduce     sends and receives per pair, then a sum in rank order     reduce-scatter
 =========  ========================================================  ====================
 
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.layout import complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
 
@@ -52,12 +53,35 @@ class Traffic:
     """What one kind of collective has moved, as this rank sent it.
 
     Attributes:
-        calls: Collectives issued.
+        calls: Collectives issued, however many messages each takes.
         sent_bytes: Payload that left this rank.
     """
 
     calls: int = 0
     sent_bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a region (or of a shard).
+
+    Attributes:
+        offset: Of its first element.
+        data: ``(n,)``.
+    """
+
+    offset: int
+    data: Tensor
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and past-the-last element."""
+        return self.offset, self.offset + self.data.numel()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """First element and number of elements."""
+        return self.offset, self.data.numel()
 
 
 @dataclass(eq=False)
@@ -74,7 +98,7 @@ class Pending:
     what: str
     works: Sequence[tuple[dist.Work, str]]
     finish: Callable[[], Tensor]
-    keeps: tuple[Tensor, ...] = field(default=(), repr=False)
+    keeps: Sequence[Tensor] = field(default=(), repr=False)
 
     def wait(self) -> Tensor:
         """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
@@ -159,12 +183,12 @@ class Communicator:
             unit_name: For the message if it fails.
         """
         slots = whole.view(self.world_size, -1)
-        self._count("all_gather", whole)
+        self._count("all_gather", slots[0].nbytes)
         works: list[tuple[dist.Work, str]] = []
         if self.world_size > 1 and self._is_pairwise:
             mine = slots[self.rank]
             works = self._exchange(
-                lambda peer: mine, lambda peer: slots[peer], _tag_of(unit_name, reduces=False)
+                lambda peer: [mine], lambda peer: [slots[peer]], _tag_of(unit_name, reduces=False)
             )
         elif self.world_size > 1:
             work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
@@ -172,44 +196,67 @@ class Communicator:
         what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
-    def reduce(self, region: Tensor, unit_name: str) -> Pending:
-        """Reduce-scatter: the mean over ranks of this rank's slot.
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a reduction sends pieces from where they are, or wants one flat region."""
+        return self._is_pairwise and self.world_size > 1
+
+    def reduce(self, pieces: Sequence[Piece], shard_numel: int, unit_name: str) -> Pending:
+        """Reduce-scatter: the mean over ranks of this rank's shard of a region.
 
         Args:
-            region: ``(world_size * shard_numel,)``; read until waited for.
+            pieces: The region of ``world_size * shard_numel`` elements, in order; what lies between
+                them is padding. Read until waited for. Where not :attr:`takes_pieces`: one piece.
+            shard_numel: Elements of the result.
             unit_name: For the message if it fails.
 
         Returns:
-            The collective; its result is the shard, ``(shard_numel,)`` of the same dtype. On one
-            rank that is ``region`` itself.
+            The collective; its result is the shard, ``(shard_numel,)`` of the same dtype, padding
+            zero. On one rank that is the region itself.
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
-        self._count("reduce_scatter", region)
         what = f"reduction of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        self._count("reduce_scatter", shard_numel * pieces[0].data.element_size())
+        if self.takes_pieces:
+            return self._reduce_in_pairs(pieces, shard_numel, what, unit_name)
+        (region,) = (piece.data for piece in pieces)
         if self.world_size == 1:
             return Pending(what, (), lambda: region)
-        slots = region.view(self.world_size, -1)
-        if not self._is_pairwise:
-            shard = torch.empty_like(slots[0])
-            work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
-            works = [(work, "every rank")]
-            return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
-        received = region.new_empty(self.world_size - 1, slots.shape[1])
-        parts = {peer: received[i] for i, peer in enumerate(self._peers())}
+        shard = region.new_empty(shard_numel)
+        work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
+        works = [(work, "every rank")]
+        return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
+
+    def _reduce_in_pairs(
+        self, pieces: Sequence[Piece], shard_numel: int, what: str, unit_name: str
+    ) -> Pending:
+        """Every rank sends each other rank that one's shard; the owner sums in rank order."""
+        shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
+        mine = shards[self.rank]
+        received = {peer: pieces[0].data.new_empty(shard_numel) for peer in self._peers()}
+        for row in received.values():
+            for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
+                row[start:stop].zero_()
         works = self._exchange(
-            lambda peer: slots[peer], lambda peer: parts[peer], _tag_of(unit_name, reduces=True)
+            lambda peer: [piece.data for piece in shards[peer]],
+            lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
+            _tag_of(unit_name, reduces=True),
         )
-        parts[self.rank] = slots[self.rank]
 
         def mean_in_rank_order() -> Tensor:
-            shard = parts[0] + parts[1]
-            for rank in range(2, self.world_size):
-                shard.add_(parts[rank])
-            parts.clear()
+            # Two terms commute to the bit, so the sum may begin with the first row that came.
+            shard = received[min(received)]
+            for rank in range(self.world_size):
+                if rank == self.rank:
+                    for piece in mine:
+                        shard.narrow(0, *piece.place).add_(piece.data)
+                elif received[rank] is not shard:
+                    shard.add_(received[rank])
+            received.clear()
             return shard.div_(self.world_size)
 
-        return Pending(what, works, mean_in_rank_order, keeps=(region, received))
+        return Pending(what, works, mean_in_rank_order, keeps=[piece.data for piece in pieces])
 
     def all_gather_slices(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""
@@ -273,25 +320,31 @@ class Communicator:
         raise RuntimeError(_describe_disagreement(self.rank, statements))
 
     def _exchange(
-        self, to: Callable[[int], Tensor], into: Callable[[int], Tensor], tag: int
+        self,
+        to: Callable[[int], Sequence[Tensor]],
+        into: Callable[[int], Sequence[Tensor]],
+        tag: int,
     ) -> list[tuple[dist.Work, str]]:
-        """Start a send to every peer and a receive from it, each ``(n,)``."""
+        """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
         works = []
         for peer in self._peers():
-            receive = dist.irecv(into(peer), group=self.group, group_src=peer, tag=tag)
-            send = dist.isend(to(peer), group=self.group, group_dst=peer, tag=tag)
-            assert receive is not None, "this rank is in the group"
-            assert send is not None, "this rank is in the group"
-            works += [(receive, f"rank {peer}"), (send, f"rank {peer}")]
+            for data in into(peer):
+                receive = dist.irecv(data, group=self.group, group_src=peer, tag=tag)
+                assert receive is not None, "this rank is in the group"
+                works.append((receive, f"rank {peer}"))
+            for data in to(peer):
+                send = dist.isend(data, group=self.group, group_dst=peer, tag=tag)
+                assert send is not None, "this rank is in the group"
+                works.append((send, f"rank {peer}"))
         return works
+
+    def _count(self, kind: str, shard_nbytes: int) -> None:
+        traffic = self.traffic[kind]
+        traffic.calls += 1
+        traffic.sent_bytes += shard_nbytes * (self.world_size - 1)
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
-    def _count(self, kind: str, whole: Tensor) -> None:
-        traffic = self.traffic[kind]
-        traffic.calls += 1
-        traffic.sent_bytes += whole.nbytes // self.world_size * (self.world_size - 1)
 
 
 @functools.cache
@@ -303,6 +356,17 @@ def _tag_of(unit_name: str, *, reduces: bool) -> int:
     """
     digest = hashlib.blake2b(unit_name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 2 << 1 | reduces
+
+
+def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
+    """What of ``pieces`` lies in ``[start, start + numel)``, with offsets from ``start``."""
+    cut = []
+    for piece in pieces:
+        low = max(piece.offset, start)
+        high = min(piece.offset + piece.data.numel(), start + numel)
+        if low < high:
+            cut.append(Piece(low - start, piece.data[low - piece.offset : high - piece.offset]))
+    return cut
 
 
 def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -349,7 +349,12 @@ def _make_unit(
     policy = prepared.policy
     segments = dict.fromkeys(segment_of[parameter] for parameter in plan.sites)
     wholes = [
-        WholeSegment(segment, [plan.sites.get(p, []) for p in segment.parameters], policy)
+        WholeSegment(
+            segment,
+            [plan.sites.get(p, []) for p in segment.parameters],
+            policy,
+            in_pieces=communicator.takes_pieces,
+        )
         for segment in segments
     ]
     return Unit(

@@ -16,7 +16,7 @@ the same bits) as they do on plain tensors. A shard may cut a parameter anywhere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 32
@@ -93,15 +93,26 @@ class SegmentLayout:
         shard_start, _ = self.shard_range(shard_rank)
         return min(max(slot.offset - shard_start, 0), self.shard_numel)
 
-    def padding(self) -> Iterator[tuple[int, int]]:
-        """The ranges ``[start, stop)`` of the region that belong to no parameter."""
-        position = 0
-        for slot in self.slots:
-            if slot.offset > position:
-                yield position, slot.offset
-            position = slot.offset + slot.numel
-        if self.numel > position:
-            yield position, self.numel
+    def padding(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """The ranges of the region, cut to ``[start, stop)``, that belong to no parameter."""
+        used = [(slot.offset, slot.offset + slot.numel) for slot in self.slots]
+        return complement(used, start, self.numel if stop is None else stop)
+
+    def runs(self, min_numel: int) -> list[range]:
+        """Cut the slots into runs of neighbours: large ones alone, small ones together.
+
+        Args:
+            min_numel: Elements from which on a slot is a run of its own.
+
+        Returns:
+            Indices of ``slots``, per run, in order.
+        """
+        firsts = [
+            index
+            for index, slot in enumerate(self.slots)
+            if slot.numel >= min_numel or index == 0 or self.slots[index - 1].numel >= min_numel
+        ]
+        return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(self.slots)], strict=True)]
 
 
 def plan_segment(
@@ -126,6 +137,19 @@ def plan_segment(
         position += numel
     shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
     return SegmentLayout(tuple(slots), shard_numel, shard_world_size)
+
+
+def complement(
+    ranges: Iterable[tuple[int, int]], start: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """What ordered, disjoint ``ranges`` leave free of ``[start, stop)``; without empty ones."""
+    position = start
+    for used_start, used_stop in ranges:
+        if min(used_start, stop) > position:
+            yield position, min(used_start, stop)
+        position = max(position, used_stop)
+    if stop > position:
+        yield position, stop
 
 
 def _round_up(value: int, multiple: int) -> int:

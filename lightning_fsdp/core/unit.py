@@ -64,7 +64,7 @@ class Unit:
         self.has_leaves_installed = False
         self.on_arrival: Callable[[Unit], None] = _ignore
         self._gathers: list[Pending] = []
-        self._reductions: list[tuple[WholeSegment, list[bool], Pending]] = []
+        self._reductions: list[tuple[WholeSegment, Pending]] = []
         self._gathered_versions: list[int] = []
 
     def __repr__(self) -> str:
@@ -167,12 +167,12 @@ class Unit:
         self.wait_for_reduce()  # a path through the graph that ended after the unit's reduction
         if self.gradient_state is not GradientState.LOCAL:
             self._step_gradients(GradientState.LOCAL)
-        whole.add_gradient(index, gradient)
+        whole.local_gradients.add(index, gradient)
 
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
-        return any(whole.has_local_gradients for whole in self.wholes)
+        return any(whole.local_gradients.is_waiting for whole in self.wholes)
 
     def reduce(self) -> list[tuple[ShardedTensor, bool]]:
         """Start the reduce-scatter of every trainable segment.
@@ -188,9 +188,10 @@ class Unit:
             for whole in self.wholes:
                 if not whole.is_trainable:
                     continue
-                arrived = whole.seal_region()
-                reduction = self.communicator.reduce(whole.take_region(), self.name)
-                self._reductions.append((whole, arrived, reduction))
+                pieces, arrived = whole.local_gradients.take()
+                shard_numel = whole.segment.layout.shard_numel
+                reduction = self.communicator.reduce(pieces, shard_numel, self.name)
+                self._reductions.append((whole, reduction))
                 used += [(p, arrived[index]) for index, p, _ in whole.uses()]
         self._step_gradients(GradientState.REDUCING)
         return used
@@ -200,7 +201,7 @@ class Unit:
         if self.gradient_state is not GradientState.REDUCING:
             return
         with torch.profiler.record_function(f"wait_for_reduce {self.name}"), torch.no_grad():
-            for whole, _, reduction in self._reductions:
+            for whole, reduction in self._reductions:
                 self._land(whole, reduction.wait())
         self._reductions.clear()
         self._step_gradients(GradientState.REDUCED)
@@ -208,12 +209,12 @@ class Unit:
     def leave_unreduced(self) -> None:
         """End a backward without communication; the local gradients stay for the next."""
         for whole in self.wholes:
-            whole.leave_unreduced()
+            whole.local_gradients.leave_unreduced()
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""
         self.install_shards()
-        for pending in (*self._gathers, *(reduction for _, _, reduction in self._reductions)):
+        for pending in (*self._gathers, *(reduction for _, reduction in self._reductions)):
             try:
                 pending.wait()
             except RuntimeError as error:  # that a collective never ended may be what happened
@@ -228,7 +229,7 @@ class Unit:
         if not drops_gradients:
             return
         for whole in self.wholes:
-            whole.drop_gradients()
+            whole.local_gradients.drop()
         if self.gradient_state is not GradientState.NONE:
             self._step_gradients(GradientState.NONE)
 
