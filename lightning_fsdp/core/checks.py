@@ -6,7 +6,7 @@ Messages do not name the rank: ranks compare them, and all raise the one that th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
@@ -92,6 +93,19 @@ def check_parameters(plan: UnitPlan) -> None:
             expected, got, cure = problem
             unit = plan.name or type(plan.modules[0]).__name__
             raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
+
+
+def check_ties(segments: Iterable[Segment], policy: PrecisionPolicy) -> None:
+    """Refuse other dtypes for weights that are tied to a unit sharded before: they share a copy."""
+    for segment in segments:
+        theirs = segment.policy.param_dtype, segment.policy.reduce_dtype
+        ours = policy.param_dtype, policy.reduce_dtype
+        if theirs != ours:
+            raise ValueError(
+                f"unit {segment.name!r}: expected one mp_policy for all units that share its "
+                f"weights, got (param_dtype, reduce_dtype) {theirs} there and {ours} here. Pass "
+                "the same policy to both calls."
+            )
 
 
 def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:

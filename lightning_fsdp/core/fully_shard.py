@@ -24,6 +24,7 @@ from lightning_fsdp.core.checks import (
     check_arguments,
     check_modules,
     check_parameters,
+    check_ties,
 )
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
@@ -37,7 +38,7 @@ from lightning_fsdp.core.grouping import (
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment, WholeSegment
+from lightning_fsdp.core.segment import Segment, SegmentUse
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.unit import Unit
@@ -271,12 +272,14 @@ def _prepare(request: _Request) -> _Prepared:
     units = plan_units(root, request.units_of(root), ignored, managed)
     for unit in units:
         check_parameters(unit)
+    policy = request.mp_policy or MixedPrecisionPolicy()
     known = _known_segments(units)
+    check_ties(known.values(), policy)
     return _Prepared(
         root=root,
         outermost=modules,
         plan=plan,
-        policy=request.mp_policy or MixedPrecisionPolicy(),
+        policy=policy,
         units=units,
         segments=cut_segments(units),
         inner=inner,
@@ -293,7 +296,7 @@ def _build(prepared: _Prepared, communicator: Communicator, device: torch.device
         schedule.add(other.units)
     segment_of = dict(prepared.known)
     for segment_plan in prepared.segments:
-        segment = _make_segment(segment_plan, communicator, device)
+        segment = _make_segment(segment_plan, prepared.policy, communicator, device)
         segment_of.update(dict.fromkeys(segment.parameters, segment))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, segment_of, prepared, communicator)
@@ -317,7 +320,9 @@ def _build(prepared: _Prepared, communicator: Communicator, device: torch.device
     optimizer_guard.watch(schedule)
 
 
-def _make_segment(plan: SegmentPlan, communicator: Communicator, device: torch.device) -> Segment:
+def _make_segment(
+    plan: SegmentPlan, policy: PrecisionPolicy, communicator: Communicator, device: torch.device
+) -> Segment:
     shapes = [tuple(parameter.shape) for parameter in plan.parameters]
     named_shapes = list(zip(plan.names, shapes, strict=True))
     layout = plan_segment(named_shapes, communicator.world_size)
@@ -334,7 +339,7 @@ def _make_segment(plan: SegmentPlan, communicator: Communicator, device: torch.d
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    segment = Segment(layout, shard, parameters)
+    segment = Segment(plan.users[0].name, layout, shard, parameters, communicator, policy)
     for parameter in parameters:
         parameter.spec.segment = weakref.ref(segment)
     return segment
@@ -346,23 +351,18 @@ def _make_unit(
     prepared: _Prepared,
     communicator: Communicator,
 ) -> Unit:
-    policy = prepared.policy
-    segments = dict.fromkeys(segment_of[parameter] for parameter in plan.sites)
-    wholes = [
-        WholeSegment(
-            segment,
-            [plan.sites.get(p, []) for p in segment.parameters],
-            policy,
-            in_pieces=communicator.takes_pieces,
-        )
-        for segment in segments
-    ]
+    uses: dict[Segment, SegmentUse] = {}
+    for parameter, sites in plan.sites.items():
+        segment = segment_of[parameter]
+        use = uses.setdefault(segment, SegmentUse(segment, {}))
+        slot = cast(ShardedTensor, parameter).spec.slot
+        use.sites[segment.layout.slots.index(slot)] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
         plan.modules,
-        wholes,
+        list(uses.values()),
         communicator,
-        policy=policy,
+        policy=prepared.policy,
         reshard_after_forward=prepared.plan.reshard_after_forward,
         reshard_after_backward=prepared.plan.reshard_after_backward,
     )
@@ -377,8 +377,10 @@ def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
 def _rename(root: nn.Module, schedule: Schedule) -> None:
     """Give units and parameters their names as seen from the outermost module."""
     names = {module: name for name, module in root.named_modules()}
-    for unit in schedule.units:
+    for unit in reversed(schedule.units):
         unit.name = names.get(unit.modules[0]) or type(root).__name__
+        for segment in unit.segments:
+            segment.name = unit.name
     for name, parameter in root.named_parameters():
         if isinstance(parameter, ShardedTensor):
             parameter.spec.name = name

@@ -15,8 +15,8 @@ followed the last time; then it costs a look-up. A rank that does something else
 agree, moves no data, and is named when the group's timeout is over.
 
 What happens when depends on the graph alone, never on which gradients this rank happens to have: a
-unit is reduced when the backward leaves it through its inputs, or at the end of the backward where
-its inputs need no gradient.
+unit's gradients are reduced when the backward leaves it through its inputs, or at the end of the
+backward where its inputs need no gradient. A segment that several units share waits for the last.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from torch import nn
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 
@@ -71,7 +72,7 @@ class _Step:
     depth: int = 0  # calls into sharded modules that have not returned
     backward: int = -1  # identity of the running backward
     prefetched: Unit | None = None
-    reducing: Unit | None = None
+    reducing: list[Segment] = field(default_factory=list)
     last_in_forward: Unit | None = None
     last_in_backward: Unit | None = None
     running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
@@ -79,6 +80,7 @@ class _Step:
     touched: dict[Unit, None] = field(default_factory=dict)  # by this backward, in its order
     entered: set[Unit] = field(default_factory=set)  # touched at their outputs
     finished: set[Unit] = field(default_factory=set)  # and left again
+    unsettled: dict[Segment, None] = field(default_factory=dict)  # gradients to reduce or keep
     used: dict[ShardedTensor, _Usage] = field(default_factory=dict)
 
 
@@ -98,6 +100,7 @@ class Schedule:
         self._follower_in_backward: dict[Unit, Unit] = {}
         self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
+        self._users: defaultdict[Segment, list[Unit]] = defaultdict(list)
 
     @property
     def is_busy(self) -> bool:
@@ -107,8 +110,10 @@ class Schedule:
     def add(self, units: Iterable[Unit]) -> None:
         """Take units over, from their making or from the schedule of an inner module."""
         for unit in units:
-            unit.on_arrival = self._note_arrival
             self.units.append(unit)
+            for segment in unit.segments:
+                segment.on_arrival = self._note_arrival
+                self._users[segment].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -194,7 +199,7 @@ class Schedule:
         self._open_backward()
         step = self._step
         is_first = unit not in step.entered
-        step.touched.setdefault(unit)
+        self._touch(unit)
         step.entered.add(unit)
         step.finished.discard(unit)
         if not unit.needs_backward_gather:
@@ -216,22 +221,40 @@ class Schedule:
         if not calls:
             self._after_backward(call.unit)
 
-    def _after_backward(self, unit: Unit) -> None:
+    def _touch(self, unit: Unit) -> None:
         self._step.touched.setdefault(unit)
-        self._step.finished.add(unit)
+        for segment in unit.segments:
+            self._step.unsettled.setdefault(segment)
+
+    def _after_backward(self, unit: Unit) -> None:
+        self._touch(unit)
+        finished = self._step.finished
+        finished.add(unit)
         if unit not in self._step.running:  # as in a training step that calls backward itself
             unit.install_shards()
             if unit.reshard_after_backward:
                 unit.reshard()
-        if unit.syncs_gradients:
-            self._reduce(unit)
-        else:
-            unit.leave_unreduced()
+        self._settle([s for s in unit.segments if finished.issuperset(self._users[s])])
 
-    def _note_arrival(self, unit: Unit) -> None:
+    def _note_arrival(self, segment: Segment) -> None:
         self._open_backward()
-        self._step.touched.setdefault(unit)
-        self._step.finished.discard(unit)
+        self._step.unsettled.setdefault(segment)
+        for unit in self._users[segment]:
+            self._step.touched.setdefault(unit)
+
+    def _settle(self, segments: Iterable[Segment]) -> None:
+        """Reduce what is complete in this backward, or keep it for the next."""
+        synced = []
+        for segment in segments:
+            self._step.unsettled.pop(segment, None)
+            if self._syncs_gradients(segment):
+                synced.append(segment)
+            else:
+                segment.leave_unreduced()
+        self._reduce([segment for segment in synced if segment.is_trainable])
+
+    def _syncs_gradients(self, segment: Segment) -> bool:
+        return all(unit.syncs_gradients for unit in self._users[segment])
 
     def _open_backward(self) -> None:
         running = torch_internals.current_backward()
@@ -246,15 +269,17 @@ class Schedule:
         # What no call announced (inputs that need no gradient) ends here, in the backward's order;
         # so do gradients that wait since an earlier, unsynced micro-batch took another path.
         step = self._step
-        waiting = [u for u in self.units if u not in step.touched and u.has_local_gradients]
-        for unit in [*step.touched, *(u for u in waiting if u.syncs_gradients)]:
+        waiting = [s for s in self._users if s not in step.unsettled and s.has_local_gradients]
+        for unit in step.touched:
             if unit not in step.finished:
                 self._after_backward(unit)
+        for segment in [*step.unsettled, *filter(self._syncs_gradients, waiting)]:
+            self._settle([segment])
         self._drop_prefetched(expected=None)
         if step.used:
             flags = [usage.is_used for usage in step.used.values()]
             any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
-            self._land_reduction()
+            self._land_reductions()
             if not all(flags):
                 for (parameter, usage), is_used in zip(step.used.items(), any_rank(), strict=True):
                     if not is_used and not usage.had_gradient:
@@ -286,7 +311,7 @@ class Schedule:
     def gather(self, unit: Unit) -> None:
         """Start a unit's gather, agreed on by all ranks."""
         if unit.parameter_state is ParameterState.SHARDED:
-            self._agree("gather", unit)
+            self._agree("gather", unit.name)
             unit.unshard()
 
     def reshard(self, unit: Unit) -> None:
@@ -323,31 +348,33 @@ class Schedule:
         if prefetched is not None and prefetched is not expected:
             prefetched.reshard()
 
-    def _reduce(self, unit: Unit) -> None:
-        if not unit.is_trainable:
+    def _reduce(self, segments: list[Segment]) -> None:
+        if not segments:
             return
-        self._agree("reduce", unit)
-        self._land_reduction()  # one in flight: what it reads is freed before the next is started
-        for parameter, is_used in unit.reduce():
-            usage = self._step.used.setdefault(
-                parameter, _Usage(is_used=False, had_gradient=parameter.grad is not None)
-            )
-            usage.is_used |= is_used
-        self._step.reducing = unit
+        for segment in segments:
+            self._agree("reduce", segment.name)
+        self._land_reductions()  # what they read is freed before more is started
+        for segment in segments:
+            for parameter, is_used in segment.reduce():
+                usage = self._step.used.setdefault(
+                    parameter, _Usage(is_used=False, had_gradient=parameter.grad is not None)
+                )
+                usage.is_used |= is_used
+        self._step.reducing = segments
 
-    def _land_reduction(self) -> None:
-        reducing, self._step.reducing = self._step.reducing, None
-        if reducing is not None:
-            reducing.wait_for_reduce()
+    def _land_reductions(self) -> None:
+        reducing, self._step.reducing = self._step.reducing, []
+        for segment in reducing:
+            segment.land()
 
-    def _agree(self, event: str, unit: Unit) -> None:
+    def _agree(self, event: str, unit_name: str) -> None:
         step = self._step
-        before, step.trail = step.trail, hash((step.trail, event, unit.name))
+        before, step.trail = step.trail, hash((step.trail, event, unit_name))
         # All ranks know the same one way on from here. Were both ways of a fork remembered, two
         # ranks could take one each, and neither would ask.
         if self._continuations.get(before) == step.trail:
             return
-        self.communicator.agree("order of units", f"{event} unit {unit.name!r}")
+        self.communicator.agree("order of units", f"{event} unit {unit_name!r}")
         if len(self._continuations) >= _MAX_TRAILS:
             self._continuations.clear()
         self._continuations[before] = step.trail

@@ -1,32 +1,216 @@
 """Parameters of one dtype laid end to end: the shard that stays, the whole copy that does not.
 
-A :class:`Segment` is the sharded side. A :class:`WholeSegment` is what one unit sees of it: the
-gathered copy, the leaves that stand in the modules while they compute, and the gradients that they
-get. Weights tied across units are one segment that several units use:
-each gathers it for itself, and all gradients end in the one shard.
-
                      main dtype                        compute dtype
     optimizer <-> parameters (ShardedTensor)      leaves (nn.Parameter) <-> module's forward
                      |  slices of                      |  views of
-                  segment.shard  --- all-gather --->  whole.buffer
+                     shard  ------ all-gather ------>  buffer
                      ^  slices of                      |  post-accumulate hook moves
-                  parameter.grad <-- reduce-scatter -- whole.local_gradients
+                  parameter.grad <-- reduce-scatter -- local gradients
+
+A segment belongs to one unit, or to several that share its weights. Those share the whole copy and
+the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
+from lightning_fsdp.core.lifecycle import GradientState, take_step
 from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+
+class Segment:
+    """Parameters of one dtype in one flat region, of which this rank owns one shard.
+
+    Attributes:
+        name: Of the first unit that uses it, for messages.
+        layout: Places of the parameters in the region.
+        shard: ``(layout.shard_numel,)``, main dtype; padding holds zeros.
+        parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
+        leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
+        gradient_state: Life of the local gradients.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: SegmentLayout,
+        shard: Tensor,
+        parameters: Sequence[ShardedTensor],
+        communicator: Communicator,
+        policy: PrecisionPolicy,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.shard = shard
+        self.parameters = tuple(parameters)
+        self.communicator = communicator
+        self.policy = policy
+        self.buffer = FlatBuffer(layout.numel, policy.param_dtype or shard.dtype, shard.device)
+        self.leaves = tuple(
+            nn.Parameter(self.buffer.view(slot), requires_grad=False) for slot in layout.slots
+        )
+        self.buffer.free()
+        self.gradient_state = GradientState.NONE
+        self.on_arrival: Callable[[Segment], None] = _ignore
+        self._local_gradients = LocalGradients(
+            layout,
+            self.parameters,
+            policy.reduce_dtype or self.buffer.flat.dtype,
+            shard.device,
+            in_pieces=communicator.takes_pieces,
+        )
+        self._hooked: set[int] = set()  # slots whose leaf has its gradient hook
+        self._holders: set[object] = set()
+        self._gather: Pending | None = None
+        self._gathered_version = -1
+        self._reduction: Pending | None = None
+
+    def __repr__(self) -> str:
+        return f"Segment({self.name!r}, {len(self.parameters)}, {self.gradient_state.value})"
+
+    # -- the whole copy --------------------------------------------------------------------------
+
+    def hold(self, holder: object) -> None:
+        """Let ``holder`` have the whole copy: start the all-gather, unless a true copy is there."""
+        if not self._holders or self.is_stale:
+            self.wait_for_gather()
+            self.buffer.allocate()
+            start, stop = self.layout.shard_range(self.communicator.rank)
+            with torch.no_grad():
+                self.buffer.flat[start:stop].copy_(self.shard)  # casts on the way
+            self._gather = self.communicator.gather(self.buffer.flat, self.name)
+            self._gathered_version = self.shard._version
+        self._holders.add(holder)
+
+    def wait_for_gather(self) -> None:
+        """Make the compute stream wait until the whole copy is there."""
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+
+    def release(self, holder: object) -> None:
+        """``holder`` is done; the last one frees the whole copy."""
+        self._holders.discard(holder)
+        if not self._holders:
+            self.wait_for_gather()  # one in flight writes into the memory
+            self.buffer.free()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written to after it was gathered."""
+        return self._gathered_version != self.shard._version
+
+    def prepare_leaf(self, slot: int) -> None:
+        """A leaf is about to be computed with: let it train if its parameter does."""
+        leaf, parameter = self.leaves[slot], self.parameters[slot]
+        if leaf.requires_grad != parameter.requires_grad:
+            leaf.requires_grad_(parameter.requires_grad)
+        if leaf.requires_grad and slot not in self._hooked:
+            torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
+            self._hooked.add(slot)
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter required a gradient when it was last computed with."""
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether gradients wait here that were not reduced and not dropped."""
+        return self._local_gradients.is_waiting
+
+    def receive(self, slot: int, gradient: Tensor) -> None:
+        """Take in one parameter's local gradient."""
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"unit {self.name!r} (rank {self.communicator.rank}): expected a dense gradient of "
+                f"{self.parameters[slot].spec.name!r}, got {gradient.layout}. Build the embedding "
+                "with sparse=False, or pass the parameter in ignored_params."
+            )
+        self.on_arrival(self)
+        self.land()  # a path through the graph that ended after the reduction
+        self._enter_local()
+        self._local_gradients.add(slot, gradient)
+
+    def reduce(self) -> list[tuple[ShardedTensor, bool]]:
+        """Start the reduce-scatter.
+
+        Returns:
+            Each parameter, and whether this rank has a gradient of it.
+        """
+        self.land()
+        self._enter_local()  # nothing arrived here, perhaps; other ranks' may have
+        with torch.profiler.record_function(f"reduce {self.name}"):
+            pieces, arrived = self._local_gradients.take()
+            self._reduction = self.communicator.reduce(pieces, self.layout.shard_numel, self.name)
+        self._step(GradientState.REDUCING)
+        return list(zip(self.parameters, arrived, strict=True))
+
+    def land(self) -> None:
+        """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        if self.gradient_state is not GradientState.REDUCING:
+            return
+        assert self._reduction is not None, "REDUCING says so"
+        with torch.profiler.record_function(f"wait_for_reduce {self.name}"), torch.no_grad():
+            shard = self._reduction.wait().to(self.shard.dtype)
+            self._reduction = None
+            for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
+                if leaf.requires_grad:
+                    spec = parameter.spec
+                    offset = self.layout.offset_in_shard(spec.slot, self.communicator.rank)
+                    local = shard.narrow(0, offset, spec.slice.numel)
+                    _accumulate(parameter, ShardedTensor(local, spec))
+        self._step(GradientState.REDUCED)
+
+    def leave_unreduced(self) -> None:
+        """End a backward without communication; the local gradients stay for the next."""
+        self._local_gradients.leave_unreduced()
+
+    def abandon(self, *, drops_gradients: bool) -> None:
+        """After an exception: wait for what is in flight, free what is whole.
+
+        Raises:
+            RuntimeError: What was in flight never ended; everything is freed all the same.
+        """
+        self._holders.clear()
+        pending = [p for p in (self._gather, self._reduction) if p is not None]
+        self._gather = self._reduction = None
+        if self.gradient_state is GradientState.REDUCING:
+            self._step(GradientState.REDUCED)
+        if drops_gradients:
+            self._local_gradients.drop()
+            if self.gradient_state is not GradientState.NONE:
+                self._step(GradientState.NONE)
+        try:
+            for collective in pending:
+                collective.wait()
+        finally:
+            self.buffer.free()
+
+    def _enter_local(self) -> None:
+        if self.gradient_state is not GradientState.LOCAL:
+            self._step(GradientState.LOCAL)
+
+    def _step(self, following: GradientState) -> None:
+        self.gradient_state = take_step(
+            self.name, self.communicator.rank, self.gradient_state, following
+        )
 
 
 @dataclass(frozen=True)
@@ -44,79 +228,41 @@ class Site:
             setattr(self.module, self.name, parameter)
 
 
-@dataclass(eq=False)
-class Segment:
-    """Parameters of one dtype in one flat region, of which this rank owns one shard.
+@dataclass(frozen=True, eq=False)
+class SegmentUse:
+    """What one unit uses of a segment.
 
     Attributes:
-        layout: Their places in the region.
-        shard: ``(layout.shard_numel,)``, main dtype; padding holds zeros.
-        parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        segment: The segment.
+        sites: By slot, where the unit's modules register the parameter; unused slots are missing.
     """
 
-    layout: SegmentLayout
-    shard: Tensor
-    parameters: list[ShardedTensor]
+    segment: Segment
+    sites: dict[int, list[Site]]
+
+    def places(self) -> Iterator[tuple[Site, ShardedTensor, nn.Parameter]]:
+        """Site, sharded parameter and leaf of each place."""
+        for slot, sites in self.sites.items():
+            for site in sites:
+                yield site, self.segment.parameters[slot], self.segment.leaves[slot]
 
 
-class WholeSegment:
-    """A segment as one unit sees it: the whole copy, its leaves, its local gradients.
+class _GradientHook:
+    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
 
-    Attributes:
-        segment: The sharded side.
-        sites: Per slot, where the unit's modules register the parameter; empty: not used here.
-        buffer: ``(layout.numel,)``, compute dtype.
-        leaves: Per slot, the permanent autograd leaf, a view of ``buffer``; ``None``: not used.
-        local_gradients: What the unit's backward leaves here, in the reduce dtype.
-    """
+    def __init__(self, segment: Segment, slot: int) -> None:
+        self._segment = weakref.ref(segment)  # the segment owns the leaf, which owns this hook
+        self._slot = slot
 
-    def __init__(
-        self,
-        segment: Segment,
-        sites: Sequence[Sequence[Site]],
-        policy: PrecisionPolicy,
-        *,
-        in_pieces: bool,
-    ) -> None:
-        main = segment.shard
-        self.segment = segment
-        self.sites = sites
-        self.buffer = FlatBuffer(
-            segment.layout.numel, policy.param_dtype or main.dtype, main.device
-        )
-        self.leaves: list[nn.Parameter | None] = [
-            nn.Parameter(self.buffer.view(slot), requires_grad=False) if places else None
-            for slot, places in zip(segment.layout.slots, sites, strict=True)
-        ]
-        self.buffer.free()
-        self.local_gradients = LocalGradients(
-            segment.layout,
-            segment.parameters,
-            policy.reduce_dtype or self.buffer.flat.dtype,
-            main.device,
-            in_pieces=in_pieces,
-        )
-        self.hooked: set[int] = set()  # slots whose leaf has its gradient hook
-
-    def uses(self) -> Iterator[tuple[int, ShardedTensor, nn.Parameter]]:
-        """Slot, sharded parameter and leaf of each parameter that the unit uses."""
-        for index, leaf in enumerate(self.leaves):
-            if leaf is not None:
-                yield index, self.segment.parameters[index], leaf
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter used here requires a gradient now."""
-        return any(leaf.requires_grad for _, _, leaf in self.uses())
-
-    def fill_own_slot(self, rank: int) -> None:
-        """Copy the shard into its slot of the buffer, casting on the way."""
-        start, stop = self.segment.layout.shard_range(rank)
-        with torch.no_grad():
-            self.buffer.flat[start:stop].copy_(self.segment.shard)
+    def __call__(self, leaf: Tensor) -> None:
+        segment, gradient = self._segment(), leaf.grad
+        leaf.grad = None
+        if segment is not None and gradient is not None:
+            with torch.no_grad():
+                segment.receive(self._slot, gradient)
 
 
-def accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+def _accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
     """Add a reduced gradient to ``parameter.grad``, beside local gradients that may wait there."""
     present = parameter.grad
     if isinstance(present, UnreducedGradient) and not present.is_cleared:
@@ -128,3 +274,7 @@ def accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
         parameter.grad = gradient
     else:
         present.add_(gradient)
+
+
+def _ignore(segment: Segment) -> None:
+    pass
