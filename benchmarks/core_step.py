@@ -12,6 +12,7 @@ rounds, and the median of the per-round ratios to FSDP2 of the same stage.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -96,6 +97,10 @@ def measure(
         name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         for name, model in models.items()
     }
+    # Python's collector would otherwise walk every module ever imported, now and then, in the middle
+    # of whichever arm allocates the object that is one too many.
+    gc.collect()
+    gc.freeze()
     results = []
     for batch, seq in args.cases:
         generator = torch.Generator().manual_seed(rank)

@@ -8,6 +8,7 @@ a dispatch mode of the tests' own.
 import time
 
 import pytest
+import torch
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from tests.support.counting import CollectiveCounter
@@ -69,7 +70,11 @@ def test_zero3_gathers_a_unit_twice_and_reduces_it_once(world_size, num_micro_ba
             assert (
                 least * num_micro_batches < counts["gathered bytes"] <= 2 * most * num_micro_batches
             )
-    assert all(summaries == by_rank[0] for summaries in by_rank), "ranks sent different amounts"
+    for summaries in zip(*by_rank, strict=True):
+        # In pieces, the padding between parameters is not sent.
+        bytes_reduced = [counts.pop("reduced bytes") for counts in summaries]
+        assert max(bytes_reduced) - min(bytes_reduced) <= most - least
+        assert all(counts == summaries[0] for counts in summaries), "ranks sent different amounts"
 
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
@@ -152,20 +157,46 @@ def test_a_forward_without_gradients_gathers_once():
         assert counts == {"zero2": (NUM_UNITS, 0), "zero3": (NUM_UNITS, 0)}
 
 
-def _count_tied(rank, world_size):
-    model = shard_model(tied_lm())
+def _count_tied(rank, world_size, plan):
+    model = shard_model(tied_lm(), PLANS[plan])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         with CollectiveCounter() as counter:
             lm_loss(model, token_batch(step, 0, rank)).backward()
+        optimizer.step()
     return _summary(counter, world_size)
 
 
-def test_a_tied_weight_is_reduced_at_most_once_per_use():
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_tied_weight_is_reduced_once_and_gathered_only_while_nobody_holds_it(plan):
+    """Two units use it. ZeRO-3 gathers it for each forward and for the head's backward."""
     model = tied_lm()
+    tied = 4 * model.head.weight.numel() / 2
     once = 4 * sum(p.numel() for p in model.parameters()) / 2
-    twice = once + 4 * model.head.weight.numel() / 2
-    for counts in run_on_ranks(_count_tied, 2):
-        assert once <= counts["reduced bytes"] <= 1.03 * twice + (NUM_UNITS + 2) * 256
+    embeddings = tied + 4 * model.positions.weight.numel() / 2  # no backward of theirs needs them
+    gathered = once if plan == "zero2" else 2 * once + tied - (embeddings - tied)
+    padding = (NUM_UNITS + 2) * 256
+    for counts in run_on_ranks(_count_tied, 2, plan):
+        assert once <= counts["reduced bytes"] <= once + padding
+        assert gathered <= counts["gathered bytes"] <= gathered + 2 * padding
+
+
+def _count_traffic(rank, world_size):
+    model = shard_model(causal_lm(**SIZES))
+    for step in range(2):
+        with CollectiveCounter() as counter:
+            lm_loss(model, token_batch(step, 0, rank)).backward()
+    traffic = next(iter(model.parameters())).spec.communicator.traffic
+    return _summary(counter, world_size), traffic
+
+
+def test_the_doors_own_counts_are_those_that_an_independent_counter_sees():
+    for counts, traffic in run_on_ranks(_count_traffic, 3):
+        gathers, reductions = traffic["all_gather"], traffic["reduce_scatter"]
+        assert gathers.calls == 2 * counts["gathers"]
+        assert reductions.calls == 2 * counts["reductions"]
+        assert gathers.sent_bytes == 2 * counts["gathered bytes"]
+        assert reductions.sent_bytes == 2 * counts["reduced bytes"]
 
 
 # --- asynchrony: the peer's part of a collective is held back, this rank goes on ---

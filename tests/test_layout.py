@@ -1,9 +1,10 @@
+import itertools
 import math
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fsdp.core.layout import ALIGNMENT, SHARD_ALIGNMENT, plan_segment
+from lightning_fsdp.core.layout import ALIGNMENT, SHARD_ALIGNMENT, complement, plan_segment
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
 world_sizes = st.integers(1, 9)
@@ -75,3 +76,26 @@ def test_padding_stays_below_one_percent_at_1024_ranks():
     layout = plan_segment(block, 1024)
     elements = sum(slot.numel for slot in layout.slots)
     assert layout.numel - elements < 0.01 * elements
+
+
+@given(shapes, world_sizes, st.integers(1, 60))
+def test_runs_hold_every_slot_once_and_large_ones_alone(list_of_shapes, world_size, min_numel):
+    layout = plan(list_of_shapes, world_size)
+    runs = layout.runs(min_numel)
+    assert [index for run in runs for index in run] == list(range(len(layout.slots)))
+    for run in runs:
+        assert len(run) == 1 or all(layout.slots[i].numel < min_numel for i in run)
+    small = [all(layout.slots[i].numel < min_numel for i in run) for run in runs]
+    assert (True, True) not in itertools.pairwise(small), "small neighbours stay together"
+
+
+@given(
+    st.lists(st.integers(0, 40), max_size=8, unique=True), st.integers(0, 40), st.integers(0, 40)
+)
+def test_complement_is_what_the_ranges_leave_free(bounds, start, stop):
+    bounds = sorted(bounds)
+    ranges = list(zip(bounds[::2], bounds[1::2], strict=False))
+    covered = {e for a, b in ranges for e in range(a, b)}
+    free = list(complement(ranges, start, stop))
+    assert all(a < b for a, b in free)
+    assert [e for a, b in free for e in range(a, b)] == sorted(set(range(start, stop)) - covered)

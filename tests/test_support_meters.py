@@ -52,8 +52,9 @@ def _count(rank, world_size):
     with CollectiveCounter() as counter:
         outputs.sum().backward()
         dist.all_to_all_single(whole, whole.clone())
-        pairs = [dist.P2POp(dist.isend, part, peer), dist.P2POp(dist.irecv, whole[:4], peer)]
-        for work in dist.batch_isend_irecv(pairs):
+        works = [dist.irecv(whole[:2], peer), dist.irecv(whole[2:4], peer)]
+        works += [dist.isend(part[:2], peer), dist.isend(part[2:], peer)]
+        for work in works:
             work.wait()
         dist.all_reduce(part, group=control)
         dist.all_gather_single(whole, part, group=control)
@@ -73,7 +74,13 @@ def test_the_counter_sees_every_collective_in_forward_and_backward():
     for backend in ("gloo", PLAIN):
         for counted in run_on_ranks(_count, 2, backend=backend):
             kinds, control_kinds, *numbers = counted
-            assert kinds == ["reduce_scatter", "all_gather", "all_to_all", "send", "recv"]
+            assert kinds == [
+                "reduce_scatter",
+                "all_gather",
+                "all_to_all",
+                *["recv"] * 2,
+                *["send"] * 2,
+            ]
             assert control_kinds == ["all_reduce", "all_gather"]
             # Two gathers with 16 bytes of the peer's each, two reductions with 16 to the peer.
             assert numbers == [2, 2, 32, 32]

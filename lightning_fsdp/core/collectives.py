@@ -183,7 +183,7 @@ class Communicator:
             unit_name: For the message if it fails.
         """
         slots = whole.view(self.world_size, -1)
-        self._count("all_gather", slots[0].nbytes)
+        self._count("all_gather", slots[0].nbytes * (self.world_size - 1))
         works: list[tuple[dist.Work, str]] = []
         if self.world_size > 1 and self._is_pairwise:
             mine = slots[self.rank]
@@ -217,10 +217,10 @@ class Communicator:
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
         what = f"reduction of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
-        self._count("reduce_scatter", shard_numel * pieces[0].data.element_size())
         if self.takes_pieces:
             return self._reduce_in_pairs(pieces, shard_numel, what, unit_name)
         (region,) = (piece.data for piece in pieces)
+        self._count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         if self.world_size == 1:
             return Pending(what, (), lambda: region)
         shard = region.new_empty(shard_numel)
@@ -238,6 +238,8 @@ class Communicator:
         for row in received.values():
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
+        sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
+        self._count("reduce_scatter", sum(sent))
         works = self._exchange(
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
@@ -338,10 +340,10 @@ class Communicator:
                 works.append((send, f"rank {peer}"))
         return works
 
-    def _count(self, kind: str, shard_nbytes: int) -> None:
+    def _count(self, kind: str, sent_bytes: int) -> None:
         traffic = self.traffic[kind]
         traffic.calls += 1
-        traffic.sent_bytes += shard_nbytes * (self.world_size - 1)
+        traffic.sent_bytes += sent_bytes
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]

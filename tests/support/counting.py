@@ -63,6 +63,7 @@ class Call:
     dtype: torch.dtype | None
     is_data: bool
     tag: int | None = None
+    peer: int | None = None
 
 
 class CollectiveCounter(TorchDispatchMode):
@@ -92,7 +93,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def num_gathers(self, world_size: int) -> float:
         """Gathers of data, whichever way they were made."""
-        in_one, in_pairs = len(self.of("all_gather")), len(self._pairs("recv", False))
+        in_one, in_pairs = len(self.of("all_gather")), self._num_exchanges(False)
         return in_one + in_pairs / max(world_size - 1, 1)
 
     def gathers(self) -> list[Call]:
@@ -102,7 +103,7 @@ class CollectiveCounter(TorchDispatchMode):
     def num_reductions(self, world_size: int) -> float:
         """Reductions of data to shards, whichever way they were made."""
         in_one = len(self.of("reduce_scatter", "all_to_all"))
-        return in_one + len(self._pairs("send", True)) / max(world_size - 1, 1)
+        return in_one + self._num_exchanges(True) / max(world_size - 1, 1)
 
     def gathered_bytes(self, world_size: int) -> float:
         """Bytes that came from other ranks in gathers."""
@@ -115,6 +116,16 @@ class CollectiveCounter(TorchDispatchMode):
         wholes = sum(call.nbytes for call in self.of("reduce_scatter", "all_to_all"))
         sent = sum(call.nbytes for call in self._pairs("send", True))
         return wholes * (world_size - 1) / world_size + sent
+
+    def _num_exchanges(self, reduces: bool) -> int:
+        """Exchanges with single peers: some receives, then some sends, all with one tag."""
+        number, before = 0, None
+        for call in self.of("recv", "send"):
+            is_new = before is None or (call.peer, call.tag) != (before.peer, before.tag)
+            is_new = is_new or (call.kind == "recv" and before.kind == "send")
+            number += is_new and is_reduction(call.tag) == reduces
+            before = call
+        return number
 
     def _pairs(self, kind: str, reduces: bool) -> list[Call]:
         return [call for call in self.of(kind) if is_reduction(call.tag) == reduces]
@@ -131,6 +142,7 @@ class CollectiveCounter(TorchDispatchMode):
                 dtype=tensors[0].dtype if tensors else None,
                 is_data=kind in _DATA_KINDS and is_on_default_group(args),
                 tag=args[3] if kind in ("send", "recv") else None,
+                peer=args[2] if kind in ("send", "recv") else None,
             )
         )
 

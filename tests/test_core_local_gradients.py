@@ -1,0 +1,102 @@
+"""Gradients that are reduced from where autograd left them: how a region is cut, and the values."""
+
+import itertools
+
+import pytest
+import torch
+
+from lightning_fsdp import shard_model
+from lightning_fsdp.core import local_gradients
+from tests.support.models import TASKS, mlp_batch
+from tests.support.parity import (
+    OPTIMIZERS,
+    assert_ranks_agree,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+    train_reference,
+)
+from tests.support.ranks import run_on_ranks
+
+# Every parameter alone; weights alone and the small ones between them together; all together.
+CUTS = [1, 40, 10**9]
+NUM_MICRO_BATCHES = 3
+STEPS = {"num_steps": 2, "num_micro_batches": NUM_MICRO_BATCHES}
+
+
+def _optional_batch(step, micro_batch, rank):
+    """``bonus`` is used by one rank in one micro-batch, and in the second step by nobody."""
+    return {
+        **mlp_batch(step, micro_batch, rank),
+        "use_bonus": step == 0 and (micro_batch, rank) == (1, 0),
+    }
+
+
+def _optional_loss(model, batch):
+    outputs = model(batch["inputs"], batch["use_bonus"])
+    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])
+
+
+def _train_in_every_cut(rank, world_size, task_name):
+    task = TASKS[task_name]
+    loss = _optional_loss if task_name == "mlp" else task.loss
+    batches = make_batches(
+        _optional_batch if task_name == "mlp" else task.make_batch, world_size=world_size, **STEPS
+    )
+    traces = {}
+    for cut, accumulation in itertools.product(CUTS, ["local", "sum"]):
+        local_gradients._LARGE_NUMEL = cut  # this process is the rank's own
+        model = shard_model(task.build())
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        traces[cut, accumulation] = train_on_rank(
+            model, batches, loss, optimizer, rank, accumulation=accumulation
+        )
+    return traces
+
+
+@pytest.mark.parametrize("task_name", ["mlp", "tied_lm"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_cut_trains_alike(world_size, task_name):
+    task = TASKS[task_name]
+    by_rank = run_on_ranks(_train_in_every_cut, world_size, task_name)
+    make_batch = _optional_batch if task_name == "mlp" else task.make_batch
+    loss = _optional_loss if task_name == "mlp" else task.loss
+    expected = train_reference(
+        task.build(),
+        make_batches(make_batch, world_size=world_size, **STEPS),
+        loss,
+        OPTIMIZERS["adamw"],
+        joined=task_name != "mlp",
+    )
+    for key in itertools.product(CUTS, ["local", "sum"]):
+        traces = [each[key] for each in by_rank]
+        assert_ranks_agree(traces, str(key))
+        assert_traces_match(traces[0], expected, atol=task.atol, what=str(key))
+
+
+def _keep_gradients(rank, world_size):
+    """Memory of large gradients: what autograd made is what is sent, and what is kept unreduced."""
+    local_gradients._LARGE_NUMEL = 40
+    model = shard_model(TASKS["mlp"].build())
+    made, kept = [], []
+    original = local_gradients.LocalGradients.add
+
+    def watch(self, index, gradient):
+        made.append((gradient.numel(), gradient.data_ptr()))
+        original(self, index, gradient)
+
+    local_gradients.LocalGradients.add = watch
+    with model.no_sync():
+        TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            kept += [(region.numel(), region.data_ptr()) for region in parameter.grad.regions]
+    local_gradients.LocalGradients.add = original
+    return made, kept
+
+
+def test_a_large_gradient_is_kept_where_autograd_made_it():
+    for made, kept in run_on_ranks(_keep_gradients, 2):
+        large = [each for each in made if each[0] >= 40]
+        assert len(large) == 3  # 7 x 15, 15 x 15, 15 x 3
+        assert set(large) <= set(kept)
