@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
-from lightning_fsdp import shard_model
+from lightning_fsdp import ZERO2, shard_model
 from lightning_fsdp.core import local_gradients
+from lightning_fsdp.core.sharded_module import hooks_of
 from tests.support.models import TASKS, mlp_batch
 from tests.support.parity import (
     OPTIMIZERS,
@@ -100,3 +101,37 @@ def test_a_large_gradient_is_kept_where_autograd_made_it():
         large = [each for each in made if each[0] >= 40]
         assert len(large) == 3  # 7 x 15, 15 x 15, 15 x 3
         assert set(large) <= set(kept)
+
+
+def _transposed(rank, world_size):
+    """A gradient that is laid out differently is not taken for one that fills its run."""
+    local_gradients._LARGE_NUMEL = 1
+    model = shard_model(torch.nn.Linear(6, 4, bias=False))
+    (unit,) = hooks_of(model).schedule.units
+    (segment,) = unit.segments
+    gradient = torch.arange(24.0).view(6, 4).t()
+    segment._local_gradients.add(0, gradient)
+    (piece,), arrived = segment._local_gradients.take()
+    assert arrived == [True]
+    assert torch.equal(piece.data.view(4, 6), gradient)
+
+
+def test_a_gradient_of_another_layout_is_copied():
+    run_on_ranks(_transposed, 2)
+
+
+def _write_between(rank, world_size):
+    """ZeRO-2: the head keeps the copy that the embedding finds stale. Both compute with the new."""
+    model, reference = shard_model(TASKS["tied_lm"].build(), ZERO2), TASKS["tied_lm"].build()
+    for factor in (1.0, 3.0):
+        with torch.no_grad():
+            model.embedding.weight.mul_(factor)
+            reference.embedding.weight.mul_(factor)
+        batch = TASKS["tied_lm"].make_batch(0, 0, 0)
+        loss, expected = (TASKS["tied_lm"].loss(each, batch) for each in (model, reference))
+        torch.testing.assert_close(loss, expected, rtol=0, atol=1e-6)
+        loss.backward()
+
+
+def test_a_shared_copy_that_is_stale_is_gathered_anew_while_another_unit_holds_it():
+    run_on_ranks(_write_between, 2)
