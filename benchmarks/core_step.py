@@ -167,7 +167,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--batch", type=int)
     parser.add_argument("--seq", type=int)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--out", type=Path, help="JSON file for the rows and every round")
