@@ -97,8 +97,8 @@ def measure(
         name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         for name, model in models.items()
     }
-    # Python's collector would otherwise walk every module ever imported, now and then, in the middle
-    # of whichever arm allocates the object that is one too many.
+    # Python's collector would otherwise walk every module ever imported, now and then, in the
+    # middle of whichever arm allocates the object that is one too many.
     gc.collect()
     gc.freeze()
     results = []

@@ -69,7 +69,7 @@ def reuse_freed_host_memory() -> None:
     """Let the C library keep freed buffers instead of returning them to the kernel.
 
     Whole parameters are allocated and freed many times a step. glibc gives blocks above 32 MB back
-    at once, and fresh ones then cost about 0.7 ms per MB in page faults. Two settings of
+    at once, and every page of a fresh one then costs a page fault. Two settings of
     ``mallopt`` (process-wide, glibc only) keep freed memory at hand: no block is mapped on its own,
     and the heap is not trimmed below 2 GiB of free space. torch offers no setting for its CPU
     allocator.
