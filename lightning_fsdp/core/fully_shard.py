@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core import optimizer_guard, torch_internals
+from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.checks import (
     check_arguments,
     check_modules,
@@ -28,20 +28,16 @@ from lightning_fsdp.core.checks import (
 )
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
-    SegmentPlan,
     UnitPlan,
     UnitSelector,
     cut_segments,
     find_units,
     plan_units,
 )
-from lightning_fsdp.core.hooks import ModuleHooks
-from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment, SegmentUse
-from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, unit_of
-from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
-from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.sharded_module import hooks_of, unit_of
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -66,20 +62,6 @@ class _Request:
     mp_policy: PrecisionPolicy | None
     offload_policy: Any
     ignored_params: set[nn.Parameter] | None
-
-
-@dataclass(frozen=True)
-class _Prepared:
-    """A request that was found in order."""
-
-    root: nn.Module
-    outermost: list[nn.Module]
-    plan: ShardingPlan
-    policy: PrecisionPolicy
-    units: list[UnitPlan]
-    segments: list[SegmentPlan]
-    inner: list[Schedule]  # of modules below the root that were sharded before
-    known: dict[Tensor, Segment]  # of parameters tied to a unit that was sharded before
 
 
 def fully_shard(
@@ -239,7 +221,7 @@ def _shard(request: _Request) -> None:
         raise disagreement from error
     if error is not None:
         raise error
-    _build(prepared, communicator, device)
+    assemble(prepared, communicator, device)
 
 
 def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
@@ -260,7 +242,7 @@ def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
     return Communicator.of(group), device
 
 
-def _prepare(request: _Request) -> _Prepared:
+def _prepare(request: _Request) -> Prepared:
     check_arguments(request.modules, request.mesh, request.mp_policy, request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
@@ -275,7 +257,7 @@ def _prepare(request: _Request) -> _Prepared:
     policy = request.mp_policy or MixedPrecisionPolicy()
     known = _known_segments(units)
     check_ties(known.values(), policy)
-    return _Prepared(
+    return Prepared(
         root=root,
         outermost=modules,
         plan=plan,
@@ -285,112 +267,6 @@ def _prepare(request: _Request) -> _Prepared:
         inner=inner,
         known=known,
     )
-
-
-def _build(prepared: _Prepared, communicator: Communicator, device: torch.device) -> None:
-    schedule = Schedule(communicator)
-    for other in prepared.inner:
-        for unit in other.units:
-            if unit.reshard_after_forward is None:  # it is not the outermost one any more
-                unit.reshard_after_forward = True
-        schedule.add(other.units)
-    segment_of = dict(prepared.known)
-    for segment_plan in prepared.segments:
-        segment = _make_segment(segment_plan, prepared.policy, communicator, device)
-        segment_of.update(dict.fromkeys(segment.parameters, segment))
-    for unit_plan in prepared.units:
-        unit = _make_unit(unit_plan, segment_of, prepared, communicator)
-        schedule.add([unit])
-        for module in unit_plan.modules:
-            _attach(module, unit, schedule)
-        for sites in unit_plan.sites.values():
-            for site in sites:
-                site.module.__dict__.setdefault("_lightning_fsdp_unit", unit)
-    for module in prepared.outermost:
-        if hooks_of(module) is None:
-            _attach(module, None, schedule)
-    for module in prepared.root.modules():
-        hooks = hooks_of(module)
-        if hooks is not None:
-            hooks.schedule = schedule
-    _rename(prepared.root, schedule)
-    _move_buffers(prepared.root, device)
-    if device.type == "cpu":
-        torch_internals.reuse_freed_host_memory()
-    optimizer_guard.watch(schedule)
-
-
-def _make_segment(
-    plan: SegmentPlan, policy: PrecisionPolicy, communicator: Communicator, device: torch.device
-) -> Segment:
-    shapes = [tuple(parameter.shape) for parameter in plan.parameters]
-    named_shapes = list(zip(plan.names, shapes, strict=True))
-    layout = plan_segment(named_shapes, communicator.world_size)
-    dtype = plan.parameters[0].dtype
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
-    parameters: list[ShardedTensor] = []
-    for slot, parameter in zip(layout.slots, plan.parameters, strict=True):
-        spec = ShardSpec(slot.name, slot, layout, communicator)
-        offset = layout.offset_in_shard(slot, communicator.rank)
-        local = shard.narrow(0, offset, spec.slice.numel)
-        with torch.no_grad():
-            local.copy_(spec.slice_of(parameter))
-        sharded = make_parameter(local, spec, parameter.requires_grad)
-        sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
-        torch_internals.swap_tensors(parameter, sharded)
-        parameters.append(cast(ShardedTensor, parameter))
-    segment = Segment(plan.users[0].name, layout, shard, parameters, communicator, policy)
-    for parameter in parameters:
-        parameter.spec.segment = weakref.ref(segment)
-    return segment
-
-
-def _make_unit(
-    plan: UnitPlan,
-    segment_of: dict[Tensor, Segment],
-    prepared: _Prepared,
-    communicator: Communicator,
-) -> Unit:
-    uses: dict[Segment, SegmentUse] = {}
-    for parameter, sites in plan.sites.items():
-        segment = segment_of[parameter]
-        use = uses.setdefault(segment, SegmentUse(segment, {}))
-        slot = cast(ShardedTensor, parameter).spec.slot
-        use.sites[segment.layout.slots.index(slot)] = sites
-    return Unit(
-        plan.name or type(plan.modules[0]).__name__,
-        plan.modules,
-        list(uses.values()),
-        communicator,
-        policy=prepared.policy,
-        reshard_after_forward=prepared.plan.reshard_after_forward,
-        reshard_after_backward=prepared.plan.reshard_after_backward,
-    )
-
-
-def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    module.__dict__["_lightning_fsdp_hooks"] = ModuleHooks(module, unit, schedule)
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
-
-
-def _rename(root: nn.Module, schedule: Schedule) -> None:
-    """Give units and parameters their names as seen from the outermost module."""
-    names = {module: name for name, module in root.named_modules()}
-    for unit in reversed(schedule.units):
-        unit.name = names.get(unit.modules[0]) or type(root).__name__
-        for segment in unit.segments:
-            segment.name = unit.name
-    for name, parameter in root.named_parameters():
-        if isinstance(parameter, ShardedTensor):
-            parameter.spec.name = name
-
-
-def _move_buffers(root: nn.Module, device: torch.device) -> None:
-    for module in root.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != device.type:
-                module._buffers[name] = buffer.to(device)
 
 
 def _inner_schedules(root: nn.Module) -> list[Schedule]:
@@ -410,7 +286,7 @@ def _known_segments(units: Sequence[UnitPlan]) -> dict[Tensor, Segment]:
     return known
 
 
-def _describe(prepared: _Prepared) -> str:
+def _describe(prepared: Prepared) -> str:
     """One text that is equal on two ranks exactly if they are about to shard alike."""
     lines = [f"{prepared.plan}, {prepared.policy}"]
     for unit in prepared.units:
