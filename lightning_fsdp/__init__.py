@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
+    from lightning_fsdp.core.gradients import GradientUnavailable as GradientUnavailable
+    from lightning_fsdp.core.gradients import gradients as gradients
+    from lightning_fsdp.core.gradients import weights as weights
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
 
@@ -36,15 +39,18 @@ _HOME = {
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
+    "GradientUnavailable": "core.gradients",
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedTensor": "core.sharded_tensor",
     "full_optimizer_state_dict": "core.checkpoint",
     "full_state_dict": "core.checkpoint",
     "fully_shard": "core.fully_shard",
+    "gradients": "core.gradients",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
     "register_forward_method": "core.fully_shard",
     "shard_model": "core.fully_shard",
+    "weights": "core.gradients",
 }
 
 __all__ = [
@@ -60,6 +66,9 @@ __all__ = [
     "load_full_state_dict",
     "full_optimizer_state_dict",
     "load_full_optimizer_state_dict",
+    "gradients",
+    "weights",
+    "GradientUnavailable",
     "ScratchFSDPStrategy",
 ]
 

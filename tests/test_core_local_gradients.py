@@ -79,7 +79,7 @@ def _keep_gradients(rank, world_size):
     """Memory of large gradients: what autograd made is what is sent, and what is kept unreduced."""
     local_gradients._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    made, kept = [], []
+    made = []
     original = local_gradients.LocalGradients.add
 
     def watch(self, index, gradient):
@@ -89,9 +89,8 @@ def _keep_gradients(rank, world_size):
     local_gradients.LocalGradients.add = watch
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            kept += [(region.numel(), region.data_ptr()) for region in parameter.grad.regions]
+    memories = [p.grad.memory for p in model.parameters() if p.grad is not None]
+    kept = [(memory.numel(), memory.data_ptr()) for memory in memories]
     local_gradients.LocalGradients.add = original
     return made, kept
 

@@ -119,8 +119,7 @@ class LocalGradients:
                 continue
             for index in run.arrived:
                 stand_in = self._stand_in_at(self._parameters[index])
-                if not any(held is run.buffer for held in stand_in.regions):
-                    stand_in.regions.append(run.buffer)
+                stand_in.memory, stand_in.part = run.buffer, self._part(run, index)
                 self._stand_ins[index] = weakref.ref(stand_in)
             run.between = weakref.ref(run.buffer)
             run.buffer, run.arrived = None, set()
@@ -169,11 +168,7 @@ class LocalGradients:
     def _withdraw_stand_ins(self, run: _Run) -> None:
         for index in run.slots:
             stand_in = self._stand_in_of(index)
-            if stand_in is None:
-                continue
-            # Another unit that uses the same parameter may hold a run of its own here.
-            stand_in.regions = [held for held in stand_in.regions if held is not run.buffer]
-            if not stand_in.regions:
+            if stand_in is not None:
                 self._parameters[index].grad = stand_in.prior
 
     def _stand_in_of(self, index: int) -> UnreducedGradient | None:

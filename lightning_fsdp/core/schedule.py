@@ -62,6 +62,7 @@ class _Usage:
 
     is_used: bool
     had_gradient: bool
+    micro_batch: int
 
 
 @dataclass(eq=False)
@@ -276,18 +277,42 @@ class Schedule:
         for segment in [*step.unsettled, *filter(self._syncs_gradients, waiting)]:
             self._settle([segment])
         self._drop_prefetched(expected=None)
-        if step.used:
-            flags = [usage.is_used for usage in step.used.values()]
-            any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
-            self._land_reductions()
-            if not all(flags):
-                for (parameter, usage), is_used in zip(step.used.items(), any_rank(), strict=True):
-                    if not is_used and not usage.had_gradient:
-                        parameter.grad = None
+        self._finish_reductions()
+        for segment in self._users:
+            segment.micro_batch += 1
         # A backward inside a forward (manual optimization) leaves the forward as it is.
         self._step = _Step(
             trail=step.trail, depth=step.depth, running=step.running, was_whole=step.was_whole
         )
+
+    def _finish_reductions(self) -> None:
+        """Land what is in flight; what no rank used has no gradient."""
+        used, self._step.used = self._step.used, {}
+        if not used:
+            return
+        flags = [usage.is_used for usage in used.values()]
+        any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
+        self._land_reductions()
+        if all(flags):
+            return
+        for (parameter, usage), is_used in zip(used.items(), any_rank(), strict=True):
+            if is_used:
+                continue
+            if not usage.had_gradient:
+                parameter.grad = None
+            elif isinstance(parameter.grad, ShardedTensor):
+                parameter.grad.micro_batches.pop(usage.micro_batch, None)
+
+    def reduce_waiting(self) -> None:
+        """Reduce the local gradients that wait on any rank. Collective, between backwards."""
+        segments = list(self._users)
+        waiting = torch.tensor([s.has_local_gradients for s in segments], dtype=torch.uint8)
+        for segment, is_waiting in zip(
+            segments, self.communicator.any_rank(waiting)(), strict=True
+        ):
+            if is_waiting:
+                self._reduce([segment])
+        self._finish_reductions()
 
     # -- optimizer -------------------------------------------------------------------------------
 
@@ -298,9 +323,11 @@ class Schedule:
             stepped: ``id`` of each parameter of the optimizer.
         """
         for unit in self.units:
-            if unit.parameter_state is ParameterState.SHARDED:
+            if not any(id(parameter) in stepped for parameter in unit.parameters()):
                 continue
-            if any(id(parameter) in stepped for parameter in unit.parameters()):
+            for segment in unit.segments:
+                segment.micro_batch = 0
+            if unit.parameter_state is not ParameterState.SHARDED:
                 if unit in self._step.running:
                     self._refresh(unit)
                 else:
@@ -357,7 +384,7 @@ class Schedule:
         for segment in segments:
             for parameter, is_used in segment.reduce():
                 usage = self._step.used.setdefault(
-                    parameter, _Usage(is_used=False, had_gradient=parameter.grad is not None)
+                    parameter, _Usage(False, parameter.grad is not None, segment.micro_batch)
                 )
                 usage.is_used |= is_used
         self._step.reducing = segments

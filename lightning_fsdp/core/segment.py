@@ -14,8 +14,10 @@ the leaf too, so that autograd sums the gradients of all uses, and one reduction
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
+GradientHook = Callable[[ShardedTensor, Tensor], None]
+
 
 class Segment:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
@@ -42,6 +46,10 @@ class Segment:
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         gradient_state: Life of the local gradients.
+        micro_batch: Of the running or coming backward; the schedule counts.
+        keeps_micro_batches: Whether reduced gradients are also kept apart, by micro-batch.
+        local_hooks: Called with parameter and local gradient on arrival, before reduction.
+        reduced_hooks: Called with parameter and shard of the reduced gradient, before it is added.
     """
 
     def __init__(
@@ -65,6 +73,10 @@ class Segment:
         )
         self.buffer.free()
         self.gradient_state = GradientState.NONE
+        self.micro_batch = 0
+        self.keeps_micro_batches = False
+        self.local_hooks: dict[int, GradientHook] = OrderedDict()
+        self.reduced_hooks: dict[int, GradientHook] = OrderedDict()
         self.on_arrival: Callable[[Segment], None] = _ignore
         self._local_gradients = LocalGradients(
             layout,
@@ -144,6 +156,8 @@ class Segment:
                 "with sparse=False, or pass the parameter in ignored_params."
             )
         self.on_arrival(self)
+        for hook in tuple(self.local_hooks.values()):
+            hook(self.parameters[slot], gradient)
         self.land()  # a path through the graph that ended after the reduction
         self._enter_local()
         self._local_gradients.add(slot, gradient)
@@ -175,7 +189,9 @@ class Segment:
                     spec = parameter.spec
                     offset = self.layout.offset_in_shard(spec.slot, self.communicator.rank)
                     local = shard.narrow(0, offset, spec.slice.numel)
-                    _accumulate(parameter, ShardedTensor(local, spec))
+                    for hook in tuple(self.reduced_hooks.values()):
+                        hook(parameter, local)
+                    self._accumulate(parameter, ShardedTensor(local, spec))
         self._step(GradientState.REDUCED)
 
     def leave_unreduced(self) -> None:
@@ -202,6 +218,25 @@ class Segment:
                 collective.wait()
         finally:
             self.buffer.free()
+
+    def _accumulate(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
+        """Add a reduced gradient to ``parameter.grad``, beside local ones that may wait there."""
+        present = parameter.grad
+        stand_in = present if isinstance(present, UnreducedGradient) else None
+        if stand_in is not None:
+            present = None if stand_in.is_cleared else stand_in.prior
+        if present is not None:
+            total = cast(ShardedTensor, present.add_(gradient))
+        elif self.keeps_micro_batches:
+            total = cast(ShardedTensor, gradient.clone())  # the first part would be added to
+        else:
+            total = gradient
+        if self.keeps_micro_batches:
+            total.micro_batches[self.micro_batch] = gradient
+        if stand_in is not None and not stand_in.is_cleared:
+            stand_in.prior = total
+        else:
+            parameter.grad = total
 
     def _enter_local(self) -> None:
         if self.gradient_state is not GradientState.LOCAL:
@@ -260,20 +295,6 @@ class _GradientHook:
         if segment is not None and gradient is not None:
             with torch.no_grad():
                 segment.receive(self._slot, gradient)
-
-
-def _accumulate(parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-    """Add a reduced gradient to ``parameter.grad``, beside local gradients that may wait there."""
-    present = parameter.grad
-    if isinstance(present, UnreducedGradient) and not present.is_cleared:
-        if present.prior is None:
-            present.prior = gradient
-        else:
-            present.prior.add_(gradient)
-    elif present is None or isinstance(present, UnreducedGradient):
-        parameter.grad = gradient
-    else:
-        present.add_(gradient)
 
 
 def _ignore(segment: Segment) -> None:

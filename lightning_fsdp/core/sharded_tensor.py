@@ -68,6 +68,7 @@ class ShardedTensor(Tensor):
 
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
     spec: ShardSpec
+    micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
@@ -78,6 +79,7 @@ class ShardedTensor(Tensor):
         )
         sharded._local = local
         sharded.spec = spec
+        sharded.micro_batches = {}
         return sharded
 
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
@@ -217,7 +219,9 @@ def _choose_handler(func: Any) -> _Handler:
         return _create
     if func is aten.copy_.default:
         return _copy_into
-    if name in ("zero_", "fill_"):
+    if func in (aten.zero_.default, aten._foreach_zero_.default):
+        return _zero
+    if name == "fill_":
         return _pointwise
     if name in ("new_zeros", "new_ones", "new_empty", "new_full"):
         return _create_plain
@@ -281,6 +285,15 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(result, Tensor):
         return ShardedTensor(result, like.spec)
     return tuple(ShardedTensor(part, like.spec) for part in result)
+
+
+def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_list = isinstance(args[0], (list, tuple))
+    for tensor in args[0] if is_list else args:
+        if isinstance(tensor, ShardedTensor):  # zeroed as a gradient: its parts go with it
+            tensor.micro_batches.clear()
+    handler = _elementwise_over_lists if is_list else _pointwise
+    return handler(func, args, kwargs)
 
 
 def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

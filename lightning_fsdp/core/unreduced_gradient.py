@@ -17,10 +17,11 @@ aten = torch.ops.aten
 
 
 class UnreducedGradient(ShardedTensor):
-    """Owns a local gradient: a region's memory goes when the last of its stand-ins is dropped."""
+    """Owns a local gradient: memory that several share goes when the last of them is dropped."""
 
     prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
-    regions: list[Tensor]  # local gradient regions, held here and nowhere else between backwards
+    memory: Tensor | None  # flat; held by stand-ins and by nobody else between backwards
+    part: Tensor | None  # this parameter's local gradient in it: original shape, reduce dtype
     is_cleared: bool
 
     @staticmethod
@@ -29,14 +30,14 @@ class UnreducedGradient(ShardedTensor):
     ) -> UnreducedGradient:
         stand_in: UnreducedGradient = super().__new__(cls, like.new_empty(0), spec)  # type: ignore[assignment]
         stand_in.prior = prior
-        stand_in.regions = []
+        stand_in.memory = stand_in.part = None
         stand_in.is_cleared = False
         return stand_in
 
     def clear(self) -> None:
         """Forget the gradient, as ``zero_`` does."""
         self.prior = None
-        self.regions = []
+        self.memory = self.part = None
         self.is_cleared = True
 
     @classmethod

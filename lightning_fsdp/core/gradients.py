@@ -1,0 +1,465 @@
+"""Access to gradients and weights by original name, at any time.
+
+    g = gradients(module)
+    g["h.0.weight"].state      none: nothing yet; local: this rank's own, not reduced; reduced
+    g["h.0.weight"].local()    this rank's own, original shape          (state local)
+    g["h.0.weight"].shard      this rank's slice of the mean over ranks (state reduced)
+    g["h.0.weight"].full()     the mean, original shape; collective     (state reduced)
+    for name, whole in g.full(): ...                 one segment whole at a time; collective
+
+Nothing is kept for access but what a mode of :meth:`Gradients.micro_batches` asks for: local
+gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in passing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.grad_norm import global_norm
+from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.segment import GradientHook, Segment
+from lightning_fsdp.core.sharded_module import hooks_of
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+MicroBatchMode = Literal["sum", "local", "separate"]
+GradientState = Literal["none", "local", "reduced"]
+GradientFunction = Callable[[str, Tensor, int], None]
+GradientSet = int | Mapping[str, Tensor] | None
+"""A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
+
+
+class GradientUnavailable(RuntimeError):  # noqa: N818 (a public name)
+    """What was asked for does not exist in the present state; the message says what would help."""
+
+
+class Handle:
+    """Takes a hook off again."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Stop calling the function."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Gradient:
+    """The gradient of one parameter, as it is at the moment of asking."""
+
+    def __init__(self, name: str, parameter: ShardedTensor) -> None:
+        self.name = name
+        self._parameter = parameter
+
+    def __repr__(self) -> str:
+        return f"Gradient({self.name!r}, {self.state})"
+
+    @property
+    def state(self) -> GradientState:
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return "none"
+        if isinstance(gradient, UnreducedGradient):
+            return "none" if gradient.is_cleared else "local"
+        return "reduced"
+
+    def local(self) -> Tensor:
+        """This rank's own gradient: original shape, reduce dtype, not divided by anything.
+
+        It shares memory with what will be reduced: writing to it changes the gradient.
+
+        Raises:
+            GradientUnavailable: There is none, or it was reduced already.
+        """
+        gradient = self._parameter.grad
+        if isinstance(gradient, UnreducedGradient) and gradient.part is not None:
+            return gradient.part
+        raise self._unavailable(
+            "local",
+            "see it on its way with on_local(), or keep it with no_sync() or "
+            'micro_batches("local")',
+        )
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice of the reduced gradient, ``(n,)``, main dtype; may be empty.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient.
+        """
+        return self._reduced(None).to_local()
+
+    def full(self, micro_batch: int | None = None) -> Tensor:
+        """The reduced gradient in its original shape, a fresh copy. Collective.
+
+        Args:
+            micro_batch: Of those kept by ``micro_batches("separate")``.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient, or none of that micro-batch.
+        """
+        return self._reduced(micro_batch).full_tensor()
+
+    def _reduced(self, micro_batch: int | None) -> ShardedTensor:
+        gradient = self._parameter.grad
+        if isinstance(gradient, UnreducedGradient) or not isinstance(gradient, ShardedTensor):
+            raise self._unavailable(
+                "reduced",
+                "run a backward that reduces (set_requires_gradient_sync(True), or outside of "
+                "no_sync())",
+            )
+        if micro_batch is None:
+            return gradient
+        if micro_batch not in gradient.micro_batches:
+            kept = sorted(gradient.micro_batches)
+            raise self._unavailable(
+                f"of micro-batch {micro_batch}",
+                f'run the backwards inside micro_batches("separate") (kept: {kept}; a micro-batch '
+                "in which no rank used the parameter has none)",
+            )
+        return gradient.micro_batches[micro_batch]
+
+    def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
+        rank = self._parameter.spec.communicator.rank
+        return GradientUnavailable(
+            f"gradient of {self.name!r} (scratch engine, rank {rank}): expected the {what} one, "
+            f"got state {self.state!r}. To have it, {cure}."
+        )
+
+
+class Weight:
+    """One parameter."""
+
+    def __init__(self, name: str, parameter: ShardedTensor) -> None:
+        self.name = name
+        self._parameter = parameter
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice, ``(n,)``, main dtype, sharing memory; may be empty."""
+        return self._parameter.to_local().detach()
+
+    def full(self) -> Tensor:
+        """The whole parameter in its original shape, a fresh copy. Collective."""
+        return self._parameter.full_tensor()
+
+
+class _ByName:
+    """The sharded parameters of a module by name, and the segments that they belong to."""
+
+    def __init__(self, module: nn.Module, what: str) -> None:
+        self._module = module
+        self._parameters = _sharded_parameters(module, what)
+
+    def segments(self) -> dict[Segment, list[str]]:
+        """The names of each segment, in order."""
+        segments: dict[Segment, list[str]] = {}
+        for name, parameter in self._parameters.items():
+            reference = parameter.spec.segment
+            segment = None if reference is None else reference()
+            assert segment is not None, "a parameter's segment lives as long as its unit"
+            segments.setdefault(segment, []).append(name)
+        return segments
+
+    def _stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Gather slices one segment at a time, one collective each."""
+        for segment, names in self.segments().items():
+            present = [name for name in names if name in shards]
+            if not present:
+                continue
+            layout, communicator = segment.layout, segment.communicator
+            region = segment.shard.new_zeros(layout.numel)
+            start, _ = layout.shard_range(communicator.rank)
+            for name in present:
+                slot = self._parameters[name].spec.slot
+                offset = start + layout.offset_in_shard(slot, communicator.rank)
+                region[offset : offset + shards[name].numel()].copy_(shards[name].detach())
+            communicator.gather(region, segment.name).wait()
+            for name in present:
+                slot = self._parameters[name].spec.slot
+                whole = region[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                if name == present[-1]:  # the caller holds it while the next segment is gathered
+                    whole = whole.clone()
+                    del region
+                yield name, whole
+
+
+class Weights(_ByName, Mapping[str, Weight]):
+    """Parameters by original name. Made by :func:`weights`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "weights")
+
+    def names(self) -> list[str]:
+        """Original names, as seen from the module that was given."""
+        return list(self._parameters)
+
+    def __getitem__(self, name: str) -> Weight:
+        return Weight(name, _look_up(self._parameters, name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def full(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of each parameter, one segment whole at a time. Collective."""
+        yield from self._stream({name: p.to_local() for name, p in self._parameters.items()})
+
+
+class Gradients(_ByName, Mapping[str, Gradient]):
+    """Gradients by original name. Made by :func:`gradients`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "gradients")
+
+    def names(self) -> list[str]:
+        """Original names of all trainable parameters, as seen from the module that was given."""
+        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+
+    def __getitem__(self, name: str) -> Gradient:
+        parameter = _look_up(self._parameters, name)
+        if not parameter.requires_grad:
+            raise GradientUnavailable(
+                f"gradient of {name!r}: expected a trainable parameter, got one with "
+                "requires_grad=False. Unfreeze it before the forward."
+            )
+        return Gradient(name, parameter)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole reduced gradient of each parameter that has one. Collective.
+
+        One segment is whole at a time, unless the caller keeps what is yielded.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        yield from self._stream(self.shards(micro_batch))
+
+    def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
+        """This rank's slices of all reduced gradients by name, sharing memory; without ``none``.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        shards = {}
+        for name in self.names():
+            gradient = self[name]
+            if gradient.state == "none":
+                continue
+            if micro_batch is None or gradient.state == "local":
+                shards[name] = gradient.shard
+            elif micro_batch in _kept(self._parameters[name]):
+                shards[name] = _kept(self._parameters[name])[micro_batch].to_local()
+        return shards
+
+    def on_local(self, function: GradientFunction) -> Handle:
+        """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
+
+        The gradient has the original shape and the compute dtype, and can be edited in place before
+        it is reduced. A weight tied within or across units arrives once, with the sum of all uses.
+        ``micro_batch`` counts backwards since the optimizer's last step.
+        """
+        names = self._names()
+        return Handle(
+            [
+                _register(segment.local_hooks, _calling(function, names, segment))
+                for segment in self.segments()
+            ]
+        )
+
+    def on_reduced(self, function: GradientFunction) -> Handle:
+        """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
+
+        The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
+        can be edited in place. One that no rank used comes as zeros.
+        """
+        names = self._names()
+        return Handle(
+            [
+                _register(segment.reduced_hooks, _calling(function, names, segment))
+                for segment in self.segments()
+            ]
+        )
+
+    @contextlib.contextmanager
+    def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
+        """Choose how the backwards inside accumulate.
+
+        Args:
+            mode: ``sum`` reduces each into the shard; ``local`` reduces once, when the context ends
+                (collective); ``separate`` reduces each and also keeps it apart, a shard per
+                micro-batch, until the gradients are cleared.
+
+        Raises:
+            ValueError: There is no such mode.
+            RuntimeError: Local gradients of before wait to be reduced; they belong to no
+                micro-batch of this context.
+        """
+        if mode not in ("sum", "local", "separate"):
+            raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+        segments, units = list(self.segments()), list(dict.fromkeys(self._units()))
+        if any(segment.has_local_gradients for segment in segments):
+            raise RuntimeError(
+                f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "
+                "earlier backward without reduction. Reduce them with the next backward, or drop "
+                "them with zero_grad()."
+            )
+        before = {unit: unit.syncs_gradients for unit in units}
+        for unit in units:
+            unit.syncs_gradients = mode != "local"
+        for segment in segments:
+            segment.micro_batch = 0
+            segment.keeps_micro_batches = mode == "separate"
+        try:
+            yield
+            if mode == "local":
+                for schedule in _schedules_in(self._module):
+                    schedule.reduce_waiting()
+        finally:
+            for unit, syncs in before.items():
+                unit.syncs_gradients = syncs
+            for segment in segments:
+                segment.keeps_micro_batches = False
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
+
+        Collective.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        return global_norm(self._sharded(), norm_type, self._communicator())
+
+    def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
+        """The inner product of two sets of gradients, 0-d fp64, equal on all ranks. Collective.
+
+        Args:
+            a: A micro-batch kept by ``micro_batches("separate")``, shards by name (as of
+                :meth:`shards`), or ``None`` for the gradients themselves.
+            b: Likewise. A name that one of them lacks counts as zero.
+        """
+        first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
+        parts = [
+            torch.dot(first[name].double(), second[name].double())
+            for name in first
+            if name in second and first[name].numel()
+        ]
+        communicator = self._communicator()
+        device = torch.device(communicator.device_type)
+        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
+        return communicator.all_gather_slices(mine.to(device).view(1)).sum()
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._parameters.items()}
+
+    def _sharded(self) -> list[Tensor]:
+        gradients = (self[name] for name in self.names())
+        return [g._reduced(None) for g in gradients if g.state != "none"]
+
+    def _units(self) -> Iterator[Unit]:
+        segments = self.segments()
+        for schedule in _schedules_in(self._module):
+            yield from (u for u in schedule.units if not segments.keys().isdisjoint(u.segments))
+
+    def _communicator(self) -> Communicator:
+        return next(iter(self._parameters.values())).spec.communicator
+
+
+def gradients(module: nn.Module) -> Gradients:
+    """Access to the gradients of a module with sharded parameters inside.
+
+    Raises:
+        ValueError: Nothing in the module is sharded.
+    """
+    return Gradients(module)
+
+
+def weights(module: nn.Module) -> Weights:
+    """Access to the parameters of a module with sharded parameters inside.
+
+    Raises:
+        ValueError: Nothing in the module is sharded.
+    """
+    return Weights(module)
+
+
+def _sharded_parameters(module: nn.Module, what: str) -> dict[str, ShardedTensor]:
+    """Sharded parameters by name; also while their unit computes and leaves stand for them."""
+    computing = {
+        id(leaf): parameter
+        for schedule in _schedules_in(module)
+        for unit in schedule.units
+        for segment in unit.segments
+        for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True)
+    }
+    found = {}
+    for name, parameter in module.named_parameters():
+        sharded = computing.get(id(parameter), parameter)
+        if isinstance(sharded, ShardedTensor):
+            found[name] = sharded
+    if not found:
+        raise ValueError(
+            f"{what}: expected a module with sharded parameters, got {type(module).__name__} "
+            "without any. Call fully_shard or shard_model first."
+        )
+    return found
+
+
+def _schedules_in(module: nn.Module) -> list[Schedule]:
+    hooks = (hooks_of(inner) for inner in module.modules())
+    return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
+
+
+def _look_up(parameters: Mapping[str, ShardedTensor], name: str) -> ShardedTensor:
+    if name not in parameters:
+        near = difflib.get_close_matches(name, parameters, n=3)
+        raise KeyError(
+            f"{name!r}: expected the original name of a sharded parameter, such as "
+            f"{near or list(parameters)[:3]}."
+        )
+    return parameters[name]
+
+
+def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
+    return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
+
+
+def _register(hooks: dict[int, GradientHook], hook: GradientHook) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _calling(
+    function: GradientFunction, names: Mapping[int, str], segment: Segment
+) -> GradientHook:
+    reference = weakref.ref(segment)  # the segment owns the hook
+
+    def hook(parameter: ShardedTensor, gradient: Tensor) -> None:
+        alive, name = reference(), names.get(id(parameter))
+        if alive is not None and name is not None:
+            function(name, gradient, alive.micro_batch)
+
+    return hook
