@@ -27,6 +27,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
+from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
 from lightning_fsdp.core.lifecycle import GradientState, take_step
 from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
@@ -69,9 +70,10 @@ class Segment:
         self.policy = policy
         self.buffer = FlatBuffer(layout.numel, policy.param_dtype or shard.dtype, shard.device)
         self.leaves = tuple(
-            nn.Parameter(self.buffer.view(slot), requires_grad=False) for slot in layout.slots
+            make_leaf(self.buffer, slot, parameter)
+            for slot, parameter in zip(layout.slots, parameters, strict=True)
         )
-        self.buffer.free()
+        self._free()
         self.gradient_state = GradientState.NONE
         self.micro_batch = 0
         self.keeps_micro_batches = False
@@ -101,6 +103,8 @@ class Segment:
         if not self._holders or self.is_stale:
             self.wait_for_gather()
             self.buffer.allocate()
+            for leaf in self.leaves:
+                mark_whole(leaf)
             start, stop = self.layout.shard_range(self.communicator.rank)
             with torch.no_grad():
                 self.buffer.flat[start:stop].copy_(self.shard)  # casts on the way
@@ -119,7 +123,7 @@ class Segment:
         self._holders.discard(holder)
         if not self._holders:
             self.wait_for_gather()  # one in flight writes into the memory
-            self.buffer.free()
+            self._free()
 
     @property
     def is_stale(self) -> bool:
@@ -217,7 +221,12 @@ class Segment:
             for collective in pending:
                 collective.wait()
         finally:
-            self.buffer.free()
+            self._free()
+
+    def _free(self) -> None:
+        self.buffer.free()
+        for leaf in self.leaves:
+            mark_freed(leaf)
 
     def _accumulate(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
         """Add a reduced gradient to ``parameter.grad``, beside local ones that may wait there."""

@@ -18,6 +18,10 @@ from torch import Tensor
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
+# A context in which torch functions treat subclasses as plain tensors.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
 def is_in_backward() -> bool:
     """Whether the autograd engine is running on this thread.
 
