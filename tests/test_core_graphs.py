@@ -1,0 +1,448 @@
+"""Graphs that are hard for a sharding engine: each trains as the unsharded model does.
+
+Every case has a model, how it is sharded (each child a unit of its own), and a loss; three steps on
+different data per rank, against one process that has all ranks' losses.
+"""
+
+import copy
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.counting import CollectiveCounter
+from tests.support.memory import StorageTracker, bytes_of, tensors_of
+from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
+from tests.support.parity import (
+    OPTIMIZERS,
+    assert_ranks_agree,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+    train_reference,
+)
+from tests.support.ranks import run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+class Pair(nn.Module):
+    """Two layers, 7 -> 15 -> 7."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 15), nn.Linear(15, 7)
+
+    def forward(self, inputs):
+        return self.down(torch.tanh(self.up(inputs)))
+
+
+class Net(nn.Module):
+    """Three pairs and an end; ``run`` says how they are put together."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.blocks = nn.ModuleList(Pair() for _ in range(3))
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        return self.run(self, inputs, step)
+
+
+def twice(net, x, step):
+    a, b, _ = net.blocks
+    return net.end(a(b(a(x))))
+
+
+def other_order(net, x, step):
+    order = (0, 1, 2) if step % 2 == 0 else (2, 0, 1)
+    for index in order:
+        x = net.blocks[index](x)
+    return net.end(x)
+
+
+def skipped(net, x, step):
+    for index in range(3):
+        if index != step:
+            x = net.blocks[index](x)
+    return net.end(x)
+
+
+def branches(net, x, step):
+    a, b, c = net.blocks
+    return net.end(a(x) + b(x) * torch.tanh(c(x)))
+
+
+def in_place(net, x, step):
+    a, b, c = net.blocks
+    hidden = a(x)
+    hidden += x
+    hidden = b(hidden)
+    hidden.mul_(0.5)
+    out = c(hidden)
+    out.view(-1).add_(1.0)
+    return net.end(out)
+
+
+def no_grad_beside(net, x, step):
+    a, b, c = net.blocks
+    with torch.no_grad():
+        target = c(x)
+    return net.end(b(a(x)) - target)
+
+
+class Outputs(nn.Module):
+    """A unit whose output is a structure."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.pair = Pair()
+
+    def forward(self, inputs):
+        hidden = self.pair(inputs)
+        if self.kind == "dict":
+            return {"hidden": hidden, "extra": [hidden * 2]}
+        if self.kind == "tuple":
+            return (hidden, (hidden * 2, None))
+        if self.kind == "dataclass":
+            return Result(hidden, hidden * 2)
+        return Custom(hidden)
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: torch.Tensor
+
+
+class Custom:
+    """An object that nothing knows how to look into."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Structured(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = Outputs(kind), Outputs(kind)
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        return self.end(self._hidden(self.second(self._hidden(self.first(inputs)))))
+
+    def _hidden(self, out):
+        if self.kind == "dict":
+            return out["hidden"] + out["extra"][0]
+        if self.kind == "tuple":
+            return out[0] + out[1][0]
+        return out.hidden + out.extra
+
+
+class Dtypes(nn.Module):
+    """bf16 and fp32, 0-d, empty and tiny parameters in one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(7, 7).bfloat16()
+        self.outer = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.one = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, inputs, step=0):
+        hidden = self.inner(inputs.bfloat16()).float() * self.scale + self.nothing.sum()
+        return self.outer(hidden) + self.one
+
+
+RUNS = {
+    run.__name__: run for run in (twice, other_order, skipped, branches, in_place, no_grad_beside)
+}
+BUILDERS = {name: lambda run=run: Net(run) for name, run in RUNS.items()}
+BUILDERS |= {kind: lambda kind=kind: Structured(kind) for kind in ("dict", "tuple", "dataclass")}
+BUILDERS["dtypes"] = Dtypes
+
+
+def build(name):
+    torch.manual_seed(3)
+    return BUILDERS[name]()
+
+
+def batch_of(step, micro_batch, rank):
+    return {**mlp_batch(step, micro_batch, rank), "step": step}
+
+
+def loss_of(model, batch):
+    outputs = model(batch["inputs"], batch["step"])
+    return 0.25 * nn.functional.mse_loss(outputs.float(), batch["targets"])
+
+
+def shard(model, plan):
+    """Each child, and each entry of a list, is a unit."""
+    if plan == "zero2":
+        return shard_model(
+            model, ZERO2, units=lambda m: isinstance(m, (Pair, Outputs)) or m is model
+        )
+    for child in model.children():
+        for module in child if isinstance(child, nn.ModuleList) else [child]:
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def _train_all(rank, world_size, plan):
+    traces = {}
+    for name in BUILDERS:
+        batches = make_batches(batch_of, num_steps=3, num_micro_batches=2, world_size=world_size)
+        model = build(name)
+        model = fully_shard(model) if name == "dtypes" else shard(model, plan)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        traces[name] = train_on_rank(model, batches, loss_of, optimizer, rank, accumulation="sum")
+    return traces
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_hard_graphs_train_as_unsharded_models_do(world_size, plan):
+    by_rank = run_on_ranks(_train_all, world_size, plan)
+    batches = make_batches(batch_of, num_steps=3, num_micro_batches=2, world_size=world_size)
+    for name in BUILDERS:
+        expected = train_reference(build(name), batches, loss_of, OPTIMIZERS["adamw"], joined=False)
+        traces = [each[name] for each in by_rank]
+        assert_ranks_agree(traces, name)
+        # bf16 gradients of several ranks and micro-batches are rounded before they are added.
+        assert_traces_match(traces[0], expected, atol=4e-3 if name == "dtypes" else 1e-6, what=name)
+
+
+def _several_graphs(rank, world_size, plan, how):
+    model, reference = shard(build("branches"), plan), build("branches")
+    for step in range(2):
+        mine = [batch_of(step, micro, rank) for micro in range(2)]
+        every = [[batch_of(step, micro, r) for micro in range(2)] for r in range(world_size)]
+        _backward(model, mine, how, 1.0)
+        for batches in every:
+            _backward(reference, batches, how, 1 / world_size)
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(
+                model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=0, atol=2e-7
+            )
+        model.zero_grad()
+        reference.zero_grad()
+
+
+def _backward(model, batches, how, factor):
+    losses = [loss_of(model, batch) * factor for batch in batches]
+    if how == "two forwards, one backward":
+        sum(losses).backward()
+    elif how == "two forwards, backwards in the other order":
+        for loss in reversed(losses):
+            loss.backward()
+    else:
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+        del losses
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "two forwards, one backward",
+        "two forwards, backwards in the other order",
+        "one graph, two backwards",
+    ],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_several_graphs_may_be_alive(plan, how):
+    run_on_ranks(_several_graphs, 2, plan, how)
+
+
+def _custom_output(rank, world_size, plan):
+    """Nothing can look into the output: right, or an error, and the next step is right."""
+    torch.manual_seed(3)
+    model = shard(Structured("custom"), plan)
+    model._hidden = lambda out: out.hidden
+    reference = copy_plain(Structured, "custom")
+    error = None
+    try:
+        loss_of(model, batch_of(0, 0, 0)).backward()
+    except RuntimeError as caught:
+        error = str(caught)
+    if error is None:
+        loss_of(reference, batch_of(0, 0, 0)).backward()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(
+                model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=0, atol=2e-7
+            )
+    return error
+
+
+def copy_plain(cls, *args):
+    torch.manual_seed(3)
+    model = cls(*args)
+    model._hidden = lambda out: out.hidden
+    return model
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_output_that_nothing_can_look_into_is_right_or_an_error(plan):
+    errors = run_on_ranks(_custom_output, 2, plan)
+    assert errors[0] == errors[1]
+
+
+class Lora(nn.Module):
+    """A frozen layer and two small trainable ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(48, 48)
+        self.down, self.up = nn.Linear(48, 2, bias=False), nn.Linear(2, 48, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, inputs):
+        return self.base(inputs) + self.up(self.down(inputs))
+
+
+def _lora(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(Lora(), nn.Tanh(), Lora())
+
+
+def _train_lora(rank, world_size):
+    """Frozen ones are gathered, never reduced, and have no memory for gradients."""
+    model, reference = shard_model(_lora(), units=["Lora"]), _lora()
+    frozen = 4 * sum(p.numel() for p in reference.parameters() if not p.requires_grad)
+    inputs = [torch.randn(4, 48, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    for _ in range(2):
+        with CollectiveCounter() as counter:
+            model(inputs[rank]).square().mean().backward()
+    with StorageTracker(model) as tracker:
+        tracker.track(tensors_of(model))
+        held = tracker.settled_bytes() - bytes_of(tensors_of(model))
+    for each in inputs:
+        (2 * reference(each).square().mean() / world_size).backward()
+    for name, parameter in reference.named_parameters():
+        ours = model.get_parameter(name)
+        if parameter.requires_grad:
+            torch.testing.assert_close(ours.grad.full_tensor(), parameter.grad, rtol=0, atol=1e-7)
+        else:
+            assert ours.grad is None
+    return counter.reduced_bytes(world_size), frozen, held
+
+
+def test_frozen_parameters_cost_no_reduction_and_no_gradient_memory():
+    trainable = 4 * sum(p.numel() for p in _lora().parameters() if p.requires_grad)
+    for reduced, frozen, held in run_on_ranks(_train_lora, 2):
+        assert trainable / 2 <= reduced <= trainable / 2 + 512 < frozen / 8
+        assert held <= 256
+
+
+def _thaw(rank, world_size, plan):
+    """Freezing and unfreezing between steps."""
+    model, reference = shard_model(causal_lm(), PLANS[plan]), causal_lm()
+    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (model, reference)]
+    for step, frozen in enumerate(["", "blocks.1", "blocks.0", "", "head"]):
+        for each in (model, reference):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(not (frozen and name.startswith(frozen)))
+        lm_loss(model, token_batch(step, 0, rank)).backward()
+        for r in range(world_size):
+            (lm_loss(reference, token_batch(step, 0, r)) / world_size).backward()
+        for name, parameter in reference.named_parameters():
+            ours = model.get_parameter(name).grad
+            assert (ours is None) == (parameter.grad is None), f"step {step}: {name}"
+            if ours is not None:
+                torch.testing.assert_close(ours.full_tensor(), parameter.grad, rtol=0, atol=5e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(plan):
+    run_on_ranks(_thaw, 2, plan)
+
+
+class Failing:
+    """Raises once, where it is put."""
+
+    def __init__(self):
+        self.is_armed = True
+
+    def __call__(self, *args):
+        if self.is_armed:
+            self.is_armed = False
+            raise ZeroDivisionError("on purpose")
+
+
+def _fail(rank, world_size, plan, where):
+    """The step after an exception is that of a model on which nothing happened."""
+    model, reference = shard_model(causal_lm(), PLANS[plan]), shard_model(causal_lm(), PLANS[plan])
+    failing = Failing()
+    block = model.blocks[1]
+    if where == "forward":
+        block.up.register_forward_pre_hook(failing)
+    elif where == "hook after the forward":
+        block.register_forward_hook(failing)
+    elif where == "backward":
+        block.up.register_full_backward_hook(failing)
+    else:
+        block.register_forward_hook(lambda module, args, out: out.register_hook(failing) and None)
+    with StorageTracker(model) as tracker:
+        for step in range(2):
+            for each in (model, reference):
+                each.zero_grad()
+            with pytest.raises(ZeroDivisionError):
+                lm_loss(model, token_batch(9, 0, rank)).backward()
+            failing.is_armed = True
+            if step == 0:
+                continue
+            failing.is_armed = False
+            model.zero_grad()
+            for each in (model, reference):
+                lm_loss(each, token_batch(step, 0, rank)).backward()
+            for name, parameter in reference.named_parameters():
+                ours = model.get_parameter(name).grad
+                assert torch.equal(ours.to_local(), parameter.grad.to_local()), name
+            whole = [size for size in tracker.whole_sizes() if size]
+    if plan == "zero3":
+        assert not whole, "something stays whole"
+
+
+@pytest.mark.parametrize(
+    "where", ["forward", "hook after the forward", "backward", "hook of a tensor"]
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_exception_leaves_a_usable_engine(plan, where):
+    run_on_ranks(_fail, 2, plan, where)
+
+
+def _build_many(rank, world_size):
+    alive = []
+    for index in range(200):
+        model = shard_model(mlp())
+        if index % 20 == 0:
+            mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+        alive.append(weakref.ref(next(model.parameters())))
+        del model
+    gc.collect()
+    return sum(reference() is not None for reference in alive)
+
+
+def test_many_models_built_and_dropped_leave_nothing():
+    assert run_on_ranks(_build_many, 2) == [0, 0]
+
+
+def _copy(rank, world_size):
+    model = shard_model(mlp())
+    with pytest.raises(NotImplementedError, match="full_state_dict"):
+        copy.deepcopy(model)
+
+
+def test_deepcopy_is_refused_with_the_way_to_do_it():
+    run_on_ranks(_copy, 1)
