@@ -120,8 +120,18 @@ def _make_unit(
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
     module.__dict__["_lightning_fsdp_hooks"] = ModuleHooks(module, unit, schedule)
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _sharded_class(type(module))
+
+
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """One class for all modules of a class: compiled code of one serves the others."""
+    if cls not in _sharded_classes:
+        namespace = {"__module__": cls.__module__}
+        _sharded_classes[cls] = type(cls.__name__, (ShardedModule, cls), namespace)
+    return _sharded_classes[cls]
+
+
+_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _rename(root: nn.Module, schedule: Schedule) -> None:

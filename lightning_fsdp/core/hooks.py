@@ -61,6 +61,7 @@ class ModuleHooks:
             raise
         return self._on_success(output)
 
+    @torch_internals.not_compiled
     def _on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -76,6 +77,7 @@ class ModuleHooks:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
 
+    @torch_internals.not_compiled
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:

@@ -22,6 +22,11 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
+# Runs a function as it is inside a compiled caller. ``torch.compiler.disable`` does the same, but
+# imports the compiler at once, which takes seconds.
+not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
 def is_in_backward() -> bool:
     """Whether the autograd engine is running on this thread.
 

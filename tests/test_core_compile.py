@@ -1,0 +1,79 @@
+"""Compiled units: gradients of the compiled unsharded model, one compilation, no graph break."""
+
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, shard_model
+from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.ranks import run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+def _compile_blocks(model: nn.Module, way: str, backend) -> None:
+    for block in model.blocks:
+        if way == "module":
+            block.compile(backend=backend)
+        else:
+            block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+
+def _train_compiled(rank, world_size, plan, order, way, backend):
+    """How often a graph was compiled, and where graphs broke."""
+    import torch._dynamo.testing
+    import torch._dynamo.utils
+
+    reference = causal_lm()
+    _compile_blocks(reference, "function", backend)
+    torch._dynamo.utils.counters.clear()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    model = causal_lm()
+    if order == "before":
+        _compile_blocks(model, way, counter)
+    shard_model(model, PLANS[plan])
+    if order == "after":
+        _compile_blocks(model, way, counter)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, reference)]
+    for step in range(3):
+        lm_loss(model, token_batch(step, 0, rank)).backward()
+        for r in range(world_size):
+            (lm_loss(reference, token_batch(step, 0, r)) / world_size).backward()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(
+                model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=0, atol=5e-6
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return counter.frame_count, dict(torch._dynamo.utils.counters["graph_break"])
+
+
+def _train_in_every_order(rank, world_size, plan):
+    results = {}
+    for order in ("before", "after"):
+        for way in ("module", "function"):
+            torch._dynamo.reset()
+            results[order, way] = _train_compiled(rank, world_size, plan, order, way, "aot_eager")
+    return results
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_compiled_blocks_share_a_graph_without_breaks_and_train_exactly(plan):
+    for results in run_on_ranks(_train_in_every_order, 2, plan):
+        for how, (compilations, breaks) in results.items():
+            assert compilations == 1, f"{how}: equal blocks share a compilation"
+            assert breaks == {}, how
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_blocks_compiled_to_machine_code_train_exactly(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    arguments = ("zero3", "after", "module", "inductor")
+    for compilations, breaks in run_on_ranks(_train_compiled, 2, *arguments, timeout_s=240):
+        assert compilations == 1
+        assert breaks == {}
