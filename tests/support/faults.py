@@ -1,8 +1,8 @@
 """Faults to put into the core on purpose, so that one can see whether the tests notice.
 
-``pytest --fault=NAME`` runs with one of them in every rank process; the pytest process itself, where
-most references are computed, stays sound. Each is as narrow as it can be: where it is possible, all
-ranks go on alike, nothing hangs, and only a value or a byte count is wrong.
+``pytest --fault=NAME`` runs with one of them in every rank process; the pytest process itself,
+where most references are computed, stays sound. Each is as narrow as it can be: all ranks go on
+alike, nothing hangs, and only a value or a number of bytes or runs is wrong.
 """
 
 import functools
@@ -211,6 +211,18 @@ def loading_does_nothing() -> None:
         return nn.Module().load_state_dict({})  # no key missing, none unexpected
 
     ShardedModule.load_state_dict = load_state_dict
+
+
+@_fault
+def loading_an_optimizer_does_nothing() -> None:
+    """A state dict is taken for loaded, and the optimizer of sharded parameters starts anew."""
+    original = Optimizer.load_state_dict
+
+    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
+        if not _has_sharded(_parameters_of(self)):
+            original(self, state_dict)
+
+    Optimizer.load_state_dict = load_state_dict
 
 
 # --- how faults are made ---
