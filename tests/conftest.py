@@ -13,11 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import ranks
+
 # Set by pytest for itself, and by torch when some of its parts are first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
 
 # As on the ranks: with another number of threads a matrix product may have other last bits.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fault",
+        metavar="NAME",
+        help="break the core on every rank in one of the ways of tests/support/faults.py",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    ranks.active_fault = config.getoption("--fault")
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,10 @@ from torch import nn
 from lightning_fsdp import (
     ZERO2,
     ZERO3,
+    full_optimizer_state_dict,
     full_state_dict,
     fully_shard,
+    load_full_optimizer_state_dict,
     load_full_state_dict,
     register_forward_method,
     shard_model,
@@ -26,7 +28,16 @@ from tests.support.models import (
     tiny_gpt2,
     token_batch,
 )
-from tests.support.parity import OPTIMIZERS, assert_same_tensors, whole
+from tests.support.parity import (
+    OPTIMIZERS,
+    Trace,
+    assert_same_tensors,
+    assert_traces_match,
+    make_batches,
+    train_on_rank,
+    train_reference,
+    whole,
+)
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
 PLANS = {"zero2": ZERO2, "zero3": ZERO3}
@@ -287,3 +298,28 @@ def _optimizer_state_dict(rank, world_size):
 
 def test_optimizer_state_has_original_shapes_and_loads():
     run_on_ranks(_optimizer_state_dict, 2)
+
+
+def _batches(world_size):
+    return make_batches(mlp_batch, num_steps=4, num_micro_batches=1, world_size=world_size)
+
+
+def _continue_from_full_states(rank, world_size, name):
+    """Two steps, then two more in a model and an optimizer that start from the others' states."""
+    batches, model = _batches(world_size), shard_model(mlp())
+    optimizer = OPTIMIZERS[name](model.parameters())
+    train_on_rank(model, batches[:2], mlp_loss, optimizer, rank)
+    states = full_state_dict(model), full_optimizer_state_dict(optimizer)
+    fresh = shard_model(mlp(seed=2))
+    optimizer = OPTIMIZERS[name](fresh.parameters())
+    load_full_state_dict(fresh, states[0])
+    load_full_optimizer_state_dict(optimizer, states[1])
+    return train_on_rank(fresh, batches[2:], mlp_loss, optimizer, rank)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_full_states_of_model_and_optimizer_continue_as_if_nothing_had_happened(name):
+    plain = train_reference(mlp(), _batches(2), mlp_loss, OPTIMIZERS[name])
+    expected = Trace(plain.losses[2:], plain.gradients[2:], plain.parameters[2:])
+    for trace in run_on_ranks(_continue_from_full_states, 2, name):
+        assert_traces_match(trace, expected, atol=1e-7)

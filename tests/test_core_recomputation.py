@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, shard_model
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import tiny_gpt2
 from tests.support.ranks import run_on_ranks
 
@@ -69,14 +70,53 @@ def test_recomputed_blocks_have_the_gradients_of_plain_ones(kind, plan):
     run_on_ranks(gradients_of, 2, kind, plan)
 
 
+def count_runs(modules):
+    """Grows by one with each forward of one of the modules."""
+    runs = []
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: runs.append(None))
+    return runs
+
+
+def store_and_run(rank, world_size, kind):
+    """Bytes that a forward leaves for its backward, and runs of the blocks' bodies in a step."""
+    block, wraps = KINDS[kind]
+    steps, inputs = [], torch.randn(BATCH_SIZE, 6)
+    for model in (shard_model(Around(Block, wraps=False)), shard_model(Around(block, wraps))):
+        runs = count_runs(inner.first for inner in model.blocks)
+        with StorageTracker(model) as tracker:
+            for _ in range(2):
+                model.zero_grad()
+                runs.clear()
+                loss = model(inputs)
+                stored = tracker.settled_bytes(exclude=[inputs, loss, *tensors_of(model)])
+                loss.backward()
+                del loss
+        steps.append((stored, len(runs)))
+    return steps
+
+
+BATCH_SIZE = 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_are_computed_again_and_only_what_goes_into_them_is_stored(kind):
+    into = 4 * 4 * BATCH_SIZE * 6  # what goes into three blocks, and what comes out of the last
+    hidden = 3 * 4 * BATCH_SIZE * 9  # what ``tanh`` gives in each
+    for plain, recomputed in run_on_ranks(store_and_run, 2, kind):
+        assert plain == (into + hidden, 3)
+        assert recomputed == (into, 6)
+
+
 def train_gpt2(rank, world_size):
-    losses = []
+    losses, num_runs = [], []
     for recomputes in (False, True):
         model = tiny_gpt2()
         if recomputes:
             model.gradient_checkpointing_enable()
         model.train()
         shard_model(model)
+        runs = count_runs(block.mlp for block in model.transformer.h)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         tokens = torch.arange(8).view(1, 8) + rank
         of_model = []
@@ -87,9 +127,11 @@ def train_gpt2(rank, world_size):
             optimizer.zero_grad()
             of_model.append(loss.item())
         losses.append(of_model)
+        num_runs.append(len(runs))
+    assert num_runs == [3 * 3, 2 * 3 * 3]  # steps, blocks
     assert losses[0] == losses[1]
     assert losses[0][-1] < losses[0][0]
 
 
-def test_the_switch_of_transformers_changes_no_loss():
+def test_the_switch_of_transformers_computes_again_and_changes_no_loss():
     run_on_ranks(train_gpt2, 2)

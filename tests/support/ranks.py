@@ -39,6 +39,9 @@ PLAIN = (
 ECHO_GRACE_S = 4.0  # how long the others may go on after one rank failed
 LEAVE_LIMIT_S = 20.0  # how long destroying the process group may take
 
+active_fault: str | None = None
+"""Name in ``tests.support.faults`` of what is broken on every rank; set by ``pytest --fault``."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 
@@ -170,6 +173,7 @@ def _run(
                 process = _context.Process(
                     target=_rank_main,
                     args=(theirs, folder, fn, rank, world_size, args, limits, backend, dict(env)),
+                    kwargs={"fault": active_fault},
                     name=f"rank-{rank}",
                 )
                 process.start()
@@ -286,6 +290,8 @@ def _rank_main(
     limits: _Limits,
     backend: str | None,
     env: dict[str, str],
+    *,
+    fault: str | None,
 ) -> None:
     """The life of one rank. Every way out but the ordered one is ``os._exit`` or a kill by the
     parent.
@@ -304,6 +310,10 @@ def _rank_main(
         warnings.filterwarnings("error", module=r"lightning_fsdp")
         if backend == PLAIN:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
+        if fault is not None:
+            from tests.support import faults
+
+            faults.inject(fault)
         if backend is not None:
             dist.init_process_group(
                 backend,

@@ -1,0 +1,281 @@
+"""Faults to put into the core on purpose, so that one can see whether the tests notice.
+
+``pytest --fault=NAME`` runs with one of them in every rank process; the pytest process itself,
+where most references are computed, stays sound. Each is as narrow as it can be: all ranks go on
+alike, nothing hangs, and only a value or a number of bytes or runs is wrong.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import checkpoint as torch_checkpoint
+
+from lightning_fsdp.core import assembly, collectives, torch_internals
+from lightning_fsdp.core.collectives import Communicator, Pending
+from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+FAULTS: dict[str, Callable[[], None]] = {}
+
+
+def inject(name: str) -> None:
+    """Break the core in this process, for the rest of its life."""
+    FAULTS[name]()
+
+
+def _fault(function: Callable[[], None]) -> Callable[[], None]:
+    FAULTS[function.__name__] = function
+    return function
+
+
+@_fault
+def none() -> None:
+    """Breaks nothing; shows that the way in which faults are put in does not fail by itself."""
+
+
+# --- values of gradients ---
+
+
+@_fault
+def no_division_by_world_size() -> None:
+    """Reduced gradients are sums over the ranks, not means."""
+    _change_reduced(lambda segment, shard: shard.mul_(segment.communicator.world_size))
+
+
+@_fault
+def gradients_times_3() -> None:
+    """Reduced gradients are three times too large; Adam's steps hide it."""
+    _change_reduced(lambda segment, shard: shard.mul_(3))
+
+
+@_fault
+def reduction_without_communication() -> None:
+    """Each rank takes its own gradients for the mean; right where ranks have the same data."""
+
+    def reduce(self: Communicator, pieces: Any, shard_numel: int, unit_name: str) -> Pending:
+        shard = pieces[0].data.new_zeros(shard_numel)
+        for piece in collectives._cut_out(pieces, self.rank * shard_numel, shard_numel):
+            shard.narrow(0, *piece.place).copy_(piece.data)
+        return Pending("a reduction that asks nobody", (), lambda: shard)
+
+    Communicator.reduce = reduce
+
+
+@_fault
+def gradient_padding_of_ones() -> None:
+    """The padding between reduced gradients holds ones, not zeros."""
+
+    def fill(segment: Segment, shard: Tensor) -> Tensor:
+        _fill_padding(segment, shard)
+        return shard
+
+    _change_reduced(fill)
+
+
+# --- values of parameters ---
+
+
+@_fault
+def gather_repeats_the_own_shard() -> None:
+    """A gather puts this rank's own shard into every rank's slot."""
+
+    def gather(self: Communicator, whole: Tensor, unit_name: str) -> Pending:
+        slots = whole.view(self.world_size, -1)
+        slots.copy_(slots[self.rank].clone())
+        return Pending("a gather that asks nobody", (), lambda: whole)
+
+    Communicator.gather = gather
+
+
+@_fault
+def every_rank_keeps_shard_0() -> None:
+    """Sharding leaves every rank with the values of rank 0's shard."""
+
+    def fill(segment: Segment, wholes: list[Tensor]) -> None:
+        region = torch.zeros(segment.layout.numel, dtype=segment.shard.dtype)
+        for slot, whole in zip(segment.layout.slots, wholes, strict=True):
+            region[slot.offset : slot.offset + slot.numel] = whole.reshape(-1)
+        segment.shard.copy_(region[: segment.layout.shard_numel])
+
+    _change_new_segments(fill)
+
+
+@_fault
+def padding_of_ones() -> None:
+    """The padding between parameters holds ones, not zeros."""
+    _change_new_segments(lambda segment, wholes: _fill_padding(segment, segment.shard))
+
+
+@_fault
+def backward_without_gather() -> None:
+    """A backward finds the memory of its parameters, but zeros in all slots except its own."""
+
+    def fill(communicator: Communicator, whole: Tensor) -> None:
+        slots = whole.view(communicator.world_size, -1)
+        mine = slots[communicator.rank].clone()
+        slots.zero_()
+        slots[communicator.rank] = mine
+
+    _replace_gathers_of_backward(fill)
+
+
+@_fault
+def backward_on_the_copy_of_forward() -> None:
+    """A backward computes with what its forward gathered; right while nobody writes in between."""
+    free = FlatBuffer.free
+
+    def free_in_backward(self: FlatBuffer) -> None:
+        if torch_internals.is_in_backward():
+            free(self)
+
+    FlatBuffer.free = free_in_backward
+    _replace_gathers_of_backward(lambda communicator, whole: None)
+
+
+# --- memory ---
+
+
+@_fault
+def nothing_is_freed() -> None:
+    """Whole copies stay allocated for ever."""
+    FlatBuffer.free = lambda self: None
+
+
+@_fault
+def checkpoint_does_nothing() -> None:
+    """Activation checkpointing is a plain call: everything is stored, nothing computed again."""
+
+    # One level below ``checkpoint``, which test modules have imported by name before this runs.
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        yield
+
+    class Plain:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            return function(*args)
+
+    torch_checkpoint._checkpoint_without_reentrant_generator = plain
+    torch_checkpoint.CheckpointFunction = Plain
+
+
+# --- what surrounds a step ---
+
+
+@_fault
+def optimizer_steps_once() -> None:
+    """Each optimizer of sharded parameters takes its first step; the later ones do nothing."""
+    have_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def only_once(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def wrapped(self: Optimizer, closure: Any = None) -> Any:
+            if self in have_stepped:
+                return None
+            if _has_sharded(_parameters_of(self)):
+                have_stepped.add(self)
+            return step(self, closure)
+
+        return wrapped
+
+    for cls in (torch.optim.SGD, torch.optim.Adam):  # AdamW inherits Adam's
+        cls.step = only_once(cls.step)
+
+
+@_fault
+def zero_grad_does_nothing() -> None:
+    """``zero_grad`` of optimizers and modules leaves the gradients of sharded parameters."""
+
+    def keep_sharded(original: Any, parameters_of: Callable[[Any], list[Tensor]]) -> Any:
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            if not _has_sharded(parameters_of(self)):
+                original(self, set_to_none)
+
+        return zero_grad
+
+    Optimizer.zero_grad = keep_sharded(Optimizer.zero_grad, _parameters_of)
+    nn.Module.zero_grad = keep_sharded(nn.Module.zero_grad, lambda module: [*module.parameters()])
+
+
+@_fault
+def loading_does_nothing() -> None:
+    """A state dict is taken for loaded, and the sharded parameters stay as they are."""
+
+    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return nn.Module().load_state_dict({})  # no key missing, none unexpected
+
+    ShardedModule.load_state_dict = load_state_dict
+
+
+@_fault
+def loading_an_optimizer_does_nothing() -> None:
+    """A state dict is taken for loaded, and the optimizer of sharded parameters starts anew."""
+    original = Optimizer.load_state_dict
+
+    def load_state_dict(self: Optimizer, state_dict: Any) -> None:
+        if not _has_sharded(_parameters_of(self)):
+            original(self, state_dict)
+
+    Optimizer.load_state_dict = load_state_dict
+
+
+# --- how faults are made ---
+
+
+def _change_reduced(change: Callable[[Segment, Tensor], Tensor]) -> None:
+    """Let ``change`` have every reduced shard of gradients, whichever way it was reduced."""
+    original = Segment.reduce
+
+    def reduce(self: Segment) -> Any:
+        used = original(self)
+        finish = self._reduction.finish
+        self._reduction.finish = lambda: change(self, finish())
+        return used
+
+    Segment.reduce = reduce
+
+
+def _change_new_segments(change: Callable[[Segment, list[Tensor]], None]) -> None:
+    """Let ``change`` have every new segment, and the whole parameters that it was made of."""
+    original = assembly._make_segment
+
+    def make_segment(plan: Any, *args: Any) -> Segment:
+        wholes = [parameter.detach().clone() for parameter in plan.parameters]
+        segment = original(plan, *args)
+        with torch.no_grad():
+            change(segment, wholes)
+        return segment
+
+    assembly._make_segment = make_segment
+
+
+def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -> None:
+    original = Communicator.gather
+
+    def gather(self: Communicator, whole: Tensor, unit_name: str) -> Pending:
+        if not torch_internals.is_in_backward():
+            return original(self, whole, unit_name)
+        fill(self, whole)
+        return Pending("a gather that asks nobody", (), lambda: whole)
+
+    Communicator.gather = gather
+
+
+def _fill_padding(segment: Segment, shard: Tensor) -> None:
+    first, last = segment.layout.shard_range(segment.communicator.rank)
+    for start, stop in segment.layout.padding(first, last):
+        shard[start - first : stop - first] = 1
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _has_sharded(parameters: list[Tensor]) -> bool:
+    return any(isinstance(parameter, ShardedTensor) for parameter in parameters)
