@@ -156,13 +156,13 @@ def is_called_by_engine() -> bool:
     """Whether the innermost telling frame of the stack is an engine's."""
     frame = sys._getframe(1).f_back
     while frame is not None:
-        path = frame.f_code.co_filename
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
         if any(part in path for part in _ENGINE):
             return True
-        if any(part in path for part in _MODEL) and not path.endswith(_CALLS_HOOKS):
-            # This file's dispatch mode is on every stack, and is nobody's code.
-            if frame.f_code.co_name != "__torch_dispatch__":
-                return False
+        # This file's dispatch mode is on every stack, and is nobody's code.
+        tells_nothing = path.endswith(_CALLS_HOOKS) or name == "__torch_dispatch__"
+        if not tells_nothing and any(part in path for part in _MODEL):
+            return False
         frame = frame.f_back
     return False
 
@@ -183,7 +183,7 @@ class Counts:
     """
 
     written_bytes: int = 0
-    written_by_operation: Counter[str] = field(default_factory=Counter)
+    written_by_operation: dict[str, int] = field(default_factory=dict)
     payload_bytes: int = 0
     collectives: dict[str, list[int]] = field(default_factory=dict)
     model_written_bytes: int = 0
@@ -245,7 +245,8 @@ class Meter(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if is_engine:
             self.counts.written_bytes += written
-            self.counts.written_by_operation[name] += written
+            operations = self.counts.written_by_operation
+            operations[name] = operations.get(name, 0) + written
         elif "copy" in name or name in ("clone", "cat"):
             self.counts.model_written_bytes += written
 
@@ -442,7 +443,7 @@ def show_peaks(results: dict[tuple[int, str, str], Counts]) -> None:
         check = "" if theirs is None else f" (MemTracker: {theirs / GIB:.3f})"
         print(f"\n{world_size} ranks, {dtypes}, {arm}: {counts.peak_bytes / GIB:.3f} GiB{check}")
         print(f"  peak     {kinds}")
-        names = counts.written_by_operation.most_common()
+        names = Counter(counts.written_by_operation).most_common()
         print("  written ", ", ".join(f"{name} {n / 1e9:.3f}" for name, n in names if n))
         calls = counts.collectives.items()
         print("  payload ", ", ".join(f"{name} {n}x {b / 1e9:.3f}" for name, (n, b) in calls))
