@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LAYERS, WIDTH, VOCABULARY = 2, 64, 512
-WORLD_SIZES = (8, 64)
+WORLD_SIZES = (8,)
 BYTES = {  # of the whole parameters and of the reduction
     "bf16, fp32 reduce": (2, 4),
     "bf16, bf16 reduce": (2, 2),
@@ -42,7 +43,7 @@ def document(tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "padding %" in finished.stdout
