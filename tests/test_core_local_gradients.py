@@ -7,7 +7,10 @@ import torch
 
 from lightning_fsdp import ZERO2, shard_model
 from lightning_fsdp.core import local_gradients
+from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.sharded_module import hooks_of
+from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
 from tests.support.parity import (
     OPTIMIZERS,
@@ -134,3 +137,44 @@ def _write_between(rank, world_size):
 
 def test_a_shared_copy_that_is_stale_is_gathered_anew_while_another_unit_holds_it():
     run_on_ranks(_write_between, 2)
+
+
+def _collect_one_flat_run(reduce_dtype):
+    """Bytes alive as gradients of a flat region arrive, and at its hand-over."""
+    layout = plan_segment([("w", (64, 64)), ("v", (64, 32)), ("b", (64,))], shard_world_size=2)
+    gradients = LocalGradients(
+        layout, [None] * 3, reduce_dtype, torch.device("cpu"), in_pieces=False
+    )
+    with StorageTracker() as tracker:
+        bytes_alive = []
+        for index, slot in enumerate(layout.slots):
+            gradients.add(index, torch.ones(slot.shape, dtype=torch.bfloat16).mul_(index + 1))
+            bytes_alive.append(tracker.live_bytes())
+        (piece,), arrived = gradients.take()
+        bytes_alive.append(tracker.live_bytes())
+    return layout, piece.data, arrived, bytes_alive
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
+def test_a_flat_run_gets_its_memory_at_the_hand_over_and_gradients_lose_theirs(reduce_dtype):
+    layout, region, arrived, bytes_alive = _collect_one_flat_run(reduce_dtype)
+    sizes = [2 * slot.numel for slot in layout.slots]
+    assert bytes_alive == [*itertools.accumulate(sizes), layout.numel * reduce_dtype.itemsize]
+    assert arrived == [True] * 3
+    expected = torch.zeros(layout.numel, dtype=reduce_dtype)
+    for index, slot in enumerate(layout.slots):
+        expected[slot.offset : slot.offset + slot.numel] = index + 1
+    assert torch.equal(region, expected)
+
+
+def test_a_second_gradient_is_added_in_the_reduction_dtype():
+    layout = plan_segment([("w", (4, 8)), ("b", (8,))], shard_world_size=2)
+    gradients = LocalGradients(
+        layout, [None] * 2, torch.float32, torch.device("cpu"), in_pieces=False
+    )
+    for value in (1.0, 2**-9):  # their sum has no bfloat16
+        gradients.add(0, torch.full((4, 8), value, dtype=torch.bfloat16))
+    (piece,), arrived = gradients.take()
+    assert arrived == [True, False]
+    assert torch.equal(piece.data[:32], torch.full((32,), 1 + 2**-9))
+    assert not piece.data[32:].any()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
@@ -118,7 +119,7 @@ def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
     if parameter.is_meta:
         cure = "Build the module on a real device first: meta construction is not offered yet."
         return "a parameter with data", "one on the meta device", cure
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) is not nn.Parameter and not torch_internals.is_fake(parameter):
         cure = "Use plain parameters, or add it to ignored_params."
         return "a plain nn.Parameter", type(parameter).__name__, cure
     if parameter.layout is not torch.strided:

@@ -3,6 +3,9 @@
 They are collected in *runs*: pieces of the segment's region, each with memory of its own. Where the
 reduction wants one flat input, the whole region is one run. Where it sends pieces (gloo), a large
 parameter is a run by itself, and its run *is* the gradient that autograd made: nothing is copied.
+
+Until the unit's backward ends, gradients stay as autograd made them. By then the unit's parameters
+are freed and the previous reduction has landed, so that a run's memory never stands beside theirs.
 """
 
 from __future__ import annotations
@@ -30,15 +33,17 @@ class _Run:
         slots: Their indices.
         start: First element in the region.
         stop: Past the last.
+        kept: By slot, gradients as they arrived; empty once there is a buffer.
         buffer: ``(stop - start,)``, reduce dtype, or ``None``. Between an unsynced backward and the
             next, only the stand-ins in ``.grad`` keep it alive.
         between: The buffer, in that time.
-        arrived: Slots that hold a gradient.
+        arrived: Slots of the buffer that hold a gradient.
     """
 
     slots: range
     start: int
     stop: int
+    kept: dict[int, Tensor] = field(default_factory=dict)
     buffer: Tensor | None = None
     between: weakref.ref[Tensor] | None = None
     arrived: set[int] = field(default_factory=set)
@@ -73,7 +78,7 @@ class LocalGradients:
         self._stand_ins: dict[int, weakref.ref[UnreducedGradient]] = {}
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Take in one parameter's gradient, casting on the way.
+        """Take in one parameter's gradient.
 
         Args:
             index: The parameter's slot.
@@ -81,9 +86,10 @@ class LocalGradients:
         """
         run = self._run_of[index]
         self._reopen(run)
-        if run.buffer is None and self._fills(run, gradient):
-            run.buffer, run.arrived = gradient.view(-1), {index}
+        if run.buffer is None and index not in run.kept:
+            run.kept[index] = gradient
             return
+        self._collect(run)
         part = self._part(run, index)
         if index in run.arrived:
             part.add_(gradient)
@@ -100,12 +106,13 @@ class LocalGradients:
         pieces, arrived = [], [False] * len(self._layout.slots)
         for run in self._runs:
             self._reopen(run)
+            self._collect(run)
             for index in run.slots:
                 if index in run.arrived:
                     arrived[index] = True
                 else:
                     self._part(run, index).zero_()
-            assert run.buffer is not None, "a run has at least one slot"
+            assert run.buffer is not None, "it was just collected"
             pieces.append(Piece(run.start, run.buffer))
             self._withdraw_stand_ins(run)
             run.buffer, run.between, run.arrived = None, None, set()
@@ -115,6 +122,8 @@ class LocalGradients:
     def leave_unreduced(self) -> None:
         """End a backward without reduction: stand-ins in ``.grad`` now own the runs."""
         for run in self._runs:
+            if run.kept:
+                self._collect(run)
             if run.buffer is None:
                 continue
             for index in run.arrived:
@@ -127,11 +136,15 @@ class LocalGradients:
     @property
     def is_waiting(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
-        return any(run.arrived if run.buffer is not None else self._held(run) for run in self._runs)
+        return any(
+            run.kept or (run.arrived if run.buffer is not None else self._held(run))
+            for run in self._runs
+        )
 
     def drop(self) -> None:
         """Forget the gradients of a step that failed."""
         for run in self._runs:
+            run.kept = {}
             run.buffer, run.between, run.arrived = None, None, set()
         self._stand_ins = {}
 
@@ -143,12 +156,25 @@ class LocalGradients:
             and gradient.is_contiguous()
         )
 
+    def _collect(self, run: _Run) -> None:
+        """Give a run its memory, and move the gradients that were kept into it, casting."""
+        if run.buffer is not None:
+            return
+        kept, run.kept, run.arrived = run.kept, {}, set(run.kept)
+        if len(kept) == 1 and self._fills(run, *kept.values()):
+            (gradient,) = kept.values()
+            run.buffer = gradient.view(-1)
+            return
+        run.buffer = torch.empty(run.stop - run.start, dtype=self._dtype, device=self._device)
+        for start, stop in self._layout.padding(run.start, run.stop):
+            run.buffer[start - run.start : stop - run.start].zero_()
+        while kept:  # each is freed as soon as it is copied
+            index, gradient = kept.popitem()
+            self._part(run, index).copy_(gradient)
+
     def _part(self, run: _Run, index: int) -> Tensor:
-        """The place of one parameter in its run, original shape."""
-        if run.buffer is None:
-            run.buffer = torch.empty(run.stop - run.start, dtype=self._dtype, device=self._device)
-            for start, stop in self._layout.padding(run.start, run.stop):
-                run.buffer[start - run.start : stop - run.start].zero_()
+        """The place of one parameter in its run's memory, original shape."""
+        assert run.buffer is not None, "it was collected"
         slot = self._layout.slots[index]
         return run.buffer.narrow(0, slot.offset - run.start, slot.numel).view(slot.shape)
 

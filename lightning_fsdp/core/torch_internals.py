@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -52,6 +53,14 @@ def wrap_without_storage(
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
     )
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and a device but no data, as under ``FakeTensorMode``.
+
+    Memory and traffic of a model of any size are planned so. No public name.
+    """
+    return isinstance(tensor, FakeTensor)
 
 
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
