@@ -1,4 +1,4 @@
-"""Every collective of the core: one gather, one reduction, and what ranks agree on beside them.
+"""Every collective of the core that moves data: one gather, one reduction.
 
 :class:`Communicator` is the one door to a sharding group. Data moves asynchronously through it and
 is counted there. Two ways lead to the same result, chosen by the backend:
@@ -12,10 +12,6 @@ reduce     sends and receives per pair, then a sum in rank order     reduce-scat
 
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
 the same bits whichever rank owns a shard.
-
-Beside the data group stands a control group on the host. In it ranks agree, before data moves, that
-they are about to do the same thing; on most backends a collective that ranks enter with different
-intentions mixes up tensors in silence or aborts the process.
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
@@ -34,18 +30,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.agreement import ControlGroup
 from lightning_fsdp.core.layout import complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
-
-# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -132,27 +124,23 @@ class Communicator:
         rank: This process in the group.
         world_size: Ranks in the group.
         device_type: Of the tensors that the data group moves.
+        control: All ranks that train together, and what they agree on.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._control: weakref.ref[dist.ProcessGroup] | None = None
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
         backend = dist.get_backend(group)
         self.device_type = "cuda" if "nccl" in backend else "cpu"
         self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
-        self._timeout = torch_internals.group_timeout(group)
-        if self.world_size > 1 and backend != "fake":
-            control = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="gloo",
-                timeout=self._timeout,
-                use_local_synchronization=True,
-            )
-            self._control = weakref.ref(control)
+        self.control = ControlGroup(
+            dist.get_process_group_ranks(group),
+            torch_internals.group_timeout(group),
+            has_others=backend != "fake",
+        )
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
@@ -164,15 +152,7 @@ class Communicator:
     @property
     def group(self) -> dist.ProcessGroup:
         """The data group."""
-        return _alive(self._group)
-
-    @property
-    def control(self) -> dist.ProcessGroup | None:
-        """A gloo group of the same ranks for tiny host-side collectives.
-
-        ``None`` where there is nobody to agree with (one rank, or torch's fake backend).
-        """
-        return None if self._control is None else _alive(self._control)
+        return torch_internals.alive(self._group)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
@@ -191,7 +171,9 @@ class Communicator:
                 lambda peer: [mine], lambda peer: [slots[peer]], _tag_of(unit_name, reduces=False)
             )
         elif self.world_size > 1:
-            work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
+            work = torch_internals.all_gather_single(
+                whole, slots[self.rank], group=self.group, async_op=True
+            )
             works = [(work, "every rank")]
         what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
         return Pending(what, works, lambda: whole, keeps=(whole,))
@@ -224,7 +206,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(what, (), lambda: region)
         shard = region.new_empty(shard_numel)
-        work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
+        work = torch_internals.reduce_scatter_single(shard, region, group=self.group, async_op=True)
         works = [(work, "every rank")]
         return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
 
@@ -266,60 +248,8 @@ class Communicator:
         if self.world_size == 1:
             rows[0].copy_(mine)
         elif mine.numel():
-            _all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
+            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
         return rows
-
-    def any_rank(self, flags: Tensor) -> Callable[[], Tensor]:
-        """Ask which flags are set on any rank.
-
-        Args:
-            flags: ``(n,)`` uint8 on the host; the same ``n`` on every rank.
-
-        Returns:
-            A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
-        """
-        control = self.control
-        if control is None:
-            return flags.bool
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control, async_op=True)
-
-        def answer() -> Tensor:
-            work.wait()
-            return flags.bool()
-
-        return answer
-
-    def agree(self, occasion: str, statement: str) -> None:
-        """Return once every rank has made the same statement; otherwise raise on every rank.
-
-        Args:
-            occasion: What ranks are about to do, for the message.
-            statement: What this rank understands by it.
-
-        Raises:
-            RuntimeError: Ranks made different statements, or one made none within the group's
-                timeout.
-        """
-        control = self.control
-        if control is None:
-            return
-        digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-        digests = torch.empty(self.world_size, dtype=torch.int64)
-        try:
-            _all_gather_single(digests, mine, group=control)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
-                f"here within {self._timeout}, but at least one did not: it does something else, "
-                f"waits elsewhere or has ended. This rank was about to: {statement}. Make all "
-                "ranks run the same units in the same order."
-            ) from error
-        if bool((digests == digests[0]).all()):
-            return
-        statements: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(statements, f"{occasion}: {statement}", group=control)
-        raise RuntimeError(_describe_disagreement(self.rank, statements))
 
     def _exchange(
         self,
@@ -369,31 +299,6 @@ def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
         if low < high:
             cut.append(Piece(low - start, piece.data[low - piece.offset : high - piece.offset]))
     return cut
-
-
-def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    group = reference()
-    if group is None:
-        raise RuntimeError(
-            "a sharded module: expected its process group, got none: it was destroyed. Take "
-            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
-        )
-    return group
-
-
-def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
-    by_statement: dict[str, list[int]] = {}
-    for other, statement in enumerate(statements):
-        by_statement.setdefault(str(statement), []).append(other)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
-        for statement, ranks in by_statement.items()
-    ]
-    return (
-        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
-        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
-        "same options on every rank, and run them in the same order."
-    )
 
 
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (

@@ -216,7 +216,7 @@ def _shard(request: _Request) -> None:
         statement = f"refused, {type(caught).__name__}: {caught}"
     what = ", ".join(type(module).__name__ for module in request.modules)
     try:
-        communicator.agree(f"sharding {what}", statement)
+        communicator.control.agree(f"sharding {what}", statement)
     except RuntimeError as disagreement:
         raise disagreement from error
     if error is not None:

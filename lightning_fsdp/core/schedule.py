@@ -278,7 +278,7 @@ class Schedule:
         self._drop_prefetched(expected=None)
         if step.used:
             flags = [usage.is_used for usage in step.used.values()]
-            any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
+            any_rank = self.communicator.control.any_rank(torch.tensor(flags, dtype=torch.uint8))
             self._land_reductions()
             if not all(flags):
                 for (parameter, usage), is_used in zip(step.used.items(), any_rank(), strict=True):
@@ -374,7 +374,7 @@ class Schedule:
         # ranks could take one each, and neither would ask.
         if self._continuations.get(before) == step.trail:
             return
-        self.communicator.agree("order of units", f"{event} unit {unit_name!r}")
+        self.communicator.control.agree("order of units", f"{event} unit {unit_name!r}")
         if len(self._continuations) >= _MAX_TRAILS:
             self._continuations.clear()
         self._continuations[before] = step.trail
