@@ -1,4 +1,4 @@
-"""Every collective of the core that moves data: one gather, one reduction.
+"""Every collective of the core that moves data: one gather, one reduction, one mean of replicas.
 
 :class:`Communicator` is the one door to a sharding group. Data moves asynchronously through it and
 is counted there. Two ways lead to the same result, chosen by the backend:
@@ -12,6 +12,14 @@ reduce     sends and receives per pair, then a sum in rank order     reduce-scat
 
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
 the same bits whichever rank owns a shard.
+
+On a 2-D mesh the columns hold shards and the rows hold replicas. Gathers and reductions stay in a
+row; then every shard of gradients is averaged down its column, by an all-reduce on any backend:
+
+                 shard 0   shard 1
+    replica 0    rank 0    rank 1    gather, reduce within
+    replica 1    rank 2    rank 3    a row
+                 average down a column
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
@@ -32,6 +40,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.agreement import ControlGroup
@@ -115,29 +124,47 @@ class Pending:
 
 
 class Communicator:
-    """The collectives of one sharding group.
+    """The collectives of one sharding group, and of its replicas if it has some.
 
     Groups are referred to weakly: ``destroy_process_group`` ends them when it is called, as their
     threads must not outlive it.
 
     Attributes:
-        rank: This process in the group.
-        world_size: Ranks in the group.
+        rank: This process in the sharding group.
+        world_size: Ranks in the sharding group.
+        num_replicas: Sharding groups that train the same model; 1 on a 1-D mesh.
+        ranks: Of the default group, those in the sharding group.
         device_type: Of the tensors that the data group moves.
         control: All ranks that train together, and what they agree on.
-        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
+        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+        everyone: Sequence[int] | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: The sharding group.
+            replicas: The ranks that hold the same shard as this one.
+            everyone: All ranks of all replicas; needed with ``replicas``.
+        """
         self._group = weakref.ref(group)
+        self._replicas = None if replicas is None else weakref.ref(replicas)
+        self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
+        kinds = "all_gather", "reduce_scatter", "all_reduce"
+        self.traffic = {kind: Traffic() for kind in kinds}
         backend = dist.get_backend(group)
         self.device_type = "cuda" if "nccl" in backend else "cpu"
         self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
         self.control = ControlGroup(
-            dist.get_process_group_ranks(group),
+            everyone or self.ranks,
             torch_internals.group_timeout(group),
             has_others=backend != "fake",
         )
@@ -145,14 +172,46 @@ class Communicator:
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
         """The communicator of a group; one per group, made at the first request. Collective."""
-        if group not in _communicators:
-            _communicators[group] = cls(group)
-        return _communicators[group]
+        return cls._known(group, None, None)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Communicator:
+        """The communicator of a mesh: sharded over its last dimension, replicated over the first.
+
+        Collective over the mesh.
+
+        Args:
+            mesh: 1-D or 2-D; one replica is the same as none.
+        """
+        if mesh.ndim == 1 or mesh.size(0) == 1:
+            return cls.of(mesh.get_group(mesh.ndim - 1))
+        return cls._known(mesh.get_group(1), mesh.get_group(0), mesh.mesh.flatten().tolist())
+
+    @classmethod
+    def _known(
+        cls,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        everyone: Sequence[int] | None,
+    ) -> Communicator:
+        of_group = _communicators.setdefault(group, {})
+        name = None if replicas is None else replicas.group_name
+        if name not in of_group:
+            of_group[name] = cls(group, replicas, everyone)
+        return of_group[name]
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The data group."""
         return torch_internals.alive(self._group)
+
+    def spans_same_ranks(self, other: Communicator) -> bool:
+        """Whether ``other`` has the same shards and the same replicas."""
+        return self.ranks == other.ranks and self.control.ranks == other.control.ranks
+
+    def __str__(self) -> str:
+        replicas = f"{self.num_replicas} replicas of " if self.num_replicas > 1 else ""
+        return f"{replicas}{self.world_size} shards on ranks {list(self.control.ranks)}"
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
@@ -175,7 +234,7 @@ class Communicator:
                 whole, slots[self.rank], group=self.group, async_op=True
             )
             works = [(work, "every rank")]
-        what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        what = f"gather of unit {unit_name!r} {self._where}"
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
     @property
@@ -198,7 +257,7 @@ class Communicator:
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
-        what = f"reduction of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        what = f"reduction of unit {unit_name!r} {self._where}"
         if self.takes_pieces:
             return self._reduce_in_pairs(pieces, shard_numel, what, unit_name)
         (region,) = (piece.data for piece in pieces)
@@ -242,6 +301,28 @@ class Communicator:
 
         return Pending(what, works, mean_in_rank_order, keeps=[piece.data for piece in pieces])
 
+    def average(self, shard: Tensor, unit_name: str) -> Pending:
+        """All-reduce in place: the mean over replicas of a shard that was reduced.
+
+        Every rank starts the averages of its units in the same order.
+
+        Args:
+            shard: ``(shard_numel,)``, reduce dtype; overwritten.
+            unit_name: For the message if it fails.
+
+        Returns:
+            The collective; its result is ``shard``, the same bits on every replica.
+        """
+        what = f"mean over replicas of unit {unit_name!r} {self._where}"
+        if self._replicas is None:
+            return Pending(what, (), lambda: shard)
+        share = shard.nbytes // self.num_replicas
+        self._count("all_reduce", 2 * (self.num_replicas - 1) * share)
+        group = torch_internals.alive(self._replicas)
+        work = dist.all_reduce(shard, group=group, async_op=True)
+        works = [(work, "every replica")]
+        return Pending(what, works, lambda: shard.div_(self.num_replicas), keeps=(shard,))
+
     def all_gather_slices(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""
         rows = mine.new_empty(self.world_size, mine.numel())
@@ -269,6 +350,10 @@ class Communicator:
                 assert send is not None, "this rank is in the group"
                 works.append((send, f"rank {peer}"))
         return works
+
+    @property
+    def _where(self) -> str:
+        return f"(rank {self.control.rank} of {self.control.world_size})"
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         traffic = self.traffic[kind]
@@ -301,6 +386,7 @@ def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
     return cut
 
 
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+# By sharding group, then by the name of the group of replicas.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
     weakref.WeakKeyDictionary()
 )

@@ -73,6 +73,7 @@ class _Step:
     backward: int = -1  # identity of the running backward
     prefetched: Unit | None = None
     reducing: list[Segment] = field(default_factory=list)
+    averaging: list[Segment] = field(default_factory=list)  # with replicas; reduced just before
     last_in_forward: Unit | None = None
     last_in_backward: Unit | None = None
     running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
@@ -88,7 +89,7 @@ class Schedule:
     """Runs the units of one sharded model.
 
     Attributes:
-        communicator: The sharding group.
+        communicator: The sharding group and its replicas.
         units: All units, in the order in which they were sharded.
     """
 
@@ -322,8 +323,8 @@ class Schedule:
         """
         if unit in self._step.running:
             raise RuntimeError(
-                f"unit {unit.name!r} (rank {self.communicator.rank}): expected reshard() between "
-                "forwards, got it inside of the unit's own, which uses the parameters. Call it "
+                f"unit {unit.name!r} (rank {self.communicator.control.rank}): expected reshard() "
+                "between forwards, got it inside of the unit's own, which uses the parameters. Call it "
                 "after the forward."
             )
         unit.reshard()
@@ -353,7 +354,7 @@ class Schedule:
             return
         for segment in segments:
             self._agree("reduce", segment.name)
-        self._land_reductions()  # what they read is freed before more is started
+        self._advance_reductions()  # what they read is freed before more is started
         for segment in segments:
             for parameter, is_used in segment.reduce():
                 usage = self._step.used.setdefault(
@@ -362,10 +363,25 @@ class Schedule:
                 usage.is_used |= is_used
         self._step.reducing = segments
 
-    def _land_reductions(self) -> None:
-        reducing, self._step.reducing = self._step.reducing, []
-        for segment in reducing:
+    def _advance_reductions(self) -> None:
+        """Land reductions; with replicas, those reduced last only enter the mean over replicas."""
+        step = self._step
+        if self.communicator.num_replicas == 1:
+            self._land_reductions()
+            return
+        for segment in step.averaging:
             segment.land()
+        for segment in step.reducing:
+            segment.average()
+        step.averaging, step.reducing = step.reducing, []
+
+    def _land_reductions(self) -> None:
+        step = self._step
+        for segment in step.reducing:  # all means are under way before one is waited for
+            segment.average()
+        for segment in [*step.averaging, *step.reducing]:
+            segment.land()
+        step.averaging, step.reducing = [], []
 
     def _agree(self, event: str, unit_name: str) -> None:
         step = self._step
