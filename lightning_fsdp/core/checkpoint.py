@@ -138,7 +138,7 @@ def _whole(value: Tensor, *, to_host: bool) -> Tensor:
 def _rank_of(parameters: Iterator[Tensor]) -> int:
     for parameter in parameters:
         if isinstance(parameter, ShardedTensor):
-            return parameter.spec.communicator.control.rank
+            return parameter.spec.communicator.mesh_rank
     return 0
 
 

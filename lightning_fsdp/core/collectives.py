@@ -201,6 +201,11 @@ class Communicator:
         return of_group[name]
 
     @property
+    def mesh_rank(self) -> int:
+        """This process among all that train together, replicas included; what messages name."""
+        return self.control.rank
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """The data group."""
         return torch_internals.alive(self._group)
@@ -353,7 +358,7 @@ class Communicator:
 
     @property
     def _where(self) -> str:
-        return f"(rank {self.control.rank} of {self.control.world_size})"
+        return f"(rank {self.mesh_rank} of {self.control.world_size})"
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         traffic = self.traffic[kind]

@@ -323,9 +323,9 @@ class Schedule:
         """
         if unit in self._step.running:
             raise RuntimeError(
-                f"unit {unit.name!r} (rank {self.communicator.control.rank}): expected reshard() "
-                "between forwards, got it inside of the unit's own, which uses the parameters. Call it "
-                "after the forward."
+                f"unit {unit.name!r} (rank {self.communicator.mesh_rank}): expected reshard() "
+                "between forwards, got it inside of the unit's own, which uses the parameters. "
+                "Call it after the forward."
             )
         unit.reshard()
 

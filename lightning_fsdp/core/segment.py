@@ -140,9 +140,9 @@ class Segment:
         """Take in one parameter's local gradient."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"unit {self.name!r} (rank {self.communicator.control.rank}): expected a dense "
-                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build the embedding "
-                "with sparse=False, or pass the parameter in ignored_params."
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "
+                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
+                "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
         self.on_arrival(self)
         # A path through the graph may end after the reduction began. Landing is not for here: the
@@ -228,7 +228,7 @@ class Segment:
 
     def _step(self, following: GradientState) -> None:
         self.gradient_state = take_step(
-            self.name, self.communicator.control.rank, self.gradient_state, following
+            self.name, self.communicator.mesh_rank, self.gradient_state, following
         )
 
 
