@@ -26,6 +26,7 @@ from lightning_fsdp import (
     fully_shard,
     shard_model,
 )
+from lightning_fsdp.core.lifecycle import GradientState
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import bytes_of
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_lm
@@ -295,26 +296,27 @@ def test_one_shard_is_averaged_and_nothing_else():
             assert counts["averaged"] == shards
 
 
-def _order_of_events(rank, world_size):
-    """Kinds of data collectives in the backward, in order: ``reduce`` and ``average``."""
-    mesh = mesh_of((2, 2))
-    model = shard_model(tied_lm(), ZERO2, mesh=mesh)
-    task = TASKS["tied_lm"]
+def _states_at_reductions(rank, world_size):
+    """How many shards are being averaged when each unit's reduction starts."""
+    task = TASKS["lm"]
+    model = shard_model(task.build(), ZERO2, mesh=mesh_of((2, 2)))
+    segments, found = segments_of(model), []
+    communicator = segments[0].communicator
+    reduce = communicator.reduce
+
+    def watched(*args):
+        found.append(sum(s.gradient_state is GradientState.AVERAGING for s in segments))
+        return reduce(*args)
+
+    communicator.reduce = watched
     task.loss(model, task.make_batch(0, 0, rank)).backward()
-    loss, events = task.loss(model, task.make_batch(0, 1, rank)), []
-    with CollectiveCounter(mesh.get_group(0), mesh.get_group(1)) as counter:
-        loss.backward()
-    for call in counter.data():
-        kind = "average" if call.kind == "all_reduce" else "reduce"
-        if kind == "average" or events[-1:] != ["reduce"]:
-            events.append(kind)
-    return events
+    return found, [segment.gradient_state for segment in segments]
 
 
-def test_a_shard_is_averaged_while_the_next_unit_computes():
-    """The mean of a unit starts when the next unit is reduced, not at the end of the backward."""
-    for events in run_on_ranks(_order_of_events, 4, backend=PLAIN):
-        assert events[:4] == ["reduce", "average", "reduce", "average"]
+def test_a_shard_is_averaged_while_the_next_units_reduction_runs():
+    for found, states in run_on_ranks(_states_at_reductions, 4):
+        assert found == [0] + [1] * (len(states) - 1)
+        assert set(states) == {GradientState.REDUCED}
 
 
 # --- wrong use ---
