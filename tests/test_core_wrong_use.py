@@ -98,9 +98,8 @@ def _unsupported(rank, world_size, name):
     elif name == "shard_placement_fn":
         fully_shard(model, shard_placement_fn=lambda parameter: None)
     elif name == "mesh":
-        shape = torch.distributed.init_device_mesh(
-            "cpu", (1, 2), mesh_dim_names=("replicate", "shard")
-        )
+        names = ("pipe", "replicate", "shard")
+        shape = torch.distributed.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=names)
         fully_shard(model, mesh=shape)
 
 

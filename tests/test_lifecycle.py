@@ -9,7 +9,7 @@ from lightning_fsdp.core.lifecycle import take_step
 LEGAL = {
     (P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED),
     (G.NONE, G.LOCAL), (G.LOCAL, G.REDUCING), (G.LOCAL, G.NONE), (G.REDUCING, G.REDUCED),
-    (G.REDUCED, G.LOCAL), (G.REDUCED, G.NONE),
+    (G.REDUCED, G.LOCAL), (G.REDUCED, G.NONE), (G.REDUCING, G.AVERAGING), (G.AVERAGING, G.REDUCED),
 }  # fmt: skip
 PAIRS = [*itertools.product(P, P), *itertools.product(G, G)]
 

@@ -32,7 +32,7 @@ def full_state_dict(
 
     Args:
         module: Any module with sharded parameters inside.
-        rank0_only: Ranks other than 0 of the sharding group get an empty dict.
+        rank0_only: Ranks other than 0 (of all that train together) get an empty dict.
         cpu_offload: Put every tensor on the host.
 
     Returns:
@@ -138,7 +138,7 @@ def _whole(value: Tensor, *, to_host: bool) -> Tensor:
 def _rank_of(parameters: Iterator[Tensor]) -> int:
     for parameter in parameters:
         if isinstance(parameter, ShardedTensor):
-            return parameter.spec.communicator.rank
+            return parameter.spec.communicator.mesh_rank
     return 0
 
 

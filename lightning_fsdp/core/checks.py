@@ -15,11 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+
+_DEVICE_TYPES = "cpu", "cuda"
 
 
 def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_policy: Any) -> None:
@@ -36,11 +39,12 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_p
             )
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: expected a DeviceMesh for mesh, got {mesh!r}.")
-    if mesh is not None and mesh.ndim != 1:
+    if mesh is not None and not is_offered(mesh):
         raise NotImplementedError(
-            f"fully_shard: expected a 1-D mesh, got {mesh.ndim} dimensions "
-            f"{mesh.mesh_dim_names}. Replication over a second dimension (HSDP) is not offered "
-            "yet; pass the dimension to shard over, e.g. mesh['shard']."
+            f"fully_shard: expected a mesh of 1 dimension (shard) or 2 (replicate, shard) of "
+            f"{' or '.join(_DEVICE_TYPES)} devices, got {mesh.ndim} dimensions "
+            f"{mesh.mesh_dim_names} of {mesh.device_type!r}. Pass the dimensions to use, e.g. "
+            "mesh['replicate', 'shard']."
         )
     if mp_policy is not None and not isinstance(mp_policy, PrecisionPolicy):
         raise TypeError(
@@ -51,6 +55,21 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_p
             f"fully_shard: expected offload_policy=None, got {offload_policy!r}. CPU offload is "
             "not offered yet."
         )
+
+
+def is_offered(mesh: DeviceMesh) -> bool:
+    """Whether a mesh can be sharded over."""
+    return mesh.ndim in (1, 2) and mesh.device_type in _DEVICE_TYPES
+
+
+def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
+    """Refuse another mesh than that of units sharded before: norms and agreement need one."""
+    for other in earlier:
+        if not other.spans_same_ranks(communicator):
+            raise ValueError(
+                f"fully_shard: expected one mesh for all units of a model, got {other} before and "
+                f"{communicator} now. Pass the same mesh to every call."
+            )
 
 
 def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:

@@ -1,4 +1,4 @@
-"""Every collective of the core: one gather, one reduction, and what ranks agree on beside them.
+"""Every collective of the core that moves data: one gather, one reduction, one mean of replicas.
 
 :class:`Communicator` is the one door to a sharding group. Data moves asynchronously through it and
 is counted there. Two ways lead to the same result, chosen by the backend:
@@ -13,9 +13,13 @@ reduce     sends and receives per pair, then a sum in rank order     reduce-scat
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
 the same bits whichever rank owns a shard.
 
-Beside the data group stands a control group on the host. In it ranks agree, before data moves, that
-they are about to do the same thing; on most backends a collective that ranks enter with different
-intentions mixes up tensors in silence or aborts the process.
+On a 2-D mesh the columns hold shards and the rows hold replicas. Gathers and reductions stay in a
+row; then every shard of gradients is averaged down its column, by an all-reduce on any backend:
+
+                 shard 0   shard 1
+    replica 0    rank 0    rank 1    gather, reduce within
+    replica 1    rank 2    rank 3    a row
+                 average down a column
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
@@ -34,18 +38,15 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.agreement import ControlGroup
 from lightning_fsdp.core.layout import complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
-
-# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
@@ -123,56 +124,99 @@ class Pending:
 
 
 class Communicator:
-    """The collectives of one sharding group.
+    """The collectives of one sharding group, and of its replicas if it has some.
 
     Groups are referred to weakly: ``destroy_process_group`` ends them when it is called, as their
     threads must not outlive it.
 
     Attributes:
-        rank: This process in the group.
-        world_size: Ranks in the group.
+        rank: This process in the sharding group.
+        world_size: Ranks in the sharding group.
+        num_replicas: Sharding groups that train the same model; 1 on a 1-D mesh.
+        ranks: Of the default group, those in the sharding group.
         device_type: Of the tensors that the data group moves.
-        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``.
+        control: All ranks that train together, and what they agree on.
+        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+        everyone: Sequence[int] | None = None,
+    ) -> None:
+        """Collective.
+
+        Args:
+            group: The sharding group.
+            replicas: The ranks that hold the same shard as this one.
+            everyone: All ranks of all replicas; needed with ``replicas``.
+        """
         self._group = weakref.ref(group)
-        self._control: weakref.ref[dist.ProcessGroup] | None = None
+        self._replicas = None if replicas is None else weakref.ref(replicas)
+        self.num_replicas = 1 if replicas is None else dist.get_world_size(replicas)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.traffic = {"all_gather": Traffic(), "reduce_scatter": Traffic()}
+        kinds = "all_gather", "reduce_scatter", "all_reduce"
+        self.traffic = {kind: Traffic() for kind in kinds}
         backend = dist.get_backend(group)
         self.device_type = "cuda" if "nccl" in backend else "cpu"
         self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
-        self._timeout = torch_internals.group_timeout(group)
-        if self.world_size > 1 and backend != "fake":
-            control = dist.new_group(
-                dist.get_process_group_ranks(group),
-                backend="gloo",
-                timeout=self._timeout,
-                use_local_synchronization=True,
-            )
-            self._control = weakref.ref(control)
+        self.control = ControlGroup(
+            everyone or self.ranks,
+            torch_internals.group_timeout(group),
+            has_others=backend != "fake",
+        )
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
         """The communicator of a group; one per group, made at the first request. Collective."""
-        if group not in _communicators:
-            _communicators[group] = cls(group)
-        return _communicators[group]
+        return cls._known(group, None, None)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Communicator:
+        """The communicator of a mesh: sharded over its last dimension, replicated over the first.
+
+        Collective over the mesh.
+
+        Args:
+            mesh: 1-D or 2-D; one replica is the same as none.
+        """
+        if mesh.ndim == 1 or mesh.size(0) == 1:
+            return cls.of(mesh.get_group(mesh.ndim - 1))
+        return cls._known(mesh.get_group(1), mesh.get_group(0), mesh.mesh.flatten().tolist())
+
+    @classmethod
+    def _known(
+        cls,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        everyone: Sequence[int] | None,
+    ) -> Communicator:
+        of_group = _communicators.setdefault(group, {})
+        name = None if replicas is None else replicas.group_name
+        if name not in of_group:
+            of_group[name] = cls(group, replicas, everyone)
+        return of_group[name]
+
+    @property
+    def mesh_rank(self) -> int:
+        """This process among all that train together, replicas included; what messages name."""
+        return self.control.rank
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The data group."""
-        return _alive(self._group)
+        return torch_internals.alive(self._group)
 
-    @property
-    def control(self) -> dist.ProcessGroup | None:
-        """A gloo group of the same ranks for tiny host-side collectives.
+    def spans_same_ranks(self, other: Communicator) -> bool:
+        """Whether ``other`` has the same shards and the same replicas."""
+        return self.ranks == other.ranks and self.control.ranks == other.control.ranks
 
-        ``None`` where there is nobody to agree with (one rank, or torch's fake backend).
-        """
-        return None if self._control is None else _alive(self._control)
+    def __str__(self) -> str:
+        replicas = f"{self.num_replicas} replicas of " if self.num_replicas > 1 else ""
+        return f"{replicas}{self.world_size} shards on ranks {list(self.control.ranks)}"
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
@@ -191,9 +235,11 @@ class Communicator:
                 lambda peer: [mine], lambda peer: [slots[peer]], _tag_of(unit_name, reduces=False)
             )
         elif self.world_size > 1:
-            work = _all_gather_single(whole, slots[self.rank], group=self.group, async_op=True)
+            work = torch_internals.all_gather_single(
+                whole, slots[self.rank], group=self.group, async_op=True
+            )
             works = [(work, "every rank")]
-        what = f"gather of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        what = f"gather of unit {unit_name!r} {self._where}"
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
     @property
@@ -216,7 +262,7 @@ class Communicator:
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
-        what = f"reduction of unit {unit_name!r} (rank {self.rank} of {self.world_size})"
+        what = f"reduction of unit {unit_name!r} {self._where}"
         if self.takes_pieces:
             return self._reduce_in_pairs(pieces, shard_numel, what, unit_name)
         (region,) = (piece.data for piece in pieces)
@@ -224,7 +270,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(what, (), lambda: region)
         shard = region.new_empty(shard_numel)
-        work = _reduce_scatter_single(shard, region, group=self.group, async_op=True)
+        work = torch_internals.reduce_scatter_single(shard, region, group=self.group, async_op=True)
         works = [(work, "every rank")]
         return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
 
@@ -260,66 +306,36 @@ class Communicator:
 
         return Pending(what, works, mean_in_rank_order, keeps=[piece.data for piece in pieces])
 
+    def average(self, shard: Tensor, unit_name: str) -> Pending:
+        """All-reduce in place: the mean over replicas of a shard that was reduced.
+
+        Every rank starts the averages of its units in the same order.
+
+        Args:
+            shard: ``(shard_numel,)``, reduce dtype; overwritten.
+            unit_name: For the message if it fails.
+
+        Returns:
+            The collective; its result is ``shard``, the same bits on every replica.
+        """
+        what = f"mean over replicas of unit {unit_name!r} {self._where}"
+        if self._replicas is None:
+            return Pending(what, (), lambda: shard)
+        share = shard.nbytes // self.num_replicas
+        self._count("all_reduce", 2 * (self.num_replicas - 1) * share)
+        group = torch_internals.alive(self._replicas)
+        work = dist.all_reduce(shard, group=group, async_op=True)
+        works = [(work, "every replica")]
+        return Pending(what, works, lambda: shard.div_(self.num_replicas), keeps=(shard,))
+
     def all_gather_slices(self, mine: Tensor) -> Tensor:
         """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""
         rows = mine.new_empty(self.world_size, mine.numel())
         if self.world_size == 1:
             rows[0].copy_(mine)
         elif mine.numel():
-            _all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
+            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
         return rows
-
-    def any_rank(self, flags: Tensor) -> Callable[[], Tensor]:
-        """Ask which flags are set on any rank.
-
-        Args:
-            flags: ``(n,)`` uint8 on the host; the same ``n`` on every rank.
-
-        Returns:
-            A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
-        """
-        control = self.control
-        if control is None:
-            return flags.bool
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=control, async_op=True)
-
-        def answer() -> Tensor:
-            work.wait()
-            return flags.bool()
-
-        return answer
-
-    def agree(self, occasion: str, statement: str) -> None:
-        """Return once every rank has made the same statement; otherwise raise on every rank.
-
-        Args:
-            occasion: What ranks are about to do, for the message.
-            statement: What this rank understands by it.
-
-        Raises:
-            RuntimeError: Ranks made different statements, or one made none within the group's
-                timeout.
-        """
-        control = self.control
-        if control is None:
-            return
-        digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-        digests = torch.empty(self.world_size, dtype=torch.int64)
-        try:
-            _all_gather_single(digests, mine, group=control)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
-                f"here within {self._timeout}, but at least one did not: it does something else, "
-                f"waits elsewhere or has ended. This rank was about to: {statement}. Make all "
-                "ranks run the same units in the same order."
-            ) from error
-        if bool((digests == digests[0]).all()):
-            return
-        statements: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(statements, f"{occasion}: {statement}", group=control)
-        raise RuntimeError(_describe_disagreement(self.rank, statements))
 
     def _exchange(
         self,
@@ -339,6 +355,10 @@ class Communicator:
                 assert send is not None, "this rank is in the group"
                 works.append((send, f"rank {peer}"))
         return works
+
+    @property
+    def _where(self) -> str:
+        return f"(rank {self.mesh_rank} of {self.control.world_size})"
 
     def _count(self, kind: str, sent_bytes: int) -> None:
         traffic = self.traffic[kind]
@@ -371,31 +391,7 @@ def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
     return cut
 
 
-def _alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    group = reference()
-    if group is None:
-        raise RuntimeError(
-            "a sharded module: expected its process group, got none: it was destroyed. Take "
-            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
-        )
-    return group
-
-
-def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
-    by_statement: dict[str, list[int]] = {}
-    for other, statement in enumerate(statements):
-        by_statement.setdefault(str(statement), []).append(other)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
-        for statement, ranks in by_statement.items()
-    ]
-    return (
-        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
-        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
-        "same options on every rank, and run them in the same order."
-    )
-
-
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = (
+# By sharding group, then by the name of the group of replicas.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
     weakref.WeakKeyDictionary()
 )

@@ -22,9 +22,11 @@ from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, 
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.checks import (
     check_arguments,
+    check_meshes,
     check_modules,
     check_parameters,
     check_ties,
+    is_offered,
 )
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
@@ -79,7 +81,9 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that run one after another and form one unit.
-        mesh: 1-D device mesh; default: all ranks of the default process group.
+        mesh: Device mesh; default: all ranks of the default process group. On a 2-D one parameters
+            are sharded over the last dimension and replicated over the first: build the same model
+            on every rank, as each keeps its slice of its own, and nothing is broadcast.
         reshard_after_forward: Free the whole copy after the forward; ``None``: unless the module is
             the outermost one.
         mp_policy: Dtypes; this package's or torch's ``MixedPrecisionPolicy``.
@@ -209,14 +213,14 @@ def _shard(request: _Request) -> None:
     communicator, device = _open_group(request.mesh)
     error: Exception | None = None
     try:
-        prepared = _prepare(request)
-        statement = _describe(prepared)
+        prepared = _prepare(request, communicator)
+        statement = f"{communicator}; {_describe(prepared)}"
     except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
     what = ", ".join(type(module).__name__ for module in request.modules)
     try:
-        communicator.agree(f"sharding {what}", statement)
+        communicator.control.agree(f"sharding {what}", statement)
     except RuntimeError as disagreement:
         raise disagreement from error
     if error is not None:
@@ -230,25 +234,27 @@ def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    if isinstance(mesh, DeviceMesh) and mesh.ndim == 1:
-        group, device_type = mesh.get_group(), mesh.device_type
+    if isinstance(mesh, DeviceMesh) and is_offered(mesh):
+        communicator, device_type = Communicator.of_mesh(mesh), mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
         assert default is not None, "it is initialized"
-        group, device_type = default, "cuda" if "nccl" in dist.get_backend() else "cpu"
+        communicator = Communicator.of(default)
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(device_type)
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    return Communicator.of(group), device
+    return communicator, device
 
 
-def _prepare(request: _Request) -> Prepared:
+def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     check_arguments(request.modules, request.mesh, request.mp_policy, request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = _inner_schedules(root)
     check_modules(modules, inner)
+    check_meshes([schedule.communicator for schedule in inner], communicator)
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(request.ignored_params or ())
     units = plan_units(root, request.units_of(root), ignored, managed)
@@ -257,6 +263,7 @@ def _prepare(request: _Request) -> Prepared:
     policy = request.mp_policy or MixedPrecisionPolicy()
     known = _known_segments(units)
     check_ties(known.values(), policy)
+    check_meshes([segment.communicator for segment in known.values()], communicator)
     return Prepared(
         root=root,
         outermost=modules,

@@ -1,4 +1,7 @@
-"""Norms over shards: each rank sums its own slices, one small collective adds them up."""
+"""Norms over shards: each rank sums its own slices, one small collective adds them up.
+
+Replicas hold equal shards, so the sum goes over the sharding group alone.
+"""
 
 from __future__ import annotations
 

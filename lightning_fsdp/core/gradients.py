@@ -132,7 +132,7 @@ class Gradient:
         return gradient.micro_batches[micro_batch]
 
     def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
-        rank = self._parameter.spec.communicator.rank
+        rank = self._parameter.spec.communicator.mesh_rank
         return GradientUnavailable(
             f"gradient of {self.name!r} (scratch engine, rank {rank}): expected the {what} one, "
             f"got state {self.state!r}. To have it, {cure}."

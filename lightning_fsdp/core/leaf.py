@@ -42,11 +42,12 @@ class _FreedLeaf(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         leaf = next(t for t in flatten(args, kwargs) if isinstance(t, cls))
         spec = leaf._parameter.spec
+        where = f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank})"
         raise RuntimeError(
-            f"parameter {spec.name!r} (rank {spec.communicator.rank}): expected {name} inside the "
-            "forward or backward of its unit, got it outside: somebody kept the weight that the "
-            "module held in its forward, and its whole values were freed since. Use the "
-            "parameter that module.parameters() gives now, or weights(module)[name].full()."
+            f"{where}: expected {name} inside the forward or backward of its unit, got it outside: "
+            "somebody kept the weight that the module held in its forward, and its whole values "
+            "were freed since. Use the parameter that module.parameters() gives now, or "
+            "weights(module)[name].full()."
         )
 
 
@@ -59,9 +60,11 @@ def make_leaf(buffer: FlatBuffer, slot: Slot, parameter: ShardedTensor) -> nn.Pa
 
 def mark_whole(leaf: nn.Parameter) -> None:
     """Its memory is there."""
-    leaf.__class__ = nn.Parameter
+    if type(leaf) is _FreedLeaf:
+        leaf.__class__ = nn.Parameter
 
 
 def mark_freed(leaf: nn.Parameter) -> None:
     """Its memory is gone."""
-    leaf.__class__ = _FreedLeaf
+    if type(leaf) is nn.Parameter:  # a leaf of another class (a fake tensor) has no real memory
+        leaf.__class__ = _FreedLeaf

@@ -4,6 +4,7 @@ Two things of a unit have a life: its whole parameters and its gradients.
 
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> REDUCED --clear--> NONE
+                 with replicas:  REDUCING --average--> AVERAGING --land--> REDUCED
 
 In flight is a state with a name: who finds ``GATHERING`` knows that the buffer exists, that its
 content does not yet, and that somebody has to wait. A collective whose result is not wanted any
@@ -30,6 +31,7 @@ class GradientState(Enum):
     NONE = "none"
     LOCAL = "local"  # this rank's own, full shape, not reduced
     REDUCING = "reducing"  # the reduce-scatter is in flight
+    AVERAGING = "averaging"  # the all-reduce over the replicas is in flight
     REDUCED = "reduced"  # the mean over ranks, as shards
 
 
@@ -43,7 +45,8 @@ _LEGAL_STEPS: dict[Enum, frozenset[Enum]] = {
     # of a step that failed are dropped while local.
     GradientState.NONE: frozenset({GradientState.LOCAL}),
     GradientState.LOCAL: frozenset({GradientState.REDUCING, GradientState.NONE}),
-    GradientState.REDUCING: frozenset({GradientState.REDUCED}),
+    GradientState.REDUCING: frozenset({GradientState.AVERAGING, GradientState.REDUCED}),
+    GradientState.AVERAGING: frozenset({GradientState.REDUCED}),
     GradientState.REDUCED: frozenset({GradientState.LOCAL, GradientState.NONE}),
 }
 
@@ -53,7 +56,7 @@ def take_step(unit_name: str, rank: int, current: _State, following: _State) -> 
 
     Args:
         unit_name: Original name of the unit's module, for the message.
-        rank: Rank in the sharding group, for the message.
+        rank: Rank among all that train together, for the message.
         current: The state that the unit is in.
         following: The state that it is to enter.
 

@@ -74,6 +74,7 @@ class _Step:
     backward: int = -1  # identity of the running backward
     prefetched: Unit | None = None
     reducing: list[Segment] = field(default_factory=list)
+    averaging: list[Segment] = field(default_factory=list)  # with replicas; reduced just before
     last_in_forward: Unit | None = None
     last_in_backward: Unit | None = None
     running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
@@ -89,7 +90,7 @@ class Schedule:
     """Runs the units of one sharded model.
 
     Attributes:
-        communicator: The sharding group.
+        communicator: The sharding group and its replicas.
         units: All units, in the order in which they were sharded.
     """
 
@@ -291,7 +292,7 @@ class Schedule:
         if not used:
             return
         flags = [usage.is_used for usage in used.values()]
-        any_rank = self.communicator.any_rank(torch.tensor(flags, dtype=torch.uint8))
+        any_rank = self.communicator.control.any_rank(torch.tensor(flags, dtype=torch.uint8))
         self._land_reductions()
         if all(flags):
             return
@@ -308,7 +309,7 @@ class Schedule:
         segments = list(self._users)
         waiting = torch.tensor([s.has_local_gradients for s in segments], dtype=torch.uint8)
         for segment, is_waiting in zip(
-            segments, self.communicator.any_rank(waiting)(), strict=True
+            segments, self.communicator.control.any_rank(waiting)(), strict=True
         ):
             if is_waiting:
                 self._reduce([segment])
@@ -349,9 +350,9 @@ class Schedule:
         """
         if unit in self._step.running:
             raise RuntimeError(
-                f"unit {unit.name!r} (rank {self.communicator.rank}): expected reshard() between "
-                "forwards, got it inside of the unit's own, which uses the parameters. Call it "
-                "after the forward."
+                f"unit {unit.name!r} (rank {self.communicator.mesh_rank}): expected reshard() "
+                "between forwards, got it inside of the unit's own, which uses the parameters. "
+                "Call it after the forward."
             )
         unit.reshard()
 
@@ -380,7 +381,7 @@ class Schedule:
             return
         for segment in segments:
             self._agree("reduce", segment.name)
-        self._land_reductions()  # what they read is freed before more is started
+        self._advance_reductions()  # what they read is freed before more is started
         for segment in segments:
             for parameter, is_used in segment.reduce():
                 usage = self._step.used.setdefault(
@@ -389,10 +390,25 @@ class Schedule:
                 usage.is_used |= is_used
         self._step.reducing = segments
 
-    def _land_reductions(self) -> None:
-        reducing, self._step.reducing = self._step.reducing, []
-        for segment in reducing:
+    def _advance_reductions(self) -> None:
+        """Land reductions; with replicas, those reduced last only enter the mean over replicas."""
+        step = self._step
+        if self.communicator.num_replicas == 1:
+            self._land_reductions()
+            return
+        for segment in step.averaging:
             segment.land()
+        for segment in step.reducing:
+            segment.average()
+        step.averaging, step.reducing = step.reducing, []
+
+    def _land_reductions(self) -> None:
+        step = self._step
+        for segment in step.reducing:  # all means are under way before one is waited for
+            segment.average()
+        for segment in [*step.averaging, *step.reducing]:
+            segment.land()
+        step.averaging, step.reducing = [], []
 
     def _agree(self, event: str, unit_name: str) -> None:
         step = self._step
@@ -401,7 +417,7 @@ class Schedule:
         # ranks could take one each, and neither would ask.
         if self._continuations.get(before) == step.trail:
             return
-        self.communicator.agree("order of units", f"{event} unit {unit_name!r}")
+        self.communicator.control.agree("order of units", f"{event} unit {unit_name!r}")
         if len(self._continuations) >= _MAX_TRAILS:
             self._continuations.clear()
         self._continuations[before] = step.trail

@@ -6,6 +6,7 @@
                      shard  ------ all-gather ------>  buffer
                      ^  slices of                      |  post-accumulate hook moves
                   parameter.grad <-- reduce-scatter -- local gradients
+                                  (and the mean over replicas)
 
 A segment belongs to one unit, or to several that share its weights. Those share the whole copy and
 the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the sum.
@@ -155,15 +156,17 @@ class Segment:
         """Take in one parameter's local gradient."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"unit {self.name!r} (rank {self.communicator.rank}): expected a dense gradient of "
-                f"{self.parameters[slot].spec.name!r}, got {gradient.layout}. Build the embedding "
-                "with sparse=False, or pass the parameter in ignored_params."
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "
+                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
+                "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
         self.on_arrival(self)
         for hook in tuple(self.local_hooks.values()):
             hook(self.parameters[slot], gradient)
-        self.land()  # a path through the graph that ended after the reduction
-        self._enter_local()
+        # A path through the graph may end after the reduction began. Landing is not for here: the
+        # mean over replicas starts on all ranks in one order, and ranks have different gradients.
+        if not self._is_in_flight:
+            self._enter_local()
         self._local_gradients.add(slot, gradient)
 
     def reduce(self) -> list[tuple[ShardedTensor, bool]]:
@@ -180,11 +183,21 @@ class Segment:
         self._step(GradientState.REDUCING)
         return list(zip(self.parameters, arrived, strict=True))
 
-    def land(self) -> None:
-        """Let the reduction end: its shard is added to the parameters' ``.grad``."""
-        if self.gradient_state is not GradientState.REDUCING:
+    def average(self) -> None:
+        """Let the reduce-scatter end, and start the mean over the replicas, if there are some."""
+        if self.gradient_state is not GradientState.REDUCING or self.communicator.num_replicas == 1:
             return
         assert self._reduction is not None, "REDUCING says so"
+        with torch.profiler.record_function(f"average {self.name}"):
+            self._reduction = self.communicator.average(self._reduction.wait(), self.name)
+        self._step(GradientState.AVERAGING)
+
+    def land(self) -> None:
+        """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        if not self._is_in_flight:
+            return
+        self.average()
+        assert self._reduction is not None, "the state says so"
         with torch.profiler.record_function(f"wait_for_reduce {self.name}"), torch.no_grad():
             shard = self._reduction.wait().to(self.shard.dtype)
             self._reduction = None
@@ -197,6 +210,8 @@ class Segment:
                         hook(parameter, local)
                     self._accumulate(parameter, ShardedTensor(local, spec))
         self._step(GradientState.REDUCED)
+        if self.has_local_gradients:  # they came meanwhile
+            self._enter_local()
 
     def leave_unreduced(self) -> None:
         """End a backward without communication; the local gradients stay for the next."""
@@ -211,7 +226,7 @@ class Segment:
         self._holders.clear()
         pending = [p for p in (self._gather, self._reduction) if p is not None]
         self._gather = self._reduction = None
-        if self.gradient_state is GradientState.REDUCING:
+        if self._is_in_flight:
             self._step(GradientState.REDUCED)
         if drops_gradients:
             self._local_gradients.drop()
@@ -247,13 +262,17 @@ class Segment:
         else:
             parameter.grad = total
 
+    @property
+    def _is_in_flight(self) -> bool:
+        return self.gradient_state in (GradientState.REDUCING, GradientState.AVERAGING)
+
     def _enter_local(self) -> None:
         if self.gradient_state is not GradientState.LOCAL:
             self._step(GradientState.LOCAL)
 
     def _step(self, following: GradientState) -> None:
         self.gradient_state = take_step(
-            self.name, self.communicator.rank, self.gradient_state, following
+            self.name, self.communicator.mesh_rank, self.gradient_state, following
         )
 
 

@@ -178,7 +178,7 @@ class ShardedTensor(Tensor):
         piece = self.spec.slice
         return (
             f"ShardedTensor({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"rank {self.spec.communicator.rank} holds [{piece.start}, {piece.stop}) of "
+            f"rank {self.spec.communicator.mesh_rank} holds [{piece.start}, {piece.stop}) of "
             f"{self.numel()} elements)"
         )
 
@@ -353,8 +353,8 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRetur
     sharded = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
     spec = sharded.spec
     raise RuntimeError(
-        f"{func} on {spec.name!r} (rank {spec.communicator.rank}): expected a whole tensor, got a "
-        f"ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
+        f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
+        f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
         f"{sharded.numel()} elements. Inside its unit's forward the module holds the whole "
         "parameter; elsewhere call full_tensor() (on every rank). For norms and clipping use "
         "clip_grad_norm_ of the sharded module; for a method other than forward use "

@@ -1,4 +1,4 @@
-"""Every private name of torch that the core uses, one function each, with the reason.
+"""Every private or renamed name of torch that the core uses, one each, with the reason.
 
 Checked against torch 2.13. A name that goes away is to be replaced here, and nowhere else.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # A context in which torch functions treat subclasses as plain tensors.
@@ -81,6 +86,21 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):  # a backend without options
         return timedelta(minutes=30)
     return timeout
+
+
+def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group behind a weak reference: ``destroy_process_group`` ends groups when it is called.
+
+    Raises:
+        RuntimeError: It was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "a sharded module: expected its process group, got none: it was destroyed. Take "
+            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
+        )
+    return group
 
 
 def reuse_freed_host_memory() -> None:

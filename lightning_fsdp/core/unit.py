@@ -141,14 +141,14 @@ class Unit:
 
     def _step(self, following: ParameterState) -> None:
         self.parameter_state = take_step(
-            self.name, self.communicator.rank, self.parameter_state, following
+            self.name, self.communicator.mesh_rank, self.parameter_state, following
         )
 
     def _describe_replaced(self, parameter: ShardedTensor, site: Site) -> str:
         return (
-            f"unit {self.name!r} (rank {self.communicator.rank}): expected the parameter that was "
-            f"sharded at {parameter.spec.name!r}, got another object: somebody assigned a new "
-            f"{site.name!r} to {type(site.module).__name__} after sharding (as load_state_dict("
+            f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter "
+            f"that was sharded at {parameter.spec.name!r}, got another object: somebody assigned a "
+            f"new {site.name!r} to {type(site.module).__name__} after sharding (as load_state_dict("
             "assign=True) does). Copy into the parameter instead (load_state_dict without assign)."
         )
 

@@ -72,8 +72,8 @@ class UnreducedGradient(ShardedTensor):
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
         return RuntimeError(
-            f"gradient of {self.spec.name!r} (rank {self.spec.communicator.rank}): expected a "
-            f"reduced gradient for {what}, got this rank's own, which was not reduced over the "
+            f"gradient of {self.spec.name!r} (rank {self.spec.communicator.mesh_rank}): expected "
+            f"a reduced gradient for {what}, got this rank's own, which was not reduced over the "
             "ranks. Run the last micro-batch's backward with set_requires_gradient_sync(True) (or "
             "outside no_sync()) first, or drop it with zero_grad()."
         )

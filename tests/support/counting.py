@@ -14,9 +14,10 @@ sees all of them.
 So a "whole" buffer counts whole, this rank's own part included, for the first three; a gather made
 of pairs is seen as ``world_size - 1`` receives of one part each.
 
-Data (parameters, gradients) moves on the default group in these tests. What moves on any other
-group, and what is not one of the kinds above the last line, is control: agreements of the ranks
-about order, flags, bitmaps.
+Data (parameters, gradients) moves on the default group in these tests, unless a test names its data
+groups. What moves on any other group, and what is not one of the kinds above the last line (with
+data groups named, an all-reduce is one), is control: agreements of the ranks about order, flags,
+bitmaps.
 """
 
 from dataclasses import dataclass
@@ -67,11 +68,17 @@ class Call:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Records every collective of this thread while it is entered."""
+    """Records every collective of this thread while it is entered.
 
-    def __init__(self) -> None:
+    Args:
+        data_groups: Those that move data, as on a mesh; none means the default group.
+    """
+
+    def __init__(self, *data_groups: dist.ProcessGroup) -> None:
         super().__init__()
         self.calls: list[Call] = []
+        self._data_groups = {group.group_name for group in data_groups}
+        self._data_kinds = _DATA_KINDS | {"all_reduce"} if data_groups else _DATA_KINDS
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrapper(types):
@@ -130,6 +137,11 @@ class CollectiveCounter(TorchDispatchMode):
     def _pairs(self, kind: str, reduces: bool) -> list[Call]:
         return [call for call in self.of(kind) if is_reduction(call.tag) == reduces]
 
+    def _moves_data(self, args: Any) -> bool:
+        if not self._data_groups:
+            return is_on_default_group(args)
+        return not self._data_groups.isdisjoint(groups_of(args))
+
     def _record(self, func: Any, args: Any) -> None:
         name = func._schema.name.removeprefix("c10d::")
         kind, position = _OPERATIONS.get(name, (name, 0))
@@ -140,11 +152,20 @@ class CollectiveCounter(TorchDispatchMode):
                 numel=sum(tensor.numel() for tensor in tensors),
                 nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
                 dtype=tensors[0].dtype if tensors else None,
-                is_data=kind in _DATA_KINDS and is_on_default_group(args),
+                is_data=kind in self._data_kinds and self._moves_data(args),
                 tag=args[3] if kind in ("send", "recv") else None,
                 peer=args[2] if kind in ("send", "recv") else None,
             )
         )
+
+
+def groups_of(args: Any) -> list[str]:
+    """Names of the process groups among the arguments of a c10d operation."""
+    is_group = [
+        isinstance(a, torch.ScriptObject) and a._type().name() == "ProcessGroup" for a in args
+    ]
+    groups = [arg for arg, is_one in zip(args, is_group, strict=True) if is_one]
+    return [dist.ProcessGroup.unbox(group).group_name for group in groups]
 
 
 def is_reduction(tag: int | None) -> bool:
@@ -154,10 +175,7 @@ def is_reduction(tag: int | None) -> bool:
 
 def is_on_default_group(args: Any) -> bool:
     """Whether a c10d operation with these arguments runs on the default process group."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
-            return dist.ProcessGroup.unbox(arg).group_name == dist.group.WORLD.group_name
-    return False
+    return groups_of(args) == [dist.group.WORLD.group_name]
 
 
 def has_wrapper(types: Any) -> bool:

@@ -1,0 +1,119 @@
+"""What ranks agree on, on the host, before data moves.
+
+On most backends a collective that ranks enter with different intentions mixes up tensors in silence
+or aborts the process. So ranks tell each other first what they are about to do, in a gloo group of
+their own beside those that move data. It spans every rank that trains the model together, replicas
+included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightning_fsdp.core import torch_internals
+
+
+class ControlGroup:
+    """The ranks that train one model together, and the group in which they agree.
+
+    The group is referred to weakly: ``destroy_process_group`` ends it.
+
+    Attributes:
+        ranks: Of the default group, ascending.
+        rank: This process among them.
+        world_size: How many they are.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], timeout: timedelta, *, has_others: bool = True
+    ) -> None:
+        """Open the group. Collective over ``ranks``.
+
+        Args:
+            ranks: Of the default group, this one included.
+            timeout: How long a rank may be waited for.
+            has_others: False on torch's fake backend, where the other ranks do not exist.
+        """
+        self.ranks = tuple(sorted(ranks))
+        self.rank = self.ranks.index(dist.get_rank())
+        self.world_size = len(self.ranks)
+        self._timeout = timeout
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        if self.world_size > 1 and has_others:
+            group = dist.new_group(
+                list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
+            self._group = weakref.ref(group)
+
+    def any_rank(self, flags: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Ask which flags are set on any rank.
+
+        Args:
+            flags: ``(n,)`` uint8 on the host; the same ``n`` on every rank.
+
+        Returns:
+            A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
+        """
+        if self._group is None:
+            return flags.bool
+        group = torch_internals.alive(self._group)
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def answer() -> torch.Tensor:
+            work.wait()
+            return flags.bool()
+
+        return answer
+
+    def agree(self, occasion: str, statement: str) -> None:
+        """Return once every rank has made the same statement; otherwise raise on every rank.
+
+        Args:
+            occasion: What ranks are about to do, for the message.
+            statement: What this rank understands by it.
+
+        Raises:
+            RuntimeError: Ranks made different statements, or one made none within the group's
+                timeout.
+        """
+        if self._group is None:
+            return
+        group = torch_internals.alive(self._group)
+        digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
+        digests = torch.empty(self.world_size, dtype=torch.int64)
+        try:
+            torch_internals.all_gather_single(digests, mine, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
+                f"here within {self._timeout}, but at least one did not: it does something else, "
+                f"waits elsewhere or has ended. This rank was about to: {statement}. Make all "
+                "ranks run the same units in the same order."
+            ) from error
+        if bool((digests == digests[0]).all()):
+            return
+        statements: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
+        raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+
+def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
+    by_statement: dict[str, list[int]] = {}
+    for other, statement in enumerate(statements):
+        by_statement.setdefault(str(statement), []).append(other)
+    lines = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
+        for statement, ranks in by_statement.items()
+    ]
+    return (
+        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
+        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
+        "same options on every rank, and run them in the same order."
+    )
