@@ -61,7 +61,7 @@ def make_leaf(buffer: FlatBuffer, slot: Slot, parameter: ShardedTensor) -> nn.Pa
 def mark_whole(leaf: nn.Parameter) -> None:
     """Its memory is there."""
     if type(leaf) is _FreedLeaf:
-        leaf.__class__ = nn.Parameter
+        leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def mark_freed(leaf: nn.Parameter) -> None:
