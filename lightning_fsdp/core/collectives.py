@@ -321,6 +321,11 @@ class Communicator:
         dist.all_gather_object(statements, f"{occasion}: {statement}", group=control)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
 
+    def share(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
+        if self.control is not None:
+            dist.broadcast(tensor, group=self.control, group_src=0)
+
     def _exchange(
         self,
         to: Callable[[int], Sequence[Tensor]],
