@@ -212,7 +212,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def _shard(request: _Request) -> None:
     """Check everything, agree with the other ranks, then change the module."""
-    communicator, device = _open_group(request.mesh)
+    with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
+        communicator, device = _open_group(request.mesh)
+        prepared = _agree_on(request, communicator)
+        assemble(prepared, communicator, device, initialise(prepared, communicator, device))
+
+
+def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     error: Exception | None = None
     try:
         prepared = _prepare(request)
@@ -227,7 +233,7 @@ def _shard(request: _Request) -> None:
         raise disagreement from error
     if error is not None:
         raise error
-    assemble(prepared, communicator, device, initialise(prepared, communicator, device))
+    return prepared
 
 
 def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
