@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, full_state_dict, fully_shard, shard_model
-from lightning_fsdp.core import materialize
+from lightning_fsdp.core import marks
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import (
     LMShape,
@@ -140,7 +140,7 @@ def eager(name, seed=7):
 def _shard(rank, world_size, name, plan, seeds):
     torch.manual_seed(seeds[rank])
     model = on_meta(MODELS[name]) if name != "gpt2" else on_meta(tiny_gpt2, seeds[rank])
-    before = {n: p for n, p in model.named_parameters()}
+    before = dict(model.named_parameters())
     shard_model(model, plan)
     assert all(p is before[n] for n, p in model.named_parameters())
     return values_of(model), torch.rand(3)
@@ -438,12 +438,12 @@ def test_ranks_of_which_one_built_on_the_host_are_refused():
 
 def test_what_was_not_written_to_is_found_in_every_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64):
-        tensor = materialize._marked(torch.empty(3, 5, dtype=dtype, device="meta"))
-        assert materialize._is_marked(tensor), dtype
+        tensor = marks.marked(torch.empty(3, 5, dtype=dtype, device="meta"))
+        assert marks.is_marked(tensor), dtype
         tensor[1:] = 1
-        assert materialize._is_marked(tensor), dtype
+        assert marks.is_marked(tensor), dtype
         tensor[0] = 0
-        assert not materialize._is_marked(tensor), dtype
-    assert not materialize._is_marked(torch.full((3,), -torch.inf))
-    assert not materialize._is_marked(torch.tensor([materialize._MARK, 0], dtype=torch.uint8))
-    assert not materialize._is_marked(torch.empty(0))
+        assert not marks.is_marked(tensor), dtype
+    assert not marks.is_marked(torch.full((3,), -torch.inf))
+    assert not marks.is_marked(torch.tensor([marks.MARK, 0], dtype=torch.uint8))
+    assert not marks.is_marked(torch.empty(0))

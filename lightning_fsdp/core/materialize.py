@@ -33,13 +33,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.marks import is_marked, marked, sample
 from lightning_fsdp.core.segment import Site
 
 _OWN_INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
 # Packages whose modules leave their initial values to the model around them.
 _INITIALISED_BY_THEIR_MODEL = ("transformers", "transformers_modules")
-_MARK = 0xA5  # of every byte of a tensor that has no NaN
-_NUM_SAMPLES = 1024  # elements of a tensor that ranks compare
 
 
 @dataclass(frozen=True)
@@ -103,14 +102,14 @@ def materialize(
     buffers: dict[Tensor, Tensor] = {}
 
     def keep_and_digest(parameter: Tensor, whole: Tensor) -> None:
-        digest.update(_sample(whole))
+        digest.update(sample(whole))
         keep(parameter, whole)
 
     with torch.no_grad(), torch.device("cpu"), stage.shielded():
         for scene in stage.plan(groups):
             stage.play(scene, keep_and_digest, buffers)
     for buffer in buffers.values():
-        digest.update(_sample(buffer))
+        digest.update(sample(buffer))
     return Materialized(buffers, digest.hexdigest())
 
 
@@ -243,11 +242,11 @@ class _Stage:
             }
             _put_buffers(module, copies)
         for site, parameter in scene.parameters:
-            fresh = nn.Parameter(_marked(parameter), requires_grad=parameter.requires_grad)
+            fresh = nn.Parameter(marked(parameter), requires_grad=parameter.requires_grad)
             fresh.__dict__.update(parameter.__dict__)  # marks that an initialiser may look for
             site.put(fresh)
         for site, buffer in scene.buffers:
-            site.module._buffers[site.name] = _marked(buffer)
+            site.module._buffers[site.name] = marked(buffer)
 
     def _initialise(self, scene: _Scene, cast: Sequence[nn.Module]) -> None:
         for module in cast:
@@ -293,7 +292,7 @@ class _Stage:
         )
         if kind == "buffer":
             cure += ', e.g. under torch.device("cpu") around its register_buffer: it is then kept'
-        if value is None or value.is_meta or _is_marked(value):
+        if value is None or value.is_meta or is_marked(value):
             raise ValueError(
                 f"{kind} {name!r}: expected an initialiser that computes all of it, as it is on "
                 f"the meta device, got none in {cls} and the modules around it. {cure}."
@@ -349,35 +348,3 @@ def _num_required(function: Any) -> int | None:
         return None
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return sum(p.default is p.empty and p.kind not in variadic for p in parameters)
-
-
-def _marked(meta: Tensor) -> Tensor:
-    """A tensor like ``meta`` on the host that shows where it was not written to."""
-    if meta.is_floating_point() or meta.is_complex():
-        return torch.full(meta.shape, float("nan"), dtype=meta.dtype)
-    marked = torch.empty(meta.shape, dtype=meta.dtype)
-    marked.view(-1).view(torch.uint8).fill_(_MARK)
-    return marked
-
-
-def _is_marked(value: Tensor) -> bool:
-    """Whether a part of a tensor was not written to."""
-    if value.numel() == 0:
-        return False
-    if value.is_complex():
-        value = torch.view_as_real(value)
-    if value.is_floating_point():
-        if value.element_size() == 1:
-            value = value.float()
-        return bool(value.max().isnan())  # NaN wins over every number; no mask as large as value
-    is_mark = value.contiguous().view(-1).view(torch.uint8) == _MARK
-    by_element = is_mark.view(-1, value.element_size()).all(dim=1)
-    # Of a short integer, the mark is a value like any other; not of a bool.
-    is_ambiguous = value.dtype != torch.bool and value.element_size() < 4
-    return bool(by_element.all() if is_ambiguous else by_element.any())
-
-
-def _sample(value: Tensor) -> bytes:
-    flat = value.detach().reshape(-1)[:_NUM_SAMPLES].contiguous()
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return data
