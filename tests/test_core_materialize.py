@@ -222,6 +222,7 @@ def _mix(rank, world_size):
     with torch.device("cpu"):
         real = nn.Linear(10, 11)
         model.layers[1].up = real
+        model.layers[1].scale = nn.Parameter(torch.full((10, 3), 6.0))  # its initialiser runs
         model.layers[0].norm.running_mean = torch.full((10,), 3.0)
         model.layers[2].rope.cos = torch.full((5, 10), 4.0)
     model.layers[2].norm.bfloat16()
@@ -230,6 +231,7 @@ def _mix(rank, world_size):
     shard_model(model)
     values = values_of(model)
     assert torch.equal(values["layers.1.up.weight"], weight)
+    assert torch.equal(values["layers.1.scale"], torch.full((10, 3), 6.0))
     assert torch.equal(values["layers.0.norm.running_mean"], torch.full((10,), 3.0))
     assert torch.equal(values["layers.0.norm.running_var"], torch.ones(10))
     assert torch.equal(values["layers.2.rope.cos"], torch.full((5, 10), 4.0))
