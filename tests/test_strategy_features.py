@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import nn
@@ -590,6 +591,21 @@ def _configure_model(strategy, folder, rank):
     return _outcome(trainer, model)
 
 
+class _ConfiguredOnMeta(_Configured):
+    """The same without values: sharding draws those that DDP's module was built with."""
+
+    def configure_model(self):
+        is_whole = isinstance(self.trainer.strategy, DDPStrategy)
+        with torch.device("cpu" if is_whole else "meta"):
+            super().configure_model()
+        assert self.head.weight.is_meta is not is_whole
+
+
+def _configure_on_meta(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_ConfiguredOnMeta))
+    return _outcome(trainer, model)
+
+
 class _Frozen(Regressor):
     def __init__(self):
         super().__init__()
@@ -708,6 +724,7 @@ def _thawed(strategy, folder, rank):
     [
         _decay_by_shape,
         _configure_model,
+        _configure_on_meta,
         _frozen,
         _tied,
         _owns_parameters,

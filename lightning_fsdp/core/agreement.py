@@ -71,6 +71,11 @@ class ControlGroup:
 
         return answer
 
+    def share(self, tensor: torch.Tensor) -> None:
+        """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
+        if self._group is not None:
+            dist.broadcast(tensor, group=torch_internals.alive(self._group), group_src=0)
+
     def agree(self, occasion: str, statement: str) -> None:
         """Return once every rank has made the same statement; otherwise raise on every rank.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -15,6 +15,7 @@ from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.materialize import materialize, meta_buffers, one_stream_of_numbers
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment, SegmentUse
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
@@ -36,7 +37,96 @@ class Prepared:
     known: dict[Tensor, Segment]  # of parameters tied to a unit that was sharded before
 
 
-def assemble(prepared: Prepared, communicator: Communicator, device: torch.device) -> None:
+class Region:
+    """A segment to be: its layout and its shard, which takes slices of whole parameters.
+
+    Attributes:
+        shard: ``(layout.shard_numel,)``, main dtype.
+        specs: By parameter.
+    """
+
+    def __init__(self, plan: SegmentPlan, communicator: Communicator, device: torch.device) -> None:
+        shapes = [tuple(parameter.shape) for parameter in plan.parameters]
+        named_shapes = list(zip(plan.names, shapes, strict=True))
+        self.layout = plan_segment(named_shapes, communicator.world_size)
+        dtype = plan.parameters[0].dtype
+        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self.specs = {
+            parameter: ShardSpec(slot.name, slot, self.layout, communicator)
+            for slot, parameter in zip(self.layout.slots, plan.parameters, strict=True)
+        }
+
+    def local_of(self, parameter: Tensor) -> Tensor:
+        """This rank's ``(slice.numel,)`` elements of a parameter, in the shard."""
+        spec = self.specs[parameter]
+        offset = self.layout.offset_in_shard(spec.slot, spec.communicator.rank)
+        return self.shard.narrow(0, offset, spec.slice.numel)
+
+    def take(self, parameter: Tensor, whole: Tensor) -> None:
+        """Copy this rank's elements of the value of a parameter."""
+        with torch.no_grad():
+            self.local_of(parameter).copy_(self.specs[parameter].slice_of(whole))
+
+
+@dataclass(frozen=True)
+class Initialised:
+    """What was on the meta device and has values now.
+
+    Attributes:
+        regions: Filled with this rank's slices of parameters, by index of the segment's plan.
+        buffers: The real buffer, by the one that it replaces.
+    """
+
+    regions: dict[int, Region] = field(default_factory=dict)
+    buffers: dict[Tensor, Tensor] = field(default_factory=dict)
+
+
+def initialise(prepared: Prepared, communicator: Communicator, device: torch.device) -> Initialised:
+    """Give values to what is on the meta device; changes nothing of the module. Collective.
+
+    Raises:
+        ValueError: Something has no initialiser, on every rank.
+        RuntimeError: Ranks came to different values.
+    """
+    metas = [any(p.is_meta for p in plan.parameters) for plan in prepared.segments]
+    if not any(metas) and not meta_buffers(prepared.root):
+        return Initialised()
+    regions: dict[int, Region] = {}
+    region_of: dict[Tensor, Region] = {}
+    for index, plan in enumerate(prepared.segments):
+        if metas[index]:
+            regions[index] = Region(plan, communicator, device)
+            region_of.update(dict.fromkeys(plan.parameters, regions[index]))
+    error: Exception | None = None
+    try:
+        with one_stream_of_numbers(communicator):
+            result = materialize(
+                prepared.root,
+                [unit.sites for unit in prepared.units],
+                lambda parameter, whole: region_of[parameter].take(parameter, whole),
+            )
+        statement = (
+            f"initial values {result.digest} (where ranks differ, initialisers drew from another "
+            "generator than torch's, or read what differs between ranks)"
+        )
+    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+        error = caught
+        statement = f"refused, {type(caught).__name__}: {caught}"
+    try:
+        communicator.control.agree(f"initialising {type(prepared.root).__name__}", statement)
+    except RuntimeError as disagreement:
+        raise disagreement from error
+    if error is not None:
+        raise error
+    return Initialised(regions, result.buffers)
+
+
+def assemble(
+    prepared: Prepared,
+    communicator: Communicator,
+    device: torch.device,
+    initialised: Initialised,
+) -> None:
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
     schedule = Schedule(communicator)
     for other in prepared.inner:
@@ -45,8 +135,9 @@ def assemble(prepared: Prepared, communicator: Communicator, device: torch.devic
                 unit.reshard_after_forward = True
         schedule.add(other.units)
     segment_of = dict(prepared.known)
-    for segment_plan in prepared.segments:
-        segment = _make_segment(segment_plan, prepared.policy, communicator, device)
+    for index, segment_plan in enumerate(prepared.segments):
+        region = initialised.regions.get(index) or Region(segment_plan, communicator, device)
+        segment = _make_segment(segment_plan, region, prepared.policy, communicator)
         segment_of.update(dict.fromkeys(segment.parameters, segment))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, segment_of, prepared, communicator)
@@ -64,32 +155,27 @@ def assemble(prepared: Prepared, communicator: Communicator, device: torch.devic
         if hooks is not None:
             hooks.schedule = schedule
     _rename(prepared.root, schedule)
-    _move_buffers(prepared.root, device)
+    _move_buffers(prepared.root, device, initialised.buffers)
     if device.type == "cpu":
         torch_internals.reuse_freed_host_memory()
     optimizer_guard.watch(schedule)
 
 
 def _make_segment(
-    plan: SegmentPlan, policy: PrecisionPolicy, communicator: Communicator, device: torch.device
+    plan: SegmentPlan, region: Region, policy: PrecisionPolicy, communicator: Communicator
 ) -> Segment:
-    shapes = [tuple(parameter.shape) for parameter in plan.parameters]
-    named_shapes = list(zip(plan.names, shapes, strict=True))
-    layout = plan_segment(named_shapes, communicator.world_size)
-    dtype = plan.parameters[0].dtype
-    shard = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
     parameters: list[ShardedTensor] = []
-    for slot, parameter in zip(layout.slots, plan.parameters, strict=True):
-        spec = ShardSpec(slot.name, slot, layout, communicator)
-        offset = layout.offset_in_shard(slot, communicator.rank)
-        local = shard.narrow(0, offset, spec.slice.numel)
-        with torch.no_grad():
-            local.copy_(spec.slice_of(parameter))
+    for parameter in plan.parameters:
+        if not parameter.is_meta:
+            region.take(parameter, parameter)
+        spec, local = region.specs[parameter], region.local_of(parameter)
         sharded = make_parameter(local, spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    segment = Segment(plan.users[0].name, layout, shard, parameters, communicator, policy)
+    segment = Segment(
+        plan.users[0].name, region.layout, region.shard, parameters, communicator, policy
+    )
     for parameter in parameters:
         parameter.spec.segment = weakref.ref(segment)
     return segment
@@ -146,8 +232,10 @@ def _rename(root: nn.Module, schedule: Schedule) -> None:
             parameter.spec.name = name
 
 
-def _move_buffers(root: nn.Module, device: torch.device) -> None:
+def _move_buffers(root: nn.Module, device: torch.device, real: dict[Tensor, Tensor]) -> None:
     for module in root.modules():
         for name, buffer in module._buffers.items():
+            if buffer in real:
+                buffer = module._buffers[name] = real[buffer]
             if buffer is not None and buffer.device.type != device.type:
                 module._buffers[name] = buffer.to(device)

@@ -135,9 +135,6 @@ def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
     if not parameter.is_floating_point():
         cure = "Register it as a buffer, or add it to ignored_params."
         return "a floating-point parameter", str(parameter.dtype), cure
-    if parameter.is_meta:
-        cure = "Build the module on a real device first: meta construction is not offered yet."
-        return "a parameter with data", "one on the meta device", cure
     if type(parameter) is not nn.Parameter and not torch_internals.is_fake(parameter):
         cure = "Use plain parameters, or add it to ignored_params."
         return "a plain nn.Parameter", type(parameter).__name__, cure

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core.assembly import Prepared, assemble
+from lightning_fsdp.core.assembly import Prepared, assemble, initialise
 from lightning_fsdp.core.checks import (
     check_arguments,
     check_meshes,
@@ -36,6 +36,7 @@ from lightning_fsdp.core.grouping import (
     find_units,
     plan_units,
 )
+from lightning_fsdp.core.materialize import meta_buffers
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
@@ -77,7 +78,9 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of one module as one unit; call bottom-up, as with torch's FSDP2.
 
-    Parameters that inner calls have sharded already stay in their own units. Collective.
+    Parameters that inner calls have sharded already stay in their own units. What is on the meta
+    device gets initial values, one unit at a time, from the module's own initialisers:
+    ``reset_parameters()``, and ``_init_weights(module)`` of an enclosing model. Collective.
 
     Args:
         module: A module, or a list of modules that run one after another and form one unit.
@@ -137,6 +140,9 @@ def shard_model(
     ignored_params: set[nn.Parameter] | None = None,
 ) -> _Module:
     """Shard a whole model; finds the units itself. Collective.
+
+    A model built under ``torch.device("meta")`` gets its initial values here, see
+    :func:`fully_shard`; only this rank's shard and one unit at a time are ever real.
 
     Args:
         model: The model; nothing of it stays unsharded but ``ignored_params``.
@@ -210,7 +216,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def _shard(request: _Request) -> None:
     """Check everything, agree with the other ranks, then change the module."""
-    communicator, device = _open_group(request.mesh)
+    with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
+        communicator, device = _open_group(request.mesh)
+        prepared = _agree_on(request, communicator)
+        assemble(prepared, communicator, device, initialise(prepared, communicator, device))
+
+
+def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     error: Exception | None = None
     try:
         prepared = _prepare(request, communicator)
@@ -225,7 +237,7 @@ def _shard(request: _Request) -> None:
         raise disagreement from error
     if error is not None:
         raise error
-    assemble(prepared, communicator, device)
+    return prepared
 
 
 def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
@@ -299,7 +311,11 @@ def _describe(prepared: Prepared) -> str:
     for unit in prepared.units:
         parameters = ", ".join(
             f"{unit.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+            f"{' on meta' if p.is_meta else ''}"
             for p in unit.sites
         )
         lines.append(f"unit {unit.name or '(root)'}: {parameters}")
+    buffers = meta_buffers(prepared.root)
+    if buffers:
+        lines.append(f"buffers on meta: {', '.join(buffers.values())}")
     return "; ".join(lines)

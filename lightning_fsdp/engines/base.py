@@ -125,7 +125,7 @@ def agree_on_module(module: nn.Module) -> None:
                 "one batch through the module, in configure_model at the latest."
             )
     mine = [
-        (name, (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad))
+        (name, (tuple(tensor.shape), _kind_of(tensor), tensor.requires_grad))
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
     every: list[Any] = [None] * dist.get_world_size()
@@ -145,12 +145,18 @@ def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
     """Start every rank from the parameters and buffers of rank 0. Collective.
 
     Args:
-        module: Whole, plain tensors, the same on every rank but for their values.
+        module: Whole, plain tensors, the same on every rank but for their values. Those on the
+            meta device have none, and get them when the module is sharded.
         device: Where the process group communicates; a tensor elsewhere goes through it, alone.
     """
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            _broadcast_in_place(tensor.data, device)
+            if not tensor.is_meta:
+                _broadcast_in_place(tensor.data, device)
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} on meta" if tensor.is_meta else str(tensor.dtype)
 
 
 def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
