@@ -1,5 +1,7 @@
 """What the README says is what the project does."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -8,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fsdp import shard_model
 from lightning_fsdp.core.sharded_module import ShardedModule
+from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.ranks import run_on_ranks
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -56,3 +61,28 @@ def test_the_quick_start_script_trains(tmp_path):
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert "Starting with 2 processes" in finished.stderr
     assert "`max_steps=3` reached" in finished.stderr
+
+
+def _run_gradient_snippet(rank, world_size, code):
+    names = {
+        "model": shard_model(causal_lm()),
+        "batches": [token_batch(0, micro_batch, rank) for micro_batch in range(3)],
+        "loss_of": lm_loss,
+    }
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code, names)
+    return printed.getvalue()
+
+
+def test_the_gradient_snippet_prints_what_it_says():
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "on_local" in code]
+    first, second = run_on_ranks(_run_gradient_snippet, 2, code)
+    lines = first.splitlines()
+    assert re.fullmatch(r"tensor\([\d.]+\) tensor\([\d.]+, dtype=torch.float64\)", lines[0])
+    assert lines[1] == "reduced torch.Size([61, 20])"
+    names = [name for name, _ in causal_lm().named_parameters()]
+    assert sorted(line.split()[0] for line in lines[2:]) == sorted(names)
+    for ours, theirs in zip(lines[2:], second.splitlines()[2:], strict=True):
+        assert ours.split()[:2] == theirs.split()[:2]
