@@ -1,0 +1,148 @@
+"""What an engine costs the host, where there is nothing to compute and nothing to send.
+
+    python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+
+One process on torch's fake backend, as rank 0 of 8: collectives return at once, so what remains is
+Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved round by round:
+
+* *units*: forward and backward of 100 units, each a linear layer of width 8, over the time of the
+  same model unsharded; microseconds per unit and step.
+* *optimizer*: AdamW (fused, foreach) and clipping over 300 parameters of 8 x 8; milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_fsdp import fully_shard
+from lightning_fsdp.bench.report import environment
+
+NUM_UNITS = 100
+NUM_PARAMETERS = 300
+WIDTH = 8
+WORLD_SIZE = 8
+
+Work = Callable[[], Any]
+
+
+def _tower(shard: Callable[..., Any] | None) -> nn.Module:
+    """Layers one after another, each a unit."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_UNITS)))
+    if shard is not None:
+        for layer in model:
+            shard(layer)
+        shard(model)
+    return model
+
+
+def _units() -> dict[str, Work]:
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+
+    def step(model: nn.Module) -> None:
+        model(inputs).sum().backward()
+        model.zero_grad()
+
+    models = {"scratch": _tower(fully_shard), "fsdp2": _tower(torch_fully_shard)}
+    models["unsharded"] = _tower(None)
+    return {name: lambda model=model: step(model) for name, model in models.items()}  # type: ignore[misc]
+
+
+def _sharded_parameters(shard: Callable[..., Any]) -> nn.Module:
+    model = nn.Module()
+    for index in range(NUM_PARAMETERS):
+        model.register_parameter(f"p{index}", nn.Parameter(torch.ones(WIDTH, WIDTH)))
+    model.forward = lambda: sum(p.square().sum() for p in model.parameters())
+    shard(model)
+    model().backward()
+    return model
+
+
+def _optimizer(kind: str) -> dict[str, Work]:
+    arms: dict[str, Work] = {}
+    for name, shard in (("scratch", fully_shard), ("fsdp2", torch_fully_shard)):
+        model = _sharded_parameters(shard)
+        if kind == "clipping":
+            arms[name] = _clipping(name, model)
+        else:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **{kind: True})
+            arms[name] = optimizer.step
+    return arms
+
+
+def _clipping(name: str, model: nn.Module) -> Work:
+    if name == "scratch":
+        return lambda: model.clip_grad_norm_(1.0)  # type: ignore[operator]
+
+    def clip() -> Tensor:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return norm.full_tensor()  # type: ignore[attr-defined,no-any-return]
+
+    return clip
+
+
+def measure(arms: dict[str, Work], rounds: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds per call of each arm, a round at a time in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for round_index in range(rounds + 2):
+        for name, work in arms.items():
+            start = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            if round_index >= 2:
+                seconds[name].append((time.perf_counter() - start) / repeats)
+    return seconds
+
+
+def main() -> None:
+    """Measure, print a table, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    cases: dict[str, dict[str, Work]] = {"units": _units()}
+    cases |= {kind: _optimizer(kind) for kind in ("fused", "foreach", "clipping")}
+    gc.collect()
+    gc.freeze()
+    rows = []
+    for case, arms in cases.items():
+        medians = {
+            name: statistics.median(values)
+            for name, values in measure(arms, args.rounds, 1 if case == "units" else 10).items()
+        }
+        if case == "units":
+            base = medians.pop("unsharded")
+            medians = {name: (value - base) / NUM_UNITS for name, value in medians.items()}
+        row = {"case": case, **{f"{name}_us": value * 1e6 for name, value in medians.items()}}
+        row["ratio"] = medians["scratch"] / medians["fsdp2"]
+        rows.append(row)
+    print(f"{'case':<10} {'scratch us':>11} {'FSDP2 us':>10} {'ratio':>6}")
+    for row in rows:
+        print(
+            f"{row['case']:<10} {row['scratch_us']:>11.0f} {row['fsdp2_us']:>10.0f} "
+            f"{row['ratio']:>6.2f}"
+        )
+    if args.out:
+        document = {"command": "python benchmarks/host_cost.py", **environment(), "rows": rows}
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
