@@ -75,7 +75,8 @@ def _shard_whole_state(optimizer: Optimizer, parameters: list[ShardedTensor]) ->
     for parameter in parameters:
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, ShardedTensor):
+            is_whole = isinstance(value, torch.Tensor) and type(value) is not ShardedTensor
+            if is_whole and (value.dim() > 0 or parameter.dim() == 0):
                 state[key] = slice_state(parameter, key, value)
 
 

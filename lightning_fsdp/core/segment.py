@@ -88,6 +88,7 @@ class Segment:
             shard.device,
             in_pieces=communicator.takes_pieces,
         )
+        self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._hooked: set[int] = set()  # slots whose leaf has its gradient hook
         self._holders: set[object] = set()
         self._gather: Pending | None = None
@@ -133,10 +134,11 @@ class Segment:
 
     def prepare_leaf(self, slot: int) -> None:
         """A leaf is about to be computed with: let it train if its parameter does."""
-        leaf, parameter = self.leaves[slot], self.parameters[slot]
-        if leaf.requires_grad != parameter.requires_grad:
-            leaf.requires_grad_(parameter.requires_grad)
-        if leaf.requires_grad and slot not in self._hooked:
+        leaf, trains = self.leaves[slot], self.parameters[slot].requires_grad
+        if trains != self._trains[slot]:
+            leaf.requires_grad_(trains)
+            self._trains[slot] = trains
+        if trains and slot not in self._hooked:
             torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
             self._hooked.add(slot)
 
@@ -145,7 +147,7 @@ class Segment:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter required a gradient when it was last computed with."""
-        return any(leaf.requires_grad for leaf in self.leaves)
+        return any(self._trains)
 
     @property
     def has_local_gradients(self) -> bool:
@@ -177,7 +179,7 @@ class Segment:
         """
         self.land()
         self._enter_local()  # nothing arrived here, perhaps; other ranks' may have
-        with torch.profiler.record_function(f"reduce {self.name}"):
+        with torch_internals.profiled("reduce", self.name):
             pieces, arrived = self._local_gradients.take()
             self._reduction = self.communicator.reduce(pieces, self.layout.shard_numel, self.name)
         self._step(GradientState.REDUCING)
@@ -188,7 +190,7 @@ class Segment:
         if self.gradient_state is not GradientState.REDUCING or self.communicator.num_replicas == 1:
             return
         assert self._reduction is not None, "REDUCING says so"
-        with torch.profiler.record_function(f"average {self.name}"):
+        with torch_internals.profiled("average", self.name):
             self._reduction = self.communicator.average(self._reduction.wait(), self.name)
         self._step(GradientState.AVERAGING)
 
@@ -198,11 +200,11 @@ class Segment:
             return
         self.average()
         assert self._reduction is not None, "the state says so"
-        with torch.profiler.record_function(f"wait_for_reduce {self.name}"), torch.no_grad():
+        with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = self._reduction.wait().to(self.shard.dtype)
             self._reduction = None
-            for leaf, parameter in zip(self.leaves, self.parameters, strict=True):
-                if leaf.requires_grad:
+            for trains, parameter in zip(self._trains, self.parameters, strict=True):
+                if trains:
                     spec = parameter.spec
                     offset = self.layout.offset_in_shard(spec.slot, self.communicator.rank)
                     local = shard.narrow(0, offset, spec.slice.numel)

@@ -305,7 +305,13 @@ def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
             return _local_of(arg, likes[0], func) if isinstance(arg, ShardedTensor) else arg
         if len(arg) != len(likes):
             return list(arg)
-        return [_local_of(t, like, func) for t, like in zip(arg, likes, strict=True)]
+        return [
+            # Nearly all are of the parameter's own kind: its gradient, its state.
+            t._local
+            if type(t) is type(like) is ShardedTensor and t.spec is like.spec
+            else _local_of(t, like, func)
+            for t, like in zip(arg, likes, strict=True)
+        ]
 
     result = func(*map(local_of, args), **{name: local_of(arg) for name, arg in kwargs.items()})
     if func._schema.is_mutable:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.lifecycle import ParameterState, take_step
 from lightning_fsdp.core.segment import Segment, SegmentUse, Site
@@ -73,7 +73,7 @@ class Unit:
         if self.parameter_state is not ParameterState.SHARDED:
             return
         self._step(ParameterState.GATHERING)
-        with torch.profiler.record_function(f"unshard {self.name}"):
+        with torch_internals.profiled("unshard", self.name):
             for segment in self.segments:
                 segment.hold(self)
 
@@ -81,7 +81,7 @@ class Unit:
         """Make the compute stream wait until the whole copy is there."""
         if self.parameter_state is not ParameterState.GATHERING:
             return
-        with torch.profiler.record_function(f"wait_for_unshard {self.name}"):
+        with torch_internals.profiled("wait_for_unshard", self.name):
             for segment in self.segments:
                 segment.wait_for_gather()
         self._step(ParameterState.UNSHARDED)
