@@ -1,0 +1,97 @@
+"""Put measured tables into README.md and docs/design.md, between their markers.
+
+make bench && python benchmarks/update_tables.py bench runs/bench/report.md
+python benchmarks/core_step.py --out benchmarks/results/core_step.json
+python benchmarks/update_tables.py core benchmarks/results/core_step.json
+python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+python benchmarks/update_tables.py host benchmarks/results/host_cost.json
+python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
+python benchmarks/update_tables.py counters benchmarks/results/exact_counters.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp.bench.report import describe
+
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
+UNITS = {"written_bytes": ("written GB", 1e9), "payload_bytes": ("payload GB", 1e9)}
+GIB = ("peak GiB", 2**30)
+
+
+def core_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``core_step.py``."""
+    lines = [
+        "| batch x tokens | engine | step, median (quartiles) ms | of FSDP2's, same stage |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in document["rows"]:
+        ratio = "" if row["ratio_to_fsdp2"] is None else f"{row['ratio_to_fsdp2']:.2f}"
+        lines.append(
+            f"| {row['batch']} x {row['seq']} | {row['arm']} | {row['median_ms']:.0f} "
+            f"({row['q1_ms']:.0f}..{row['q3_ms']:.0f}) | {ratio} |"
+        )
+    return lines
+
+
+def host_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``host_cost.py``."""
+    lines = [
+        "| case | this core, µs | FSDP2, µs | of FSDP2's | bare slices, µs |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in document["rows"]:
+        bare = f"{row['bare_us']:.0f}" if "bare_us" in row else ""
+        lines.append(
+            f"| {row['case']} | {row['scratch_us']:.0f} | {row['fsdp2_us']:.0f} "
+            f"| {row['ratio']:.2f} | {bare} |"
+        )
+    return lines
+
+
+def counters_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``exact_counters.py``."""
+    lines = [
+        "| ranks | dtypes | figure | this core | FSDP2 | FSDP2, split | of FSDP2 | of split |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in document["rows"]:
+        figure, unit = UNITS.get(row["figure"], GIB)
+        values = " | ".join(f"{row[arm] / unit:.3f}" for arm in ("scratch", "fsdp2", "fsdp2_split"))
+        lines.append(
+            f"| {row['world_size']} | {row['dtypes']} | {figure} | {values} "
+            f"| {row['of_fsdp2']:.3f} | {row['of_fsdp2_split']:.3f} |"
+        )
+    return lines
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "core": core_table,
+    "host": host_table,
+    "counters": counters_table,
+}
+
+
+def main() -> None:
+    """Replace the text between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
+    name, source = sys.argv[1], Path(sys.argv[2])
+    if name in TABLES:
+        document = json.loads(source.read_text())
+        table = "\n".join([describe(document), "", *TABLES[name](document)])
+    else:
+        table = source.read_text().strip()
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    (page,) = (page for page in PAGES if begin in page.read_text())
+    before, rest = page.read_text().split(begin)
+    _, after = rest.split(end)
+    page.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    main()
