@@ -8,7 +8,7 @@ from torch import nn
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
-_OWN_OF_TENSOR = ("_local", "spec", "_is_param")
+_OWN_OF_TENSOR = ("_local", "spec", "_is_param", "micro_batches")
 _OWN_OF_MODULE = ("_lightning_fsdp_hooks", "_lightning_fsdp_unit")
 
 
