@@ -263,7 +263,7 @@ def test_several_graphs_may_be_alive(plan, how):
 
 
 def _custom_output(rank, world_size, plan):
-    """Nothing can look into the output: right, or an error, and the next step is right."""
+    """Nothing can look into the output: right, or an error, and the next forward is right."""
     torch.manual_seed(3)
     model = shard(Structured("custom"), plan)
     model._hidden = lambda out: out.hidden
@@ -279,6 +279,9 @@ def _custom_output(rank, world_size, plan):
             torch.testing.assert_close(
                 model.get_parameter(name).grad.full_tensor(), parameter.grad, rtol=0, atol=2e-7
             )
+    inputs = batch_of(1, 0, 0)["inputs"]
+    with torch.no_grad():  # and whatever it was, the next forward is right
+        torch.testing.assert_close(model(inputs), reference(inputs), rtol=0, atol=1e-6)
     return error
 
 

@@ -40,11 +40,6 @@ class FlatBuffer:
         """Release the memory; views stay valid for the next :meth:`allocate`."""
         self.flat.untyped_storage().resize_(0)
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the storage has memory."""
-        return self.flat.untyped_storage().nbytes() > 0
-
     def view(self, slot: Slot) -> Tensor:
         """One parameter of the buffer in its original shape.
 
