@@ -15,7 +15,7 @@ All arms run in this process under one dispatch mode, at the same dtypes.
               arguments marked as written to, and outputs with a storage of their own. Bare
               allocations write nothing; collectives are payload.
     payload   Bytes of the whole buffer of each collective: of an all-gather's output, of a
-              reduce-scatter's input. What leaves a rank is (N - 1) / N of it.
+              reduce-scatter's or all-to-all's input. What leaves a rank is (N - 1) / N of it.
     peak      Most bytes that live storages have at the end of any operation; a storage emptied by
               ``resize_(0)`` has none. Shards and their gradients are in it, optimizer state is not.
               FSDP2's is compared with that of torch's ``MemTracker``.
@@ -263,6 +263,8 @@ class Meter(TorchDispatchMode):
             roles = ((args[0], "gathered parameters"),)
         elif "reduce_scatter_base" in name:
             roles = ((args[0], "reduced gradients"), (args[1], "gradients to reduce"))
+        elif "alltoall_base" in name:
+            roles = ((args[0], "gradients received"), (args[1], "gradients to reduce"))
         elif name == "fsdp::split_with_sizes_copy":
             roles = ((kwargs["out"], "parameters copied out"),)
         elif name == "fsdp::chunk_cat":

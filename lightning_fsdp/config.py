@@ -97,7 +97,8 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: Dtype of the gathered (compute) weights; ``None``: that of the main weights.
         reduce_dtype: Dtype in which gradients are summed over ranks and micro-batches; ``None``:
-            that of the compute weights.
+            that of the compute weights. Gradients of one backward that are narrower travel as they
+            are and are widened on arrival: fp32 sums of bf16 gradients cost bf16 transfers.
         output_dtype: Floating-point outputs of a unit's forward are cast to it; ``None``: left.
         cast_forward_inputs: Cast floating-point inputs of a unit's forward to ``param_dtype``.
     """

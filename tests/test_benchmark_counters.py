@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LAYERS, WIDTH, VOCABULARY = 2, 64, 512
 WORLD_SIZES = (8,)
-BYTES = {  # of the whole parameters and of the reduction
+BYTES = {  # of the whole parameters and of the reduction's sum
     "bf16, fp32 reduce": (2, 4),
     "bf16, bf16 reduce": (2, 2),
     "fp32": (4, 4),
@@ -86,11 +86,11 @@ def test_payload_of_the_core_gathers_all_but_the_embedding_twice(document):
         if arm == "scratch":
             embedding = in_shards(EMBEDDING, world_size)
             others = LAYERS * in_shards(BLOCK, world_size) + in_shards(NORM + HEAD, world_size)
-            assert counts["payload_bytes"] == gathered * (embedding + 2 * others) + reduced * (
-                embedding + others
-            )
+            # Gradients have the dtype of the whole parameters, and travel in it.
+            assert counts["payload_bytes"] == gathered * (2 * embedding + 3 * others)
             calls = {name: n for name, (n, _) in counts["collectives"].items()}
-            assert calls == {"allgather_base": 2 * LAYERS + 3, "reduce_scatter_base": LAYERS + 2}
+            reduction = "reduce_scatter_base" if gathered == reduced else "alltoall_base"
+            assert calls == {"allgather_base": 2 * LAYERS + 3, reduction: LAYERS + 2}
 
 
 def test_bytes_written_by_the_core_are_one_copy_of_the_gradients_and_work_on_shards(document):
@@ -101,12 +101,12 @@ def test_bytes_written_by_the_core_are_one_copy_of_the_gradients_and_work_on_sha
         block, last = in_shards(BLOCK, world_size), in_shards(NORM + HEAD, world_size)
         regions = embedding + LAYERS * block + last
         is_one_run = 1  # the embedding's region has one slot without padding: its gradient serves
-        copied = regions - is_one_run * embedding if gathered == reduced else regions
+        copied = regions - is_one_run * embedding
         shards = regions / world_size
         casts = gathered * (2 * shards - embedding / world_size)  # a shard into each gather
         sums = reduced * shards + (4 * shards if reduced != 4 else 0)  # mean, and back to fp32
         flags = len(["embedding", "norm", "norm", "head"]) + 12 * LAYERS  # who has a gradient
-        assert counts["written_bytes"] == reduced * copied + casts + sums + flags
+        assert counts["written_bytes"] == gathered * copied + casts + sums + flags
 
 
 def test_bytes_written_by_fsdp2_are_copies_out_and_copies_in(document):

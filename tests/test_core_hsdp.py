@@ -304,9 +304,9 @@ def _states_at_reductions(rank, world_size):
     communicator = segments[0].communicator
     reduce = communicator.reduce
 
-    def watched(*args):
+    def watched(*args, **options):
         found.append(sum(s.gradient_state is GradientState.AVERAGING for s in segments))
-        return reduce(*args)
+        return reduce(*args, **options)
 
     communicator.reduce = watched
     task.loss(model, task.make_batch(0, 0, rank)).backward()

@@ -113,7 +113,7 @@ def _transposed(rank, world_size):
     (segment,) = unit.segments
     gradient = torch.arange(24.0).view(6, 4).t()
     segment._local_gradients.add(0, gradient)
-    (piece,), arrived = segment._local_gradients.take()
+    (piece,), arrived = segment._local_gradients.take(torch.float32)
     assert arrived == [True]
     assert torch.equal(piece.data.view(4, 6), gradient)
 
@@ -150,7 +150,7 @@ def _collect_one_flat_run(reduce_dtype):
         for index, slot in enumerate(layout.slots):
             gradients.add(index, torch.ones(slot.shape, dtype=torch.bfloat16).mul_(index + 1))
             bytes_alive.append(tracker.live_bytes())
-        (piece,), arrived = gradients.take()
+        (piece,), arrived = gradients.take(reduce_dtype)
         bytes_alive.append(tracker.live_bytes())
     return layout, piece.data, arrived, bytes_alive
 
@@ -174,7 +174,16 @@ def test_a_second_gradient_is_added_in_the_reduction_dtype():
     )
     for value in (1.0, 2**-9):  # their sum has no bfloat16
         gradients.add(0, torch.full((4, 8), value, dtype=torch.bfloat16))
-    (piece,), arrived = gradients.take()
+    (piece,), arrived = gradients.take(torch.float32)
     assert arrived == [True, False]
     assert torch.equal(piece.data[:32], torch.full((32,), 1 + 2**-9))
     assert not piece.data[32:].any()
+
+
+def test_gradients_added_up_for_a_narrow_transfer_are_rounded_once():
+    layout = plan_segment([("w", (4, 8))], shard_world_size=2)
+    gradients = LocalGradients(layout, [None], torch.float32, torch.device("cpu"), in_pieces=False)
+    for value in (1.0, 2**-8, 2**-8):  # 1 + 2**-8 has no bfloat16, the sum of all has one
+        gradients.add(0, torch.full((4, 8), value, dtype=torch.bfloat16))
+    (piece,), _ = gradients.take(torch.bfloat16)
+    assert torch.equal(piece.data, torch.full((32,), 1 + 2**-7, dtype=torch.bfloat16))

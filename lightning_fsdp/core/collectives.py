@@ -7,11 +7,16 @@ is counted there. Two ways lead to the same result, chosen by the backend:
 operation  gloo, up to 8 ranks                                       every other backend
 =========  ========================================================  ====================
 gather     a send and a receive per pair, in place                   all-gather, in place
-reduce     sends and receives per pair, then a sum in rank order     reduce-scatter
+reduce     sends and receives per pair, then a sum in rank order     reduce-scatter, or
+                                                                     all-to-all and a sum
 =========  ========================================================  ====================
 
 gloo's ring algorithms cost two to three times the pairs at these sizes. Its sum in rank order gives
 the same bits whichever rank owns a shard.
+
+Gradients that are narrower than the dtype of their sum travel as they are: every rank gets all
+ranks' parts of its shard, and widens them as it adds them up. A reduce-scatter, which sums on the
+way, would send them widened: twice the bytes for bf16 summed in fp32, and for the same values.
 
 On a 2-D mesh the columns hold shards and the rows hold replicas. Gathers and reductions stay in a
 row; then every shard of gradients is averaged down its column, by an all-reduce on any backend:
@@ -38,6 +43,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -47,6 +53,7 @@ from lightning_fsdp.core.agreement import ControlGroup
 from lightning_fsdp.core.layout import complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
+_BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
 
 
 @dataclass
@@ -93,7 +100,7 @@ class Pending:
         what: The operation and this rank, for the message if it fails.
         works: What to wait for, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
-        keeps: Tensors that the collective reads or writes.
+        keeps: Tensors that the collective reads or writes; given up once it was waited for.
     """
 
     what: str
@@ -118,9 +125,8 @@ class Pending:
                     "has ended. Look for the first error on the other ranks; make all ranks run "
                     "the same units in the same order."
                 ) from error
-        result = self.finish()
         self.keeps = ()
-        return result
+        return self.finish()
 
 
 class Communicator:
@@ -247,35 +253,50 @@ class Communicator:
         """Whether a reduction sends pieces from where they are, or wants one flat region."""
         return self._is_pairwise and self.world_size > 1
 
-    def reduce(self, pieces: Sequence[Piece], shard_numel: int, unit_name: str) -> Pending:
+    def reduce(
+        self, pieces: Sequence[Piece], shard_numel: int, unit_name: str, *, dtype: torch.dtype
+    ) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.
 
         Args:
             pieces: The region of ``world_size * shard_numel`` elements, in order; what lies between
                 them is padding. Read until waited for. Where not :attr:`takes_pieces`: one piece.
+                They are sent in their own dtype, the same on every rank.
             shard_numel: Elements of the result.
             unit_name: For the message if it fails.
+            dtype: Of the sum: the pieces', or one that holds all their values.
 
         Returns:
-            The collective; its result is the shard, ``(shard_numel,)`` of the same dtype, padding
-            zero. On one rank that is the region itself.
+            The collective; its result is the shard, ``(shard_numel,)`` of ``dtype``, padding zero.
+            On one rank that is the region itself.
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
         what = f"reduction of unit {unit_name!r} {self._where}"
         if self.takes_pieces:
-            return self._reduce_in_pairs(pieces, shard_numel, what, unit_name)
+            return self._reduce_in_pairs(pieces, shard_numel, what, unit_name, dtype)
         (region,) = (piece.data for piece in pieces)
         self._count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         if self.world_size == 1:
-            return Pending(what, (), lambda: region)
+            return Pending(what, (), lambda: region.to(dtype))
+        if region.dtype != dtype:
+            received = torch.empty_like(region)
+            exchange = dist.all_to_all_single(received, region, group=self.group, async_op=True)
+            rows = received.view(self.world_size, shard_numel)
+            works = [(exchange, "every rank")]
+            return Pending(what, works, lambda: _mean_of(rows, dtype), keeps=(region,))
         shard = region.new_empty(shard_numel)
         work = torch_internals.reduce_scatter_single(shard, region, group=self.group, async_op=True)
         works = [(work, "every rank")]
         return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
 
     def _reduce_in_pairs(
-        self, pieces: Sequence[Piece], shard_numel: int, what: str, unit_name: str
+        self,
+        pieces: Sequence[Piece],
+        shard_numel: int,
+        what: str,
+        unit_name: str,
+        dtype: torch.dtype,
     ) -> Pending:
         """Every rank sends each other rank that one's shard; the owner sums in rank order."""
         shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
@@ -289,19 +310,19 @@ class Communicator:
         works = self._exchange(
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
-            _tag_of(unit_name, reduces=True),
+            _tag_of(f"{unit_name} {pieces[0].data.dtype}", reduces=True),
         )
 
         def mean_in_rank_order() -> Tensor:
             # Two terms commute to the bit, so the sum may begin with the first row that came.
-            shard = received[min(received)]
+            first = min(received)
+            shard = received.pop(first).to(dtype)
             for rank in range(self.world_size):
                 if rank == self.rank:
                     for piece in mine:
                         shard.narrow(0, *piece.place).add_(piece.data)
-                elif received[rank] is not shard:
-                    shard.add_(received[rank])
-            received.clear()
+                elif rank != first:
+                    shard.add_(received.pop(rank))
             return shard.div_(self.world_size)
 
         return Pending(what, works, mean_in_rank_order, keeps=[piece.data for piece in pieces])
@@ -370,14 +391,26 @@ class Communicator:
 
 
 @functools.cache
-def _tag_of(unit_name: str, *, reduces: bool) -> int:
-    """A tag of its own for each unit and operation; odd for reductions.
+def _tag_of(name: str, *, reduces: bool) -> int:
+    """A tag of its own for each name and operation; odd for reductions.
 
     Pairs that ranks enter with different intentions then never meet: they end in the group's
     timeout, and move nothing into the wrong place. It keeps them apart from the user's own, too.
     """
-    digest = hashlib.blake2b(unit_name.encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 2 << 1 | reduces
+
+
+def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean over the first dimension, summed in ``dtype``: ``(n,)`` of that dtype."""
+    num_rows, numel = rows.shape
+    mean = rows.new_empty(numel, dtype=dtype)
+    # On CUDA the sum widens as it reads. On CPU torch makes a wide copy of all that it sums.
+    step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
+    for start in range(0, numel, step):
+        block = slice(start, start + step)
+        torch.mean(rows[:, block], 0, dtype=dtype, out=mean[block])
+    return mean
 
 
 def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:

@@ -34,7 +34,7 @@ class _Run:
         start: First element in the region.
         stop: Past the last.
         kept: By slot, gradients as they arrived; empty once there is a buffer.
-        buffer: ``(stop - start,)``, reduce dtype, or ``None``. Between an unsynced backward and the
+        buffer: ``(stop - start,)``, or ``None``. Between an unsynced backward and the
             next, only the stand-ins in ``.grad`` keep it alive.
         between: The buffer, in that time.
         arrived: Slots of the buffer that hold a gradient.
@@ -55,7 +55,7 @@ class LocalGradients:
     Args:
         layout: The segment's.
         parameters: The sharded parameters, one per slot.
-        dtype: In which they are summed and reduced.
+        dtype: In which those of several backwards are summed.
         device: Of the unit.
         in_pieces: Whether the reduction takes pieces, or one flat region.
     """
@@ -89,7 +89,7 @@ class LocalGradients:
         if run.buffer is None and index not in run.kept:
             run.kept[index] = gradient
             return
-        self._collect(run)
+        self._collect(run, self._dtype)
         part = self._part(run, index)
         if index in run.arrived:
             part.add_(gradient)
@@ -97,8 +97,11 @@ class LocalGradients:
             part.copy_(gradient)
             run.arrived.add(index)
 
-    def take(self) -> tuple[list[Piece], list[bool]]:
+    def take(self, dtype: torch.dtype) -> tuple[list[Piece], list[bool]]:
         """Hand over all runs, with zeros wherever no gradient is; ``.grad`` forgets its stand-ins.
+
+        Args:
+            dtype: Of the pieces.
 
         Returns:
             The runs as pieces of the region, and per slot, whether it holds a gradient.
@@ -106,14 +109,14 @@ class LocalGradients:
         pieces, arrived = [], [False] * len(self._layout.slots)
         for run in self._runs:
             self._reopen(run)
-            self._collect(run)
+            self._collect(run, dtype)
             for index in run.slots:
                 if index in run.arrived:
                     arrived[index] = True
                 else:
                     self._part(run, index).zero_()
             assert run.buffer is not None, "it was just collected"
-            pieces.append(Piece(run.start, run.buffer))
+            pieces.append(Piece(run.start, run.buffer.to(dtype)))
             self._withdraw_stand_ins(run)
             run.buffer, run.between, run.arrived = None, None, set()
         self._stand_ins = {}
@@ -123,7 +126,7 @@ class LocalGradients:
         """End a backward without reduction: stand-ins in ``.grad`` now own the runs."""
         for run in self._runs:
             if run.kept:
-                self._collect(run)
+                self._collect(run, self._dtype)
             if run.buffer is None:
                 continue
             for index in run.arrived:
@@ -148,24 +151,25 @@ class LocalGradients:
             run.buffer, run.between, run.arrived = None, None, set()
         self._stand_ins = {}
 
-    def _fills(self, run: _Run, gradient: Tensor) -> bool:
+    @staticmethod
+    def _fills(run: _Run, dtype: torch.dtype, gradient: Tensor) -> bool:
         """Whether a gradient is laid out as the run's memory would be, so that none is needed."""
         return (
             gradient.numel() == run.stop - run.start
-            and gradient.dtype == self._dtype
+            and gradient.dtype == dtype
             and gradient.is_contiguous()
         )
 
-    def _collect(self, run: _Run) -> None:
+    def _collect(self, run: _Run, dtype: torch.dtype) -> None:
         """Give a run its memory, and move the gradients that were kept into it, casting."""
         if run.buffer is not None:
             return
         kept, run.kept, run.arrived = run.kept, {}, set(run.kept)
-        if len(kept) == 1 and self._fills(run, *kept.values()):
+        if len(kept) == 1 and self._fills(run, dtype, *kept.values()):
             (gradient,) = kept.values()
             run.buffer = gradient.view(-1)
             return
-        run.buffer = torch.empty(run.stop - run.start, dtype=self._dtype, device=self._device)
+        run.buffer = torch.empty(run.stop - run.start, dtype=dtype, device=self._device)
         for start, stop in self._layout.padding(run.start, run.stop):
             run.buffer[start - run.start : stop - run.start].zero_()
         while kept:  # each is freed as soon as it is copied

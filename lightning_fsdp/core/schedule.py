@@ -265,6 +265,10 @@ class Schedule:
         if self._step.backward != -1:
             self._recover("a backward")
         self._step.backward = running
+        for segment in self._users:
+            # Whether or not this rank has gradients of it: all ranks must send the same dtype.
+            if not self._syncs_gradients(segment):
+                segment.sends_sums = True
         torch_internals.call_at_end_of_backward(self._close_backward)
 
     def _close_backward(self) -> None:
@@ -380,7 +384,7 @@ class Schedule:
         if not segments:
             return
         for segment in segments:
-            self._agree("reduce", segment.name)
+            self._agree(f"reduce {segment.sent_dtype} gradients of", segment.name)
         self._advance_reductions()  # what they read is freed before more is started
         for segment in segments:
             for parameter, is_used in segment.reduce():

@@ -48,6 +48,8 @@ class Segment:
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         gradient_state: Life of the local gradients.
+        sends_sums: Whether the next reduction takes what several backwards may have added up. The
+            schedule says so, by what all ranks know.
         micro_batch: Of the running or coming backward; the schedule counts.
         keeps_micro_batches: Whether reduced gradients are also kept apart, by micro-batch.
         local_hooks: Called with parameter and local gradient on arrival, before reduction.
@@ -76,15 +78,17 @@ class Segment:
         )
         self._free()
         self.gradient_state = GradientState.NONE
+        self.sends_sums = False
         self.micro_batch = 0
         self.keeps_micro_batches = False
         self.local_hooks: dict[int, GradientHook] = OrderedDict()
         self.reduced_hooks: dict[int, GradientHook] = OrderedDict()
         self.on_arrival: Callable[[Segment], None] = _ignore
+        self._reduce_dtype = policy.reduce_dtype or self.buffer.flat.dtype
         self._local_gradients = LocalGradients(
             layout,
             self.parameters,
-            policy.reduce_dtype or self.buffer.flat.dtype,
+            self._reduce_dtype,
             shard.device,
             in_pieces=communicator.takes_pieces,
         )
@@ -154,6 +158,18 @@ class Segment:
         """Whether gradients wait here that were not reduced and not dropped."""
         return self._local_gradients.is_waiting
 
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """In which the next reduction sends gradients; it sums them in the reduce dtype.
+
+        What autograd made in a narrower one loses nothing by being widened on arrival. A sum over
+        backwards was widened before and stays so. One rank sends nothing.
+        """
+        made, wide = self.buffer.flat.dtype, self._reduce_dtype
+        if self.sends_sums or self.communicator.world_size == 1:
+            return wide
+        return made if torch.promote_types(made, wide) == wide else wide
+
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Take in one parameter's local gradient."""
         if gradient.layout is not torch.strided:
@@ -180,8 +196,11 @@ class Segment:
         self.land()
         self._enter_local()  # nothing arrived here, perhaps; other ranks' may have
         with torch_internals.profiled("reduce", self.name):
-            pieces, arrived = self._local_gradients.take()
-            self._reduction = self.communicator.reduce(pieces, self.layout.shard_numel, self.name)
+            pieces, arrived = self._local_gradients.take(self.sent_dtype)
+            self._reduction = self.communicator.reduce(
+                pieces, self.layout.shard_numel, self.name, dtype=self._reduce_dtype
+            )
+        self.sends_sums = False
         self._step(GradientState.REDUCING)
         return list(zip(self.parameters, arrived, strict=True))
 

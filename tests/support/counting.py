@@ -112,6 +112,10 @@ class CollectiveCounter(TorchDispatchMode):
         in_one = len(self.of("reduce_scatter", "all_to_all"))
         return in_one + self._num_exchanges(True) / max(world_size - 1, 1)
 
+    def reductions(self) -> list[Call]:
+        """Calls in which this rank gave parts of its gradients away."""
+        return self.of("reduce_scatter", "all_to_all") + self._pairs("send", True)
+
     def gathered_bytes(self, world_size: int) -> float:
         """Bytes that came from other ranks in gathers."""
         wholes = sum(call.nbytes for call in self.of("all_gather"))

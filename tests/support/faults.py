@@ -59,8 +59,10 @@ def gradients_times_3() -> None:
 def reduction_without_communication() -> None:
     """Each rank takes its own gradients for the mean; right where ranks have the same data."""
 
-    def reduce(self: Communicator, pieces: Any, shard_numel: int, unit_name: str) -> Pending:
-        shard = pieces[0].data.new_zeros(shard_numel)
+    def reduce(
+        self: Communicator, pieces: Any, shard_numel: int, unit_name: str, *, dtype: torch.dtype
+    ) -> Pending:
+        shard = pieces[0].data.new_zeros(shard_numel, dtype=dtype)
         for piece in collectives._cut_out(pieces, self.rank * shard_numel, shard_numel):
             shard.narrow(0, *piece.place).copy_(piece.data)
         return Pending("a reduction that asks nobody", (), lambda: shard)
