@@ -14,6 +14,7 @@ from lightning_fsdp.strategies.registry import register
 if TYPE_CHECKING:
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
+    from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
     from lightning_fsdp.core.checkpoint import (
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 # public name -> module that defines it
 _HOME = {
+    "CPUOffloadPolicy": "config",
     "MixedPrecisionPolicy": "config",
     "ShardingPlan": "config",
     "ZERO2": "config",
@@ -60,6 +62,7 @@ __all__ = [
     "ZERO3",
     "ShardingPlan",
     "MixedPrecisionPolicy",
+    "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
     "full_state_dict",

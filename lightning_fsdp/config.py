@@ -1,4 +1,4 @@
-"""What a user chooses: how long parameters stay whole, and in which dtypes they work.
+"""What a user chooses: how long parameters stay whole, in which dtypes they work, where they live.
 
 A ZeRO level is a value, not a mode: :class:`ShardingPlan` says when a whole copy is freed, and the
 core asks only that.
@@ -67,6 +67,18 @@ def plan_of_stage(zero_stage: int) -> ShardingPlan:
             f"too), got {zero_stage!r}. Choose one of them."
         )
     return _PLAN_OF_STAGE[zero_stage]
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """Shards, reduced gradients and optimizer state live on the host; the optimizer steps there.
+
+    Attributes:
+        pin_memory: In memory that an accelerator copies from and to while the host goes on. It is
+            taken from all processes of the host; needs an accelerator.
+    """
+
+    pin_memory: bool = True
 
 
 @runtime_checkable

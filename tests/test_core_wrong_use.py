@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from tests.support.models import MLP, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
@@ -91,9 +91,7 @@ def test_wrong_arguments_are_named(what, types, words):
 
 def _unsupported(rank, world_size, name):
     model = mlp()
-    if name == "offload_policy":
-        fully_shard(model, offload_policy=CPUOffloadPolicy())
-    elif name == "reshard_after_forward":
+    if name == "reshard_after_forward":
         fully_shard(model, reshard_after_forward=2)
     elif name == "shard_placement_fn":
         fully_shard(model, shard_placement_fn=lambda parameter: None)
@@ -103,9 +101,7 @@ def _unsupported(rank, world_size, name):
         fully_shard(model, mesh=shape)
 
 
-@pytest.mark.parametrize(
-    "name", ["offload_policy", "reshard_after_forward", "shard_placement_fn", "mesh"]
-)
+@pytest.mark.parametrize("name", ["reshard_after_forward", "shard_placement_fn", "mesh"])
 def test_arguments_of_fsdp2_that_do_not_exist_here_are_refused_by_name(name):
     assert_errors(
         errors_on_ranks(_unsupported, 2, name), "NotImplementedError ValueError TypeError", name

@@ -31,10 +31,10 @@ from tests.support.trainer import (
 )
 
 
-def _fit(strategy, folder, model=None, loader=None, **options):
+def _fit(strategy, folder, model=None, loader=None, ckpt_path=None, **options):
     model = model or seeded(Regressor)
     trainer = make_trainer(strategy, folder, **options)
-    trainer.fit(model, loader or make_loader())
+    trainer.fit(model, loader or make_loader(), ckpt_path=ckpt_path)
     return trainer, model
 
 
@@ -171,6 +171,51 @@ def _accumulate_by_sum(strategy, folder, rank):
 
 def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
     assert_like_ddp(_accumulate_by_sum, tmp_path)
+
+
+# -- offloading ------------------------------------------------------------------------------------
+
+
+def _offloaded(strategy, folder, rank):
+    """Two fits, the second from the first one's checkpoint."""
+    for max_epochs in (1, 2):
+        each = strategy
+        if strategy != "ddp":
+            each = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), cpu_offload=True)
+        trainer, model = _fit(
+            each,
+            folder,
+            seeded(_Adamw),
+            ckpt_path=folder / "first.ckpt" if max_epochs == 2 else None,
+            max_epochs=max_epochs,
+            gradient_clip_val=0.05,
+            accumulate_grad_batches=2,
+        )
+        trainer.save_checkpoint(folder / "first.ckpt")
+    return _outcome(trainer, model)
+
+
+def _offloads(rank, world_size, folder):
+    seen = []
+
+    class Looks(Regressor):
+        def on_before_optimizer_step(self, optimizer):
+            homes = {p.spec.home for p in self.parameters() if hasattr(p, "spec")}
+            seen.append([home.traffic["to_host"].calls for home in homes if home.is_offloaded])
+
+    _fit(ScratchFSDPStrategy(cpu_offload=True), folder, seeded(Looks))
+    return seen
+
+
+def test_an_offloaded_run_and_its_checkpoint_are_those_of_ddp(tmp_path):
+    assert_like_ddp(_offloaded, tmp_path)
+
+
+def test_cpu_offload_brings_each_reduced_gradient_to_the_host(tmp_path):
+    for seen in on_trainer_ranks(_offloads, 2, tmp_path):
+        calls = [calls for (calls,) in seen]
+        assert calls[0] > 0
+        assert calls == [calls[0] * (step + 1) for step in range(len(calls))]
 
 
 # -- clipping --------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ STRATEGY = SHARDED[0]
             r"checkpoint='sharded'.*checkpoint='full'",
         ),
         ({"checkpoint": "best"}, ValueError, r"checkpoint: expected 'full', got 'best'"),
-        ({"cpu_offload": True}, NotImplementedError, r"cpu_offload=True.*zero_stage=3"),
         (
             {"activation_checkpointing": ["Block"]},
             NotImplementedError,

@@ -9,13 +9,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp.config import PrecisionPolicy, ShardingPlan
+from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import optimizer_guard, torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.core.materialize import materialize, meta_buffers, one_stream_of_numbers
+from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment, SegmentUse
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
@@ -31,6 +32,7 @@ class Prepared:
     outermost: list[nn.Module]
     plan: ShardingPlan
     policy: PrecisionPolicy
+    offload: CPUOffloadPolicy | None
     units: list[UnitPlan]
     segments: list[SegmentPlan]
     inner: list[Schedule]  # of modules below the root that were sharded before
@@ -41,18 +43,18 @@ class Region:
     """A segment to be: its layout and its shard, which takes slices of whole parameters.
 
     Attributes:
-        shard: ``(layout.shard_numel,)``, main dtype.
+        shard: ``(layout.shard_numel,)``, main dtype, at home.
         specs: By parameter.
     """
 
-    def __init__(self, plan: SegmentPlan, communicator: Communicator, device: torch.device) -> None:
+    def __init__(self, plan: SegmentPlan, communicator: Communicator, home: Home) -> None:
         shapes = [tuple(parameter.shape) for parameter in plan.parameters]
         named_shapes = list(zip(plan.names, shapes, strict=True))
         self.layout = plan_segment(named_shapes, communicator.world_size)
         dtype = plan.parameters[0].dtype
-        self.shard = torch.zeros(self.layout.shard_numel, dtype=dtype, device=device)
+        self.shard = home.new_shard(self.layout.shard_numel, dtype)
         self.specs = {
-            parameter: ShardSpec(slot.name, slot, self.layout, communicator)
+            parameter: ShardSpec(slot.name, slot, self.layout, communicator, home)
             for slot, parameter in zip(self.layout.slots, plan.parameters, strict=True)
         }
 
@@ -81,7 +83,7 @@ class Initialised:
     buffers: dict[Tensor, Tensor] = field(default_factory=dict)
 
 
-def initialise(prepared: Prepared, communicator: Communicator, device: torch.device) -> Initialised:
+def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> Initialised:
     """Give values to what is on the meta device; changes nothing of the module. Collective.
 
     Raises:
@@ -95,7 +97,7 @@ def initialise(prepared: Prepared, communicator: Communicator, device: torch.dev
     region_of: dict[Tensor, Region] = {}
     for index, plan in enumerate(prepared.segments):
         if metas[index]:
-            regions[index] = Region(plan, communicator, device)
+            regions[index] = Region(plan, communicator, home)
             region_of.update(dict.fromkeys(plan.parameters, regions[index]))
     error: Exception | None = None
     try:
@@ -124,7 +126,7 @@ def initialise(prepared: Prepared, communicator: Communicator, device: torch.dev
 def assemble(
     prepared: Prepared,
     communicator: Communicator,
-    device: torch.device,
+    home: Home,
     initialised: Initialised,
 ) -> None:
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
@@ -136,8 +138,8 @@ def assemble(
         schedule.add(other.units)
     segment_of = dict(prepared.known)
     for index, segment_plan in enumerate(prepared.segments):
-        region = initialised.regions.get(index) or Region(segment_plan, communicator, device)
-        segment = _make_segment(segment_plan, region, prepared.policy, communicator)
+        region = initialised.regions.get(index) or Region(segment_plan, communicator, home)
+        segment = _make_segment(segment_plan, region, prepared.policy, communicator, home)
         segment_of.update(dict.fromkeys(segment.parameters, segment))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, segment_of, prepared, communicator)
@@ -155,14 +157,18 @@ def assemble(
         if hooks is not None:
             hooks.schedule = schedule
     _rename(prepared.root, schedule)
-    _move_buffers(prepared.root, device, initialised.buffers)
-    if device.type == "cpu":
+    _move_buffers(prepared.root, home.compute_device, initialised.buffers)
+    if home.compute_device.type == "cpu":
         torch_internals.reuse_freed_host_memory()
     optimizer_guard.watch(schedule)
 
 
 def _make_segment(
-    plan: SegmentPlan, region: Region, policy: PrecisionPolicy, communicator: Communicator
+    plan: SegmentPlan,
+    region: Region,
+    policy: PrecisionPolicy,
+    communicator: Communicator,
+    home: Home,
 ) -> Segment:
     parameters: list[ShardedTensor] = []
     for parameter in plan.parameters:
@@ -174,7 +180,7 @@ def _make_segment(
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
     segment = Segment(
-        plan.users[0].name, region.layout, region.shard, parameters, communicator, policy
+        plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home
     )
     for parameter in parameters:
         parameter.spec.segment = weakref.ref(segment)

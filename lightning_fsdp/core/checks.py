@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import UnitPlan
@@ -25,7 +25,7 @@ from lightning_fsdp.core.sharded_tensor import ShardedTensor
 _DEVICE_TYPES = "cpu", "cuda"
 
 
-def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_policy: Any) -> None:
+def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any) -> None:
     """Refuse arguments of the wrong kind, and what is not offered."""
     for module in modules:
         if not isinstance(module, nn.Module):
@@ -50,11 +50,29 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, offload_p
         raise TypeError(
             f"fully_shard: expected a MixedPrecisionPolicy for mp_policy, got {mp_policy!r}."
         )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError(
-            f"fully_shard: expected offload_policy=None, got {offload_policy!r}. CPU offload is "
-            "not offered yet."
+
+
+def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
+    """What an offload policy asks for: this package's, torch's, or ``None``.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It pins memory where nothing can.
+    """
+    names = [kind.__name__ for kind in type(policy).__mro__]  # torch's FSDP is not imported here
+    if "CPUOffloadPolicy" not in names:
+        if policy is None or "OffloadPolicy" in names:
+            return None
+        raise TypeError(
+            f"fully_shard: expected a CPUOffloadPolicy for offload_policy, got {policy!r}."
         )
+    if policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            "fully_shard: expected an accelerator for offload_policy=CPUOffloadPolicy("
+            "pin_memory=True), got none, so no memory can be pinned. Pass "
+            "CPUOffloadPolicy(pin_memory=False)."
+        )
+    return CPUOffloadPolicy(policy.pin_memory)
 
 
 def is_offered(mesh: DeviceMesh) -> bool:
@@ -115,8 +133,10 @@ def check_parameters(plan: UnitPlan) -> None:
             raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
 
 
-def check_ties(segments: Iterable[Segment], policy: PrecisionPolicy) -> None:
-    """Refuse other dtypes for weights that are tied to a unit sharded before: they share a copy."""
+def check_ties(
+    segments: Iterable[Segment], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
+) -> None:
+    """Refuse other policies for weights that are tied to a unit sharded before: they share all."""
     for segment in segments:
         theirs = segment.policy.param_dtype, segment.policy.reduce_dtype
         ours = policy.param_dtype, policy.reduce_dtype
@@ -125,6 +145,12 @@ def check_ties(segments: Iterable[Segment], policy: PrecisionPolicy) -> None:
                 f"unit {segment.name!r}: expected one mp_policy for all units that share its "
                 f"weights, got (param_dtype, reduce_dtype) {theirs} there and {ours} here. Pass "
                 "the same policy to both calls."
+            )
+        if segment.home.policy != offload:
+            raise ValueError(
+                f"unit {segment.name!r}: expected one offload_policy for all units that share its "
+                f"weights, got {segment.home.policy} there and {offload} here. Pass the same "
+                "policy to both calls."
             )
 
 

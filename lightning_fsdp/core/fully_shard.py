@@ -27,6 +27,7 @@ from lightning_fsdp.core.checks import (
     check_parameters,
     check_ties,
     is_offered,
+    read_offload_policy,
 )
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import (
@@ -37,6 +38,7 @@ from lightning_fsdp.core.grouping import (
     plan_units,
 )
 from lightning_fsdp.core.materialize import meta_buffers
+from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
@@ -90,7 +92,9 @@ def fully_shard(
         reshard_after_forward: Free the whole copy after the forward; ``None``: unless the module is
             the outermost one.
         mp_policy: Dtypes; this package's or torch's ``MixedPrecisionPolicy``.
-        offload_policy: Not offered yet; torch's ``OffloadPolicy()`` (no offloading) is accepted.
+        offload_policy: This package's or torch's ``CPUOffloadPolicy``: shards, reduced gradients
+            and optimizer state live on the host. ``None`` or torch's ``OffloadPolicy()``: they live
+            on the device that computes.
         ignored_params: Parameters to leave as they are.
 
     Returns:
@@ -151,7 +155,7 @@ def shard_model(
             repeated blocks, embeddings, head and leftovers.
         mesh: As in :func:`fully_shard`; so are the arguments after it.
         mp_policy: Dtypes.
-        offload_policy: Not offered yet.
+        offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
 
     Returns:
@@ -219,7 +223,8 @@ def _shard(request: _Request) -> None:
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
         communicator, device = _open_group(request.mesh)
         prepared = _agree_on(request, communicator)
-        assemble(prepared, communicator, device, initialise(prepared, communicator, device))
+        home = Home(device, prepared.offload)
+        assemble(prepared, communicator, home, initialise(prepared, communicator, home))
 
 
 def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
@@ -260,7 +265,8 @@ def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
 
 
 def _prepare(request: _Request, communicator: Communicator) -> Prepared:
-    check_arguments(request.modules, request.mesh, request.mp_policy, request.offload_policy)
+    check_arguments(request.modules, request.mesh, request.mp_policy)
+    offload = read_offload_policy(request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
@@ -274,13 +280,14 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
         check_parameters(unit)
     policy = request.mp_policy or MixedPrecisionPolicy()
     known = _known_segments(units)
-    check_ties(known.values(), policy)
+    check_ties(known.values(), policy, offload)
     check_meshes([segment.communicator for segment in known.values()], communicator)
     return Prepared(
         root=root,
         outermost=modules,
         plan=plan,
         policy=policy,
+        offload=offload,
         units=units,
         segments=cut_segments(units),
         inner=inner,
@@ -307,7 +314,7 @@ def _known_segments(units: Sequence[UnitPlan]) -> dict[Tensor, Segment]:
 
 def _describe(prepared: Prepared) -> str:
     """One text that is equal on two ranks exactly if they are about to shard alike."""
-    lines = [f"{prepared.plan}, {prepared.policy}"]
+    lines = [f"{prepared.plan}, {prepared.policy}, {prepared.offload or 'not offloaded'}"]
     for unit in prepared.units:
         parameters = ", ".join(
             f"{unit.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"

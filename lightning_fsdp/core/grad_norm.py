@@ -61,7 +61,7 @@ def global_norm(
         communicator: The sharding group; ``None`` where nothing is sharded.
 
     Returns:
-        0-d, fp32, on the gradients' device.
+        0-d, fp32, on the gradients' device: on the host where they are offloaded.
 
     Raises:
         ValueError: ``norm_type`` is not a number.
@@ -72,17 +72,20 @@ def global_norm(
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g.detach() for g in gradients if not isinstance(g, ShardedTensor)]
     device = torch.device("cpu" if communicator is None else communicator.device_type)
-    if gradients:
-        device = (sharded or plain)[0].device
+    home = next((gradient.device for gradient in (*sharded, *plain)), device)
+    if communicator is None:
+        device = home
     parts = _partial(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         parts = communicator.all_gather_slices(parts).view(-1)
     parts = torch.cat([parts, _partial(plain, norm_type, device).view(1)])
     if math.isinf(norm_type):
-        return (parts.max() if norm_type > 0 else parts.min()).float()
-    total = parts.sum()
-    return (total if norm_type == 0 else total ** (1.0 / norm_type)).float()
+        norm = parts.max() if norm_type > 0 else parts.min()
+    else:
+        total = parts.sum()
+        norm = total if norm_type == 0 else total ** (1.0 / norm_type)
+    return norm.float().to(home)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -97,13 +100,16 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 
 def _partial(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of ``|x|**p`` (or the extreme of ``|x|``) over this rank's elements, 0-d fp64."""
+    """The sum of ``|x|**p`` (or the extreme of ``|x|``) over this rank's elements: 0-d fp64."""
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present:
         neutral = math.inf if norm_type == -math.inf else 0.0
         return torch.tensor(neutral, dtype=torch.float64, device=device)
     norms = torch.stack(
-        [torch.linalg.vector_norm(t, norm_type, dtype=torch.float32).double() for t in present]
+        [
+            torch.linalg.vector_norm(t, norm_type, dtype=torch.float32).double().to(device)
+            for t in present
+        ]
     )
     if math.isinf(norm_type):
         return norms.max() if norm_type > 0 else norms.min()

@@ -180,13 +180,16 @@ class _ByName:
             if not present:
                 continue
             layout, communicator = segment.layout, segment.communicator
-            region = segment.shard.new_zeros(layout.numel)
+            home = segment.home
+            region = segment.shard.new_zeros(layout.numel, device=home.compute_device)
             start, _ = layout.shard_range(communicator.rank)
             for name in present:
                 slot = self._parameters[name].spec.slot
                 offset = start + layout.offset_in_shard(slot, communicator.rank)
-                region[offset : offset + shards[name].numel()].copy_(shards[name].detach())
-            communicator.gather(region, segment.name).wait()
+                home.to_device(shards[name].detach(), region[offset:][: shards[name].numel()])
+            region = home.to_host(
+                communicator.gather(region, segment.name).wait(), may_pin=False
+            ).wait()
             for name in present:
                 slot = self._parameters[name].spec.slot
                 whole = region[slot.offset : slot.offset + slot.numel].view(slot.shape)
@@ -360,13 +363,13 @@ class Gradients(_ByName, Mapping[str, Gradient]):
             b: Likewise. A name that one of them lacks counts as zero.
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
+        communicator = self._communicator()
+        device = torch.device(communicator.device_type)
         parts = [
-            torch.dot(first[name].double(), second[name].double())
+            torch.dot(first[name].double(), second[name].double()).to(device)
             for name in first
             if name in second and first[name].numel()
         ]
-        communicator = self._communicator()
-        device = torch.device(communicator.device_type)
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return communicator.all_gather_slices(mine.to(device).view(1)).sum()

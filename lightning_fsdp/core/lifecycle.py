@@ -5,6 +5,7 @@ Two things of a unit have a life: its whole parameters and its gradients.
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> REDUCED --clear--> NONE
                  with replicas:  REDUCING --average--> AVERAGING --land--> REDUCED
+                 offloaded:      one of them --bring_home--> RETURNING --land--> REDUCED
 
 In flight is a state with a name: who finds ``GATHERING`` knows that the buffer exists, that its
 content does not yet, and that somebody has to wait. A collective whose result is not wanted any
@@ -32,6 +33,7 @@ class GradientState(Enum):
     LOCAL = "local"  # this rank's own, full shape, not reduced
     REDUCING = "reducing"  # the reduce-scatter is in flight
     AVERAGING = "averaging"  # the all-reduce over the replicas is in flight
+    RETURNING = "returning"  # the reduced shard is on its way to the host
     REDUCED = "reduced"  # the mean over ranks, as shards
 
 
@@ -45,8 +47,11 @@ _LEGAL_STEPS: dict[Enum, frozenset[Enum]] = {
     # of a step that failed are dropped while local.
     GradientState.NONE: frozenset({GradientState.LOCAL}),
     GradientState.LOCAL: frozenset({GradientState.REDUCING, GradientState.NONE}),
-    GradientState.REDUCING: frozenset({GradientState.AVERAGING, GradientState.REDUCED}),
-    GradientState.AVERAGING: frozenset({GradientState.REDUCED}),
+    GradientState.REDUCING: frozenset(
+        {GradientState.AVERAGING, GradientState.RETURNING, GradientState.REDUCED}
+    ),
+    GradientState.AVERAGING: frozenset({GradientState.RETURNING, GradientState.REDUCED}),
+    GradientState.RETURNING: frozenset({GradientState.REDUCED}),
     GradientState.REDUCED: frozenset({GradientState.LOCAL, GradientState.NONE}),
 }
 

@@ -73,8 +73,9 @@ class _Step:
     depth: int = 0  # calls into sharded modules that have not returned
     backward: int = -1  # identity of the running backward
     prefetched: Unit | None = None
-    reducing: list[Segment] = field(default_factory=list)
-    averaging: list[Segment] = field(default_factory=list)  # with replicas; reduced just before
+    reducing: list[Segment] = field(
+        default_factory=list
+    )  # in flight, those reduced last at the end
     last_in_forward: Unit | None = None
     last_in_backward: Unit | None = None
     running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
@@ -392,27 +393,22 @@ class Schedule:
                     parameter, _Usage(False, parameter.grad is not None, segment.micro_batch)
                 )
                 usage.is_used |= is_used
-        self._step.reducing = segments
+        self._step.reducing += segments
 
     def _advance_reductions(self) -> None:
-        """Land reductions; with replicas, those reduced last only enter the mean over replicas."""
-        step = self._step
-        if self.communicator.num_replicas == 1:
-            self._land_reductions()
-            return
-        for segment in step.averaging:
-            segment.land()
-        for segment in step.reducing:
-            segment.average()
-        step.averaging, step.reducing = step.reducing, []
+        """Let each reduction take a step: to the mean over replicas, to the host, to its end."""
+        for segment in self._step.reducing:
+            segment.advance()
+        self._step.reducing = [s for s in self._step.reducing if s.is_in_flight]
 
     def _land_reductions(self) -> None:
-        step = self._step
-        for segment in step.reducing:  # all means are under way before one is waited for
+        reducing, self._step.reducing = self._step.reducing, []
+        for segment in reducing:  # all are under way before one is waited for
             segment.average()
-        for segment in [*step.averaging, *step.reducing]:
+        for segment in reducing:
+            segment.bring_home()
+        for segment in reducing:
             segment.land()
-        step.averaging, step.reducing = [], []
 
     def _agree(self, event: str, unit_name: str) -> None:
         step = self._step

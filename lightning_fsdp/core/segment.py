@@ -8,6 +8,8 @@
                   parameter.grad <-- reduce-scatter -- local gradients
                                   (and the mean over replicas)
 
+Offloaded, the left side is on the host and the right side on the device that computes.
+
 A segment belongs to one unit, or to several that share its weights. Those share the whole copy and
 the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the sum.
 """
@@ -31,10 +33,13 @@ from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
 from lightning_fsdp.core.lifecycle import GradientState, take_step
 from lightning_fsdp.core.local_gradients import LocalGradients
+from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
 GradientHook = Callable[[ShardedTensor, Tensor], None]
+
+_IN_FLIGHT = GradientState.REDUCING, GradientState.AVERAGING, GradientState.RETURNING
 
 
 class Segment:
@@ -43,8 +48,9 @@ class Segment:
     Attributes:
         name: Of the first unit that uses it, for messages.
         layout: Places of the parameters in the region.
-        shard: ``(layout.shard_numel,)``, main dtype; padding holds zeros.
+        shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        home: Where the shard lives, and the way from and to it.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         gradient_state: Life of the local gradients.
@@ -64,6 +70,7 @@ class Segment:
         parameters: Sequence[ShardedTensor],
         communicator: Communicator,
         policy: PrecisionPolicy,
+        home: Home,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -71,7 +78,10 @@ class Segment:
         self.parameters = tuple(parameters)
         self.communicator = communicator
         self.policy = policy
-        self.buffer = FlatBuffer(layout.numel, policy.param_dtype or shard.dtype, shard.device)
+        self.home = home
+        self.buffer = FlatBuffer(
+            layout.numel, policy.param_dtype or shard.dtype, home.compute_device
+        )
         self.leaves = tuple(
             make_leaf(self.buffer, slot, parameter)
             for slot, parameter in zip(layout.slots, parameters, strict=True)
@@ -89,7 +99,7 @@ class Segment:
             layout,
             self.parameters,
             self._reduce_dtype,
-            shard.device,
+            home.compute_device,
             in_pieces=communicator.takes_pieces,
         )
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
@@ -113,7 +123,7 @@ class Segment:
                 mark_whole(leaf)
             start, stop = self.layout.shard_range(self.communicator.rank)
             with torch.no_grad():
-                self.buffer.flat[start:stop].copy_(self.shard)  # casts on the way
+                self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
             self._gather = self.communicator.gather(self.buffer.flat, self.name)
             self._gathered_version = self.shard._version
         self._holders.add(holder)
@@ -170,6 +180,11 @@ class Segment:
             return wide
         return made if torch.promote_types(made, wide) == wide else wide
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction was started and has not landed."""
+        return self.gradient_state in _IN_FLIGHT
+
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Take in one parameter's local gradient."""
         if gradient.layout is not torch.strided:
@@ -183,7 +198,7 @@ class Segment:
             hook(self.parameters[slot], gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: the
         # mean over replicas starts on all ranks in one order, and ranks have different gradients.
-        if not self._is_in_flight:
+        if not self.is_in_flight:
             self._enter_local()
         self._local_gradients.add(slot, gradient)
 
@@ -213,11 +228,30 @@ class Segment:
             self._reduction = self.communicator.average(self._reduction.wait(), self.name)
         self._step(GradientState.AVERAGING)
 
+    def bring_home(self) -> None:
+        """Let the collective end, and start the copy to the host, if the shard lives there."""
+        is_collective = self.is_in_flight and self.gradient_state is not GradientState.RETURNING
+        if not is_collective or not self.home.is_offloaded:
+            return
+        assert self._reduction is not None, "the state says so"
+        with torch_internals.profiled("bring_home", self.name):
+            self._reduction = self.home.to_host(self._reduction.wait())
+        self._step(GradientState.RETURNING)
+
+    def advance(self) -> None:
+        """Let what is in flight take one step towards :meth:`land`, the last."""
+        before = self.gradient_state
+        for step in (self.average, self.bring_home, self.land):
+            step()
+            if self.gradient_state is not before:
+                return
+
     def land(self) -> None:
         """Let the reduction end: its shard is added to the parameters' ``.grad``."""
-        if not self._is_in_flight:
+        if not self.is_in_flight:
             return
         self.average()
+        self.bring_home()
         assert self._reduction is not None, "the state says so"
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = self._reduction.wait().to(self.shard.dtype)
@@ -247,7 +281,7 @@ class Segment:
         self._holders.clear()
         pending = [p for p in (self._gather, self._reduction) if p is not None]
         self._gather = self._reduction = None
-        if self._is_in_flight:
+        if self.is_in_flight:
             self._step(GradientState.REDUCED)
         if drops_gradients:
             self._local_gradients.drop()
@@ -282,10 +316,6 @@ class Segment:
             stand_in.prior = total
         else:
             parameter.grad = total
-
-    @property
-    def _is_in_flight(self) -> bool:
-        return self.gradient_state in (GradientState.REDUCING, GradientState.AVERAGING)
 
     def _enter_local(self) -> None:
         if self.gradient_state is not GradientState.LOCAL:

@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.layout import FlatSlice, SegmentLayout, Slot
+from lightning_fsdp.core.offload import Home
 
 aten = torch.ops.aten
 
@@ -40,6 +41,7 @@ class ShardSpec:
         slot: Its place in the segment's region.
         layout: The layout of that region.
         communicator: The sharding group.
+        home: Where shards live, and the way from and to it.
         segment: The segment that the parameter belongs to (``segment.Segment``, opaque here).
         slice: The elements that this rank owns.
     """
@@ -48,6 +50,7 @@ class ShardSpec:
     slot: Slot
     layout: SegmentLayout
     communicator: Communicator = field(repr=False)
+    home: Home = field(repr=False)
     segment: weakref.ref[Any] | None = field(default=None, repr=False)
     slice: FlatSlice = field(init=False)
 
@@ -104,7 +107,8 @@ class ShardedTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.
 
-        Moves and holds at most as much as the unit's region, whatever the number of ranks.
+        On the host where shards are offloaded. Moves and holds at most as much as the unit's
+        region, whatever the number of ranks.
         """
         spec = self.spec
         layout, slot = spec.layout, spec.slot
@@ -112,10 +116,11 @@ class ShardedTensor(Tensor):
         longest = max(piece.numel for piece in pieces)
         local = self._local.detach()
         with torch.no_grad():
-            mine = local.new_zeros(longest)
-            mine[: local.numel()].copy_(local)
+            mine = local.new_zeros(longest, device=spec.home.compute_device)
+            spec.home.to_device(local, mine[: local.numel()])
             gathered = spec.communicator.all_gather_slices(mine)
             whole = torch.cat([row[: p.numel] for row, p in zip(gathered, pieces, strict=True)])
+            whole = spec.home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
 
     @property

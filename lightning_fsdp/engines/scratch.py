@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
+from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core import checkpoint
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
@@ -29,6 +29,7 @@ class ScratchEngine(Engine):
     Args:
         zero_stage: 2 or 3.
         units: Which modules become units; see :func:`~lightning_fsdp.shard_model`.
+        cpu_offload: Whether shards, reduced gradients and optimizer state live on the host.
 
     Raises:
         ValueError: There is no such stage, or a size below 1.
@@ -37,10 +38,11 @@ class ScratchEngine(Engine):
 
     name = "scratch"
 
-    def __init__(self, *, zero_stage: int, units: UnitSelector) -> None:
+    def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         self.module = None
         self.plan = plan_of_stage(zero_stage)
         self._units = _checked(units)
+        self._cpu_offload = cpu_offload
         self._plan_of_held: dict[Unit, bool | None] = {}  # what hold_whole changed
 
     @override
@@ -51,7 +53,15 @@ class ScratchEngine(Engine):
         broadcast_from_rank0(module, device)
         module.zero_grad(set_to_none=True)  # the Trainer does it before the first step anyway
         if any(True for _ in module.parameters()):
-            shard_model(module, self.plan, units=self._units, mp_policy=precision)
+            shard_model(
+                module,
+                self.plan,
+                units=self._units,
+                mp_policy=precision,
+                offload_policy=CPUOffloadPolicy(device.type != "cpu")
+                if self._cpu_offload
+                else None,
+            )
             _keep_embeddings_in_main_dtype(module, precision)
         self.module = module
 

@@ -69,7 +69,6 @@ def refuse_unsupported_options(
     *,
     checkpoint: str,
     activation_checkpointing: object,
-    cpu_offload: bool,
     compiles: bool,
     accumulation: str,
 ) -> None:
@@ -91,11 +90,6 @@ def refuse_unsupported_options(
         )
     if checkpoint != "full":
         raise ValueError(f"checkpoint: expected 'full', got {checkpoint!r}.")
-    if cpu_offload:
-        raise NotImplementedError(
-            "cpu_offload=True is not implemented yet. Use zero_stage=3 on more devices, which "
-            "divides the memory of parameters, gradients and optimizer state by their number."
-        )
     if activation_checkpointing is not None:
         raise NotImplementedError(
             f"activation_checkpointing={activation_checkpointing!r} is not implemented yet. Wrap "

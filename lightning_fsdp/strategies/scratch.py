@@ -45,7 +45,8 @@ class ScratchFSDPStrategy(ShardedStrategy):
             reduced into the shard.
         checkpoint: ``"full"``: one file of whole tensors.
         activation_checkpointing: Not implemented yet.
-        cpu_offload: Not implemented yet.
+        cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
+            rank, and the optimizer steps there; pinned memory beside an accelerator.
         compile: Not implemented yet.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Of the process group.
@@ -77,12 +78,11 @@ class ScratchFSDPStrategy(ShardedStrategy):
         refuse_unsupported_options(
             checkpoint=checkpoint,
             activation_checkpointing=activation_checkpointing,
-            cpu_offload=cpu_offload,
             compiles=compile,
             accumulation=accumulation,
         )
         super().__init__(
-            ScratchEngine(zero_stage=zero_stage, units=units),
+            ScratchEngine(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload),
             communicates_every_micro_batch=accumulation == "sum",
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -271,8 +271,6 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = lightning_internals.unwrap_optimizer(optimizer)
-        # After teardown the state is on the CPU, where NCCL cannot gather it.
-        lightning_internals.optimizers_to_device([optimizer], self.root_device)
         return full.optimizer_state(self.engine, optimizer)
 
     # -- after the last batch ----------------------------------------------------------------------
