@@ -105,6 +105,66 @@ def test_only_synced_micro_batches_reduce(plan, accumulation):
             assert all(num_units < number <= 2 * num_units for number in gathers)
 
 
+UNSYNCED = {
+    "all": lambda model: [module for module in model.modules() if hasattr(module, "no_sync")],
+    "some blocks": lambda model: model.blocks[1:],
+    "embedding": lambda model: [model.embedding],
+    "root": lambda model: [model],
+}
+
+
+def _sync_some_units(rank, world_size, plan, which, reshards_after_backward):
+    """Only some units wait for the last micro-batch. Counts of the second step's micro-batches."""
+    models = model, reference = causal_lm(), causal_lm()
+    for module in [model.embedding, model.positions, *model.blocks]:
+        fully_shard(module, reshard_after_forward=plan == "zero3")
+    fully_shard(model, reshard_after_forward=plan == "zero3")  # norm and head
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in models]
+    model.set_reshard_after_backward(reshards_after_backward)
+    for step in range(2):
+        counts = []
+        for index in range(NUM_MICRO_BATCHES):
+            is_last = index == NUM_MICRO_BATCHES - 1
+            for module in UNSYNCED[which](model):
+                module.set_requires_gradient_sync(is_last, recurse=False)
+            with CollectiveCounter() as counter:
+                lm_loss(model, token_batch(step, index, rank)).backward()
+            counts.append((counter.num_gathers(world_size), counter.num_reductions(world_size)))
+            for r in range(world_size):
+                (lm_loss(reference, token_batch(step, index, r)) / world_size).backward()
+        assert_same_tensors(
+            *({name: whole(p.grad) for name, p in each.named_parameters()} for each in models),
+            atol=5e-6,
+            what=f"step {step}",
+        )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("reshards_after_backward", [True, False])
+@pytest.mark.parametrize("which", UNSYNCED)
+@pytest.mark.parametrize("plan", PLANS)
+def test_some_units_may_sync_and_stay_whole_when_others_do_not(
+    plan, which, reshards_after_backward
+):
+    num_units, num_gathered_in_backward = 6, 4  # the backward of embeddings reads no weight
+    num_unsynced = {"all": num_units, "some blocks": 2, "embedding": 1, "root": 1}[which]
+    for counts in run_on_ranks(_sync_some_units, 2, plan, which, reshards_after_backward):
+        gathers, reductions = zip(*counts, strict=True)
+        assert reductions == (num_units - num_unsynced,) * (NUM_MICRO_BATCHES - 1) + (num_units,)
+        if plan == "zero2":
+            kept = 0 if not reshards_after_backward else num_units
+            assert gathers == (num_units, kept, kept)
+        elif reshards_after_backward:
+            assert gathers == (num_units + num_gathered_in_backward,) * NUM_MICRO_BATCHES
+        else:
+            assert gathers[0] == num_units + num_gathered_in_backward
+            # What the backward left whole needs no gather until the forward frees it.
+            assert gathers[1:] == (num_units,) * (NUM_MICRO_BATCHES - 1)
+
+
 def _clear_unsynced(rank, world_size, how):
     model, reference = shard_model(causal_lm()), shard_model(causal_lm())
     optimizer = OPTIMIZERS["sgd"](model.parameters())

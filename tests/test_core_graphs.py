@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import gc
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def in_place(net, x, step):
     return net.end(out)
 
 
+def views_in_place(net, x, step):
+    """An ``nn.Linear`` gives a view of a 2-D product where its inputs are 3-D."""
+    a, b, c = net.blocks
+    hidden = a(x[None])
+    assert hidden._is_view()
+    hidden += x
+    hidden = b(hidden)
+    hidden[..., ::2].mul_(0.5)
+    hidden = c(hidden)
+    hidden.transpose(1, 2).add_(1.0)
+    return net.end(hidden[0])
+
+
+def no_grad_before(net, x, step):
+    a, b, _ = net.blocks
+    with torch.no_grad():
+        target = a(x)
+    return net.end(b(a(x)) - target)
+
+
 def no_grad_beside(net, x, step):
     a, b, c = net.blocks
     with torch.no_grad():
@@ -110,8 +131,14 @@ class Outputs(nn.Module):
             return {"hidden": hidden, "extra": [hidden * 2]}
         if self.kind == "tuple":
             return (hidden, (hidden * 2, None))
+        if self.kind == "list":
+            return [hidden, hidden * 2]
         if self.kind == "dataclass":
             return Result(hidden, hidden * 2)
+        if self.kind == "named tuple":
+            return Named(hidden, hidden * 2)
+        if self.kind == "nested":
+            return {"all": ([Named(None, Result(hidden, {"extra": hidden * 2}))], "a word")}
         return Custom(hidden)
 
 
@@ -119,6 +146,11 @@ class Outputs(nn.Module):
 class Result:
     hidden: torch.Tensor
     extra: torch.Tensor
+
+
+class Named(NamedTuple):
+    hidden: torch.Tensor | None
+    extra: object
 
 
 class Custom:
@@ -143,31 +175,117 @@ class Structured(nn.Module):
             return out["hidden"] + out["extra"][0]
         if self.kind == "tuple":
             return out[0] + out[1][0]
+        if self.kind == "list":
+            return sum(out)
+        if self.kind == "nested":
+            result = out["all"][0][0].extra
+            return result.hidden + result.extra["extra"]
         return out.hidden + out.extra
 
 
-class Dtypes(nn.Module):
-    """bf16 and fp32, 0-d, empty and tiny parameters in one unit."""
+class Forked(nn.Module):
+    """A unit with two outputs, of which its caller takes one."""
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.Linear(7, 7).bfloat16()
+        self.left, self.right = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, inputs):
+        return self.left(inputs), self.right(inputs)
+
+
+class UnusedOutputs(nn.Module):
+    """Ranks, micro-batches and steps use different outputs of the same units."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Forked() for _ in range(2))
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        for column, block in enumerate(self.blocks):
+            inputs = block(inputs)[int(inputs[0, column] > 0)]
+        return self.end(inputs)
+
+
+class Prompt(nn.Module):
+    """A unit whose forward takes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(1, 7) - 0.5)
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self):
+        return self.layer(self.table)
+
+
+class Prompted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.prompt, self.pair, self.end = Prompt(), Pair(), nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        return self.end(self.pair(inputs + self.prompt()) * self.prompt())
+
+
+class SharedModule(nn.Module):
+    """One module under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = Pair()
+        self.second = self.first
+        self.end = nn.Linear(7, 3)
+
+    def forward(self, inputs, step=0):
+        return self.end(self.second(torch.tanh(self.first(inputs))))
+
+
+class Dtypes(nn.Module):
+    """Two dtypes, 0-d, empty and tiny parameters in one unit."""
+
+    def __init__(self, inner_dtype):
+        super().__init__()
+        self.inner = nn.Linear(7, 7, dtype=inner_dtype)
         self.outer = nn.Linear(7, 3)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.nothing = nn.Parameter(torch.zeros(0, 4))
         self.one = nn.Parameter(torch.full((1,), 0.1))
 
     def forward(self, inputs, step=0):
-        hidden = self.inner(inputs.bfloat16()).float() * self.scale + self.nothing.sum()
+        hidden = self.inner(inputs.to(self.inner.weight.dtype)).float()
+        hidden = hidden * self.scale + self.nothing.sum()
         return self.outer(hidden) + self.one
 
 
-RUNS = {
-    run.__name__: run for run in (twice, other_order, skipped, branches, in_place, no_grad_beside)
+def frozen_biases():
+    """Frozen and trainable parameters in each unit, and one unit that is frozen as a whole."""
+    net = Net(branches)
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not (name.endswith("bias") or name.startswith("blocks.2")))
+    return net
+
+
+RUNS = (
+    twice,
+    other_order,
+    skipped,
+    branches,
+    in_place,
+    views_in_place,
+    no_grad_before,
+    no_grad_beside,
+)
+STRUCTURES = ("dict", "tuple", "list", "dataclass", "named tuple", "nested")
+BUILDERS = {run.__name__: lambda run=run: Net(run) for run in RUNS}
+BUILDERS |= {kind: lambda kind=kind: Structured(kind) for kind in STRUCTURES}
+BUILDERS |= {"unused outputs": UnusedOutputs, "no inputs": Prompted}
+BUILDERS |= {"shared module": SharedModule, "frozen biases": frozen_biases}
+BUILDERS |= {
+    "bf16 beside fp32": lambda: Dtypes(torch.bfloat16),
+    "fp64 beside fp32": lambda: Dtypes(torch.float64),
 }
-BUILDERS = {name: lambda run=run: Net(run) for name, run in RUNS.items()}
-BUILDERS |= {kind: lambda kind=kind: Structured(kind) for kind in ("dict", "tuple", "dataclass")}
-BUILDERS["dtypes"] = Dtypes
 
 
 def build(name):
@@ -184,12 +302,13 @@ def loss_of(model, batch):
     return 0.25 * nn.functional.mse_loss(outputs.float(), batch["targets"])
 
 
+UNITS = (Pair, Outputs, Forked, Prompt)
+
+
 def shard(model, plan):
     """Each child, and each entry of a list, is a unit."""
     if plan == "zero2":
-        return shard_model(
-            model, ZERO2, units=lambda m: isinstance(m, (Pair, Outputs)) or m is model
-        )
+        return shard_model(model, ZERO2, units=lambda m: isinstance(m, UNITS) or m is model)
     for child in model.children():
         for module in child if isinstance(child, nn.ModuleList) else [child]:
             fully_shard(module)
@@ -201,7 +320,8 @@ def _train_all(rank, world_size, plan):
     for name in BUILDERS:
         batches = make_batches(batch_of, num_steps=3, num_micro_batches=2, world_size=world_size)
         model = build(name)
-        model = fully_shard(model) if name == "dtypes" else shard(model, plan)
+        is_one = isinstance(model, Dtypes)
+        model = shard_model(model, PLANS[plan], units=["Dtypes"]) if is_one else shard(model, plan)
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         traces[name] = train_on_rank(model, batches, loss_of, optimizer, rank, accumulation="sum")
     return traces
@@ -217,7 +337,8 @@ def test_hard_graphs_train_as_unsharded_models_do(world_size, plan):
         traces = [each[name] for each in by_rank]
         assert_ranks_agree(traces, name)
         # bf16 gradients of several ranks and micro-batches are rounded before they are added.
-        assert_traces_match(traces[0], expected, atol=4e-3 if name == "dtypes" else 1e-6, what=name)
+        atol = 4e-3 if name == "bf16 beside fp32" else 1e-6
+        assert_traces_match(traces[0], expected, atol=atol, what=name)
 
 
 def _several_graphs(rank, world_size, plan, how):
@@ -343,6 +464,35 @@ def test_frozen_parameters_cost_no_reduction_and_no_gradient_memory():
     for reduced, frozen, held in run_on_ranks(_train_lora, 2):
         assert trainable / 2 <= reduced <= trainable / 2 + 512 < frozen / 8
         assert held <= 256
+
+
+def _reductions_by_the_first_block(rank, world_size, plan):
+    """How many units are being reduced when a backward comes to the first block."""
+    model = shard(frozen_biases(), plan)
+    model.run = lambda net, x, step: net.end(net.blocks[1](net.blocks[0](x)))
+    numbers = []
+    for _ in range(2):
+        with CollectiveCounter() as counter:
+            handle = model.blocks[0].register_forward_hook(
+                lambda module, args, output: (
+                    output.register_hook(
+                        lambda gradient: numbers.append(counter.num_reductions(world_size))
+                    )
+                    and None
+                )
+            )
+            loss_of(model, batch_of(0, 0, rank)).backward()
+            handle.remove()
+        numbers.append(counter.num_reductions(world_size))
+    return numbers
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_units_with_frozen_parameters_are_reduced_within_the_backward(plan):
+    # The head belongs to the root under ZeRO-2, whose inputs need no gradient: it comes last.
+    at_first_block, at_end = {"zero2": (1, 3), "zero3": (2, 3)}[plan]
+    for numbers in run_on_ranks(_reductions_by_the_first_block, 2, plan):
+        assert numbers == [at_first_block, at_end] * 2
 
 
 def _thaw(rank, world_size, plan):

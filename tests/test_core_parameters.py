@@ -148,6 +148,42 @@ def test_frozen_parameters_stay_frozen():
     run_on_ranks(_freeze_some, 2)
 
 
+def _ignore_some(rank, world_size, plan, shard):
+    """Ignored parameters stay plain and whole; their gradients are this rank's own."""
+    model, reference, alone = mlp(), mlp(), mlp()
+    model.second.table = nn.Parameter(torch.arange(5), requires_grad=False)
+    names = {"second.weight", "scale", "second.table"}
+    ignored = {model.get_parameter(name) for name in names}
+    if shard == "shard_model":
+        shard_model(model, plan, ignored_params=ignored)
+    else:
+        reshard_after_forward = plan is ZERO3
+        fully_shard(
+            model.second, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+        )
+        fully_shard(model, reshard_after_forward=reshard_after_forward, ignored_params=ignored)
+    assert {n for n, p in model.named_parameters() if type(p) is nn.Parameter} == names
+    assert ignored == {model.get_parameter(name) for name in names}
+    for micro_batch in range(2):
+        mlp_loss(model, mlp_batch(0, micro_batch, rank)).backward()
+        mlp_loss(alone, mlp_batch(0, micro_batch, rank)).backward()
+        for r in range(world_size):
+            (mlp_loss(reference, mlp_batch(0, micro_batch, r)) / world_size).backward()
+    for name, expected in reference.named_parameters():
+        ours = model.get_parameter(name).grad
+        if name in names:
+            assert torch.equal(ours, alone.get_parameter(name).grad), name
+            assert not torch.allclose(ours, expected.grad), "the ranks' data differ"
+        else:
+            torch.testing.assert_close(ours.full_tensor(), expected.grad, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("shard", ["shard_model", "fully_shard"])
+@pytest.mark.parametrize("plan", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+def test_ignored_parameters_stay_plain_and_are_not_reduced(plan, shard):
+    run_on_ranks(_ignore_some, 2, plan, shard)
+
+
 def _pointwise(rank, world_size):
     model, reference = shard_model(mlp()), mlp()
     with torch.no_grad():

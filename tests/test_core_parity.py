@@ -204,6 +204,33 @@ def test_a_weight_tied_across_units_that_are_sharded_one_by_one():
     assert_traces_match(traces[0], expected, atol=5e-6)
 
 
+def _gradient_of_tied_weight(rank, world_size, plan, how):
+    """Beside a model with the same weights that are not tied: the gradients of both uses."""
+    task, model, untied = TASKS["tied_lm"], tied_lm(), causal_lm()
+    untied.load_state_dict(model.state_dict())
+    shard_model(model, PLANS[plan], units=None if how == "across units" else lambda m: m is model)
+    for r in range(world_size):
+        (task.loss(untied, task.make_batch(0, 0, r)) / world_size).backward()
+    task.loss(model, task.make_batch(0, 0, rank)).backward()
+    assert model.head.weight is model.embedding.weight
+    expected = untied.embedding.weight.grad + untied.head.weight.grad
+    assert (untied.head.weight.grad - expected).abs().max() > 1e-3 < expected.abs().max()
+    torch.testing.assert_close(
+        model.head.weight.grad.full_tensor(), expected, rtol=0, atol=task.atol
+    )
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    optimizer.step()
+    assert "head.weight" not in names
+    assert len(optimizer.state) == len(names) == len(list(untied.parameters())) - 1
+
+
+@pytest.mark.parametrize("how", ["inside a unit", "across units"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_tied_weight_has_one_gradient_of_both_uses_and_one_state(plan, how):
+    run_on_ranks(_gradient_of_tied_weight, 2, plan, how)
+
+
 def _train_two_models_in_one_graph(rank, world_size):
     """An encoder and a head, sharded and stepped apart, in one backward."""
     torch.manual_seed(3)

@@ -11,6 +11,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -225,6 +226,48 @@ def test_cast_forward_inputs_and_no_output_dtype():
             == "torch.bfloat16"
         )
         assert results[False, "fp32"].startswith("refused: ")
+
+
+class _LowLinear(nn.Linear):
+    """Computes in bf16 with fp32 weights, as a unit with such a policy does."""
+
+    def forward(self, inputs):
+        return F.linear(inputs.to(BF16), self.weight.to(BF16), self.bias.to(BF16))
+
+
+class _Upcast(nn.LayerNorm):
+    def forward(self, inputs):
+        return super().forward(inputs.float())
+
+
+def _norm_between_linears(low=nn.Linear, norm=nn.LayerNorm):
+    torch.manual_seed(5)
+    return nn.Sequential(low(7, 20), norm(20), low(20, 3))
+
+
+def _each_unit_its_policy(rank, world_size, plan):
+    model = _norm_between_linears()
+    reference = _norm_between_linears(_LowLinear, _Upcast)
+    for module, dtype in zip(model, (BF16, torch.float32, BF16), strict=True):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        fully_shard(module, mp_policy=policy, reshard_after_forward=plan == "zero3")
+    fully_shard(model)
+    for each, ranks in ((model, [rank]), (reference, range(world_size))):
+        for r in ranks:
+            batch = mlp_batch(0, 0, r)
+            outputs = each(batch["inputs"])
+            assert outputs.dtype == BF16
+            F.mse_loss(outputs.float(), batch["targets"]).backward()
+    for name, expected in reference.named_parameters():
+        ours = model.get_parameter(name).grad
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours.full_tensor(), expected.grad / world_size), name
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_units_may_have_policies_of_their_own(plan):
+    """A norm in fp32 between linear layers in bf16; two ranks, bit for bit."""
+    run_on_ranks(_each_unit_its_policy, 2, plan)
 
 
 class _Structured(nn.Module):

@@ -13,7 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import (
+    ZERO2,
+    ZERO3,
+    fully_shard,
+    gradients,
+    register_forward_method,
+    shard_model,
+)
 from tests.support.models import MLP, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.parity import adamw
 from tests.support.ranks import errors_on_ranks, run_on_ranks
@@ -125,6 +132,110 @@ def _refused_method(rank, world_size):
 def test_a_refused_method_names_itself():
     errors = errors_on_ranks(_refused_method, 1)
     assert_errors(errors, "NotImplementedError", "set_gradient_divide_factor")
+
+
+# --- at the wrong time, in the wrong order, of the wrong kind ---
+
+
+class _Meddling(nn.Module):
+    """Its forward calls what a forward must not."""
+
+    def __init__(self, meddle):
+        super().__init__()
+        self.meddle = meddle
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, inputs):
+        self.meddle(self)
+        return self.second(self.first(inputs))
+
+
+def _reshard_in_forward():
+    fully_shard(_Meddling(lambda model: model.reshard()))(torch.ones(2, 7))
+
+
+def _outer_first():
+    model = fully_shard(mlp())
+    fully_shard(model.second)
+
+
+def _tied_with_two_policies():
+    model = causal_lm(tied=True)
+    fully_shard(model.embedding, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model.head, mp_policy=MixedPrecisionPolicy())
+
+
+def _shard_around_a_forward():
+    inner = fully_shard(_Meddling(lambda _: fully_shard(outer)))
+    outer = nn.Sequential(inner)
+    outer(torch.ones(2, 7))
+
+
+class _SparseTable(nn.Module):
+    """Not an embedding that the door could know."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(11, 3))
+
+    def forward(self, index):
+        return F.embedding(index, self.table, sparse=True)
+
+
+def _sparse_gradient():
+    fully_shard(_SparseTable())(torch.arange(4)).sum().backward()
+
+
+def _other_slice():
+    model = fully_shard(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+    model[0].weight.data + model[1].weight.data
+
+
+MISUSES = {
+    "outer module first": (_outer_first, "bottom-up"),
+    "DDP": (
+        lambda: fully_shard(nn.parallel.DistributedDataParallel(mlp())),
+        "Shard the module inside it",
+    ),
+    "sharding during a forward": (_shard_around_a_forward, "between steps"),
+    "reshard during the forward": (_reshard_in_forward, "Call it after the forward"),
+    "two policies of one weight": (_tied_with_two_policies, "Pass the same policy"),
+    "sparse embedding": (lambda: fully_shard(nn.Embedding(11, 3, sparse=True)), "Build it dense"),
+    "sparse gradient": (_sparse_gradient, "sparse=False"),
+    "two slices": (_other_slice, "full_tensor()"),
+    "hook of a parameter": (
+        lambda: fully_shard(mlp()).bonus.register_hook(print),
+        "Read .grad after the backward",
+    ),
+    "hook of a gradient": (
+        lambda: fully_shard(mlp()).bonus.register_post_accumulate_grad_hook(print),
+        "Read .grad after the backward",
+    ),
+    "random values": (lambda: nn.init.normal_(fully_shard(mlp()).bonus), "bonus"),
+    "copy of another shape": (
+        lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),
+        "original shape",
+    ),
+    "norm of no p": (
+        lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=float("nan")),
+        "norm_type",
+    ),
+    "method of a plain module": (
+        lambda: register_forward_method(mlp(), "forward"),
+        "Call fully_shard first",
+    ),
+    "unknown name": (lambda: gradients(fully_shard(mlp()))["second.weigth"], "second.weight"),
+}
+
+
+def _misuse(rank, world_size, name):
+    MISUSES[name][0]()
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_an_error_that_names_the_cure(name):
+    types = "RuntimeError ValueError TypeError NotImplementedError KeyError"
+    assert_errors(errors_on_ranks(_misuse, 2, name, timeout_s=AT_ONCE_S), types, MISUSES[name][1])
 
 
 # --- a sharded parameter where the whole one is needed ---

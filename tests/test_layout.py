@@ -4,7 +4,14 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fsdp.core.layout import ALIGNMENT, SHARD_ALIGNMENT, complement, plan_segment
+from lightning_fsdp.core.layout import (
+    ALIGNMENT,
+    SHARD_ALIGNMENT,
+    Box,
+    boxes,
+    complement,
+    plan_segment,
+)
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
 world_sizes = st.integers(1, 9)
@@ -99,3 +106,49 @@ def test_complement_is_what_the_ranges_leave_free(bounds, start, stop):
     free = list(complement(ranges, start, stop))
     assert all(a < b for a, b in free)
     assert [e for a, b in free for e in range(a, b)] == sorted(set(range(start, stop)) - covered)
+
+
+def elements_of(box, shape):
+    """Places in the flattened tensor, in the order in which the box has them."""
+    assert len(box.offsets) == len(box.sizes) == len(shape)
+    for offset, size, dim in zip(box.offsets, box.sizes, shape, strict=True):
+        assert 0 <= offset < offset + size <= dim, "a box is not empty and lies in the tensor"
+    ranges = [range(o, o + size) for o, size in zip(box.offsets, box.sizes, strict=True)]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    for index in itertools.product(*ranges):
+        yield sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+
+@given(st.lists(st.integers(0, 5), max_size=4).map(tuple), st.data())
+def test_boxes_tile_a_flat_range(shape, data):
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(0, numel))
+    found = list(boxes(shape, start, stop))
+    assert [e for box in found for e in elements_of(box, shape)] == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    for box in found:  # and each is contiguous: a view of the flat range
+        places = list(elements_of(box, shape))
+        assert places == list(range(places[0], places[0] + len(places)))
+
+
+@given(shapes, world_sizes)
+def test_boxes_of_all_ranks_tile_every_parameter(list_of_shapes, world_size):
+    layout = plan(list_of_shapes, world_size)
+    for slot in layout.slots:
+        pieces = [layout.slice_of(slot, rank) for rank in range(world_size)]
+        found = [box for piece in pieces for box in boxes(slot.shape, piece.start, piece.stop)]
+        owned = [e for box in found for e in elements_of(box, slot.shape)]
+        assert owned == list(range(slot.numel))
+
+
+def test_boxes_of_a_scalar_a_vector_and_the_docstrings_matrix():
+    assert list(boxes((), 0, 1)) == [Box((), ())]
+    assert list(boxes((), 0, 0)) == list(boxes((3, 0), 0, 0)) == []
+    assert list(boxes((9,), 2, 7)) == [Box((2,), (5,))]
+    assert list(boxes((4, 10), 7, 36)) == [
+        Box((0, 7), (1, 3)),
+        Box((1, 0), (2, 10)),
+        Box((3, 0), (1, 6)),
+    ]
+    assert len(list(boxes((4, 4, 4), 1, 63))) == 5

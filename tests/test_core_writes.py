@@ -1,0 +1,190 @@
+"""What is written to parameters between micro-batches is what the next forward computes with.
+
+ZeRO-2 keeps whole copies from one micro-batch to the next, so each way of writing must make them
+stale. The unsharded model beside it is written to in the same way.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, load_full_state_dict, shard_model
+from tests.support.models import TASKS, lm_loss, tied_lm, token_batch
+from tests.support.parity import OPTIMIZERS, assert_same_tensors, whole
+from tests.support.ranks import run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+def _other_state():
+    return {name: 0.5 * value for name, value in tied_lm(seed=2).state_dict().items()}
+
+
+def load_state_dict(model):
+    model.load_state_dict(_other_state())
+
+
+def load_full_state(model):
+    is_sharded = hasattr(model, "no_sync")
+    (load_full_state_dict if is_sharded else nn.Module.load_state_dict)(model, _other_state())
+
+
+def load_one_block(model):
+    block = TASKS["tied_lm"].build().blocks[0]
+    model.blocks[1].load_state_dict(block.state_dict())
+    model.blocks[2].up.load_state_dict(block.up.state_dict())
+
+
+def load_own_state_of_before(model):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model(token_batch(0, 0, 0)["tokens"][:, :9])  # with gradients: ZeRO-2 keeps the zeros
+    model.load_state_dict({name: 0.5 * value for name, value in state.items()})
+
+
+def assign_data(model):
+    for parameter in model.parameters():
+        parameter.data = 0.5 * parameter.data
+
+
+def write_into_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(0.5)
+        parameter.data.copy_(1.5 * parameter.data)
+
+
+def write_in_place(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.lerp_(torch.zeros_like(parameter), 0.5)
+
+
+def write_lists(model):
+    with torch.no_grad():
+        torch._foreach_mul_([*model.parameters()], 0.5)
+
+
+def write_slices(model):
+    """Through what ``to_local`` gives; a plain parameter is its own slice."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).mul_(0.5)
+
+
+def initialise(model):
+    nn.init.zeros_(model.blocks[0].down.weight)
+    nn.init.constant_(model.norm.weight, 0.5)
+    nn.init.ones_(model.blocks[1].norm_2.bias)
+
+
+def average_and_swap(model):
+    """EMA: an average is put in, looked at, and taken out again; then it is put in to stay."""
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for average, parameter in zip(averages, model.parameters(), strict=True):
+            average.lerp_(0.25 * parameter, 0.5)
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        for values in (averages, kept, averages):
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                parameter.data.copy_(value)
+            loss = lm_loss(model.eval(), token_batch(5, 0, 0))
+        model.train()
+    return loss
+
+
+WRITES = {
+    write.__name__: write
+    for write in (
+        load_state_dict,
+        load_full_state,
+        load_one_block,
+        load_own_state_of_before,
+        assign_data,
+        write_into_data,
+        write_in_place,
+        write_lists,
+        write_slices,
+        initialise,
+        average_and_swap,
+    )
+}
+
+
+def _validate(model, reference):
+    with torch.no_grad():
+        losses = [lm_loss(each.eval(), token_batch(6, 0, 0)) for each in (model, reference)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+    model.train()
+    reference.train()
+    return losses[1].item()
+
+
+def _write_between_micro_batches(rank, world_size, plan, accumulation):
+    for (name, write), written_after in itertools.product(WRITES.items(), (0, 1)):
+        models = model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+        optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in models]
+        for micro_batch in range(3):
+            model.set_requires_gradient_sync(micro_batch == 2 or accumulation == "sum")
+            lm_loss(model, token_batch(0, micro_batch, rank)).backward()
+            for r in range(world_size):
+                (lm_loss(reference, token_batch(0, micro_batch, r)) / world_size).backward()
+            before = _validate(model, reference)
+            if micro_batch == written_after:
+                for each in models:
+                    write(each)
+                assert abs(_validate(model, reference) - before) > 1e-3, f"{name} changes nothing"
+        gradients = [{n: whole(p.grad) for n, p in m.named_parameters()} for m in models]
+        assert_same_tensors(*gradients, atol=5e-6, what=f"{name}: gradient")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        _validate(model, reference)
+        parameters = [{n: whole(p) for n, p in m.named_parameters()} for m in models]
+        assert_same_tensors(*parameters, atol=5e-6, what=f"{name}: parameter")
+
+
+@pytest.mark.parametrize("accumulation", ["local", "sum"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_write_between_micro_batches_is_what_the_next_one_computes_with(plan, accumulation):
+    run_on_ranks(_write_between_micro_batches, 2, plan, accumulation)
+
+
+def _write_to_what_is_gathered_ahead(rank, world_size, plan):
+    model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+    for unit in (model, model.blocks[1]):
+        unit.unshard(async_op=True)
+        for each in (model, reference):
+            write_in_place(each)
+        _validate(model, reference)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_write_after_unshard_is_what_the_forward_computes_with(plan):
+    run_on_ranks(_write_to_what_is_gathered_ahead, 2, plan)
+
+
+def _step_some_parameters(rank, world_size, plan):
+    """An optimizer of one block steps between the micro-batches of the others."""
+    model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+    models = (model, reference)
+    parts = [OPTIMIZERS["sgd"](each.blocks[1].parameters()) for each in models]
+    for step in range(3):
+        for each in models:
+            for r in [rank] if each is model else range(world_size):
+                loss = lm_loss(each, token_batch(step, 0, r))
+                (loss if each is model else loss / world_size).backward()
+        for optimizer in parts:
+            optimizer.step()
+            optimizer.zero_grad()
+        _validate(model, reference)
+    gradients = [{n: whole(p.grad) for n, p in m.named_parameters()} for m in models]
+    assert_same_tensors(*gradients, atol=5e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_optimizer_of_some_parameters_may_step_while_others_accumulate(plan):
+    run_on_ranks(_step_some_parameters, 2, plan)
