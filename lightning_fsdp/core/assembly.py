@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -58,9 +57,7 @@ class Region:
 
     def local_of(self, parameter: Tensor) -> Tensor:
         """This rank's ``(slice.numel,)`` elements of a parameter, in the shard."""
-        spec = self.specs[parameter]
-        offset = self.layout.offset_in_shard(spec.slot, spec.communicator.rank)
-        return self.shard.narrow(0, offset, spec.slice.numel)
+        return self.specs[parameter].part_of(self.shard)
 
     def take(self, parameter: Tensor, whole: Tensor) -> None:
         """Copy this rank's elements of the value of a parameter."""
@@ -173,12 +170,9 @@ def _make_segment(
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    segment = Segment(
+    return Segment(
         plan.users[0].name, region.layout, region.shard, parameters, communicator, policy
     )
-    for parameter in parameters:
-        parameter.spec.segment = weakref.ref(segment)
-    return segment
 
 
 def _make_unit(

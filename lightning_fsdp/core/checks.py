@@ -103,8 +103,8 @@ def check_parameters(plan: UnitPlan) -> None:
     """Refuse parameters that cannot be sharded, by name."""
     for parameter, sites in plan.sites.items():
         name = plan.names[parameter]
-        if isinstance(parameter, ShardedTensor):
-            continue
+        if isinstance(parameter, ShardedTensor) and parameter.spec.segment is not None:
+            continue  # tied to a unit that was sharded before
         problem = _problem_with(parameter)
         sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
         if sparse:
@@ -130,6 +130,9 @@ def check_ties(segments: Iterable[Segment], policy: PrecisionPolicy) -> None:
 
 def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
     """What was expected, what was found, what to do; ``None`` for a parameter in order."""
+    if isinstance(parameter, ShardedTensor):
+        cure = "Copy the module that it belongs to, or pass full_tensor() on as a new parameter."
+        return "a plain parameter", "the copy of a sharded one", cure
     if torch.nn.parameter.is_lazy(parameter):
         return "an initialized parameter", "a lazy one", "Run a forward first."
     if not parameter.is_floating_point():
