@@ -131,6 +131,10 @@ def assemble(
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
+    for unit_plan in prepared.units:
+        for sites in unit_plan.sites.values():
+            for site in sites:
+                torch_internals.detach_flat_weights(site.module)
     segment_of = dict(prepared.known)
     for index, segment_plan in enumerate(prepared.segments):
         region = initialised.regions.get(index) or Region(segment_plan, communicator, device)
