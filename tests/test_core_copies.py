@@ -19,7 +19,7 @@ from lightning_fsdp import (
     register_forward_method,
     shard_model,
 )
-from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.sharded_module import hooks_of, units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, storages_of
 from tests.support.models import (
@@ -142,12 +142,16 @@ def _share_nothing(rank, world_size):
     assert storages_of(copied.parameters()).isdisjoint(storages_of(model.parameters()))
     assert len(units_in(copied)) == len(units_in(model))
     assert {unit.name for unit in units_in(copied)} == {unit.name for unit in units_in(model)}
-    for kind in (
+    kinds = (
         lambda m: m.modules(),
         units_in,
-        lambda m: [s for u in units_in(m) for s in u.segments],
-    ):
-        assert {id(x) for x in kind(copied)}.isdisjoint(id(x) for x in kind(model))
+        lambda m: [segment for unit in units_in(m) for segment in unit.segments],
+        lambda m: {hooks_of(module).schedule for module in m.modules() if hooks_of(module)},
+    )
+    for kind in kinds:
+        ours, theirs = ({id(part) for part in kind(m)} for m in (copied, model))
+        assert len(ours) == len(theirs) > 0
+        assert ours.isdisjoint(theirs)
     # Settings go with a copy, and stay apart.
     copied.set_reshard_after_forward(False)
     assert any(unit.reshard_after_forward for unit in units_in(model))
@@ -173,6 +177,24 @@ def _share_nothing(rank, world_size):
 
 def test_a_copy_shares_no_memory_unit_or_setting():
     run_on_ranks(_share_nothing, 2)
+
+
+def _free_after_step(rank, world_size):
+    """Bytes whole after a backward and after a step, of a copy under ZeRO-2."""
+    model = copy.deepcopy(shard_model(causal_lm(), ZERO2))
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with StorageTracker(model) as tracker:
+        lm_loss(model, token_batch(0, 0, rank)).backward()
+        before = sum(tracker.whole_sizes())
+        optimizer.step()
+        return before, sum(tracker.whole_sizes())
+
+
+def test_the_step_of_a_copy_frees_what_zero2_keeps():
+    total = 4 * sum(p.numel() for p in causal_lm().parameters())
+    for before, after in run_on_ranks(_free_after_step, 2):
+        assert before >= total
+        assert after == 0
 
 
 # --- weight averaging ---
