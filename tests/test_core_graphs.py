@@ -4,10 +4,7 @@ Every case has a model, how it is sharded (each child a unit of its own), and a 
 different data per rank, against one process that has all ranks' losses.
 """
 
-import copy
 import dataclasses
-import gc
-import weakref
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +14,7 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
-from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
+from tests.support.models import causal_lm, lm_loss, mlp_batch, token_batch
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
@@ -573,29 +570,3 @@ def _fail(rank, world_size, plan, where):
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_exception_leaves_a_usable_engine(plan, where):
     run_on_ranks(_fail, 2, plan, where)
-
-
-def _build_many(rank, world_size):
-    alive = []
-    for index in range(200):
-        model = shard_model(mlp())
-        if index % 20 == 0:
-            mlp_loss(model, mlp_batch(0, 0, rank)).backward()
-        alive.append(weakref.ref(next(model.parameters())))
-        del model
-    gc.collect()
-    return sum(reference() is not None for reference in alive)
-
-
-def test_many_models_built_and_dropped_leave_nothing():
-    assert run_on_ranks(_build_many, 2) == [0, 0]
-
-
-def _copy(rank, world_size):
-    model = shard_model(mlp())
-    with pytest.raises(NotImplementedError, match="full_state_dict"):
-        copy.deepcopy(model)
-
-
-def test_deepcopy_is_refused_with_the_way_to_do_it():
-    run_on_ranks(_copy, 1)

@@ -9,14 +9,24 @@ unit boundary, are whole parameters and whole gradients.
     after either              nothing
 """
 
+import copy
 import ctypes
 import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.local_gradients import LocalGradients
+from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.sharded_module import hooks_of, units_in
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unit import Unit
 from tests.support.memory import (
     StorageTracker,
     bytes_of,
@@ -342,28 +352,84 @@ def test_zero2_keeps_whole_parameters_until_the_step_only():
         assert whole["after the step"] == 0
 
 
-def _delete_the_model(rank, world_size):
-    """Nothing outlives the model: no hook, cache or schedule keeps its shards."""
+OURS = (Schedule, ModuleHooks, Unit, Segment, ShardedTensor, FlatBuffer, LocalGradients)
+
+
+def _parts_of(model):
+    """Weak references to everything that sharding made of a model, by kind."""
+    units = units_in(model)
+    segments = [segment for unit in units for segment in unit.segments]
+    hooks = [hooks_of(module) for module in model.modules() if hooks_of(module) is not None]
+    parts = {
+        "module": model.modules(),
+        "parameter": model.parameters(),
+        "gradient": [p.grad for p in model.parameters() if p.grad is not None],
+        "unit": units,
+        "segment": segments,
+        "leaf": [leaf for segment in segments for leaf in segment.leaves],
+        "hooks": hooks,
+        "schedule": [each.schedule for each in hooks],
+    }
+    return {kind: [weakref.ref(each) for each in of_kind] for kind, of_kind in parts.items()}
+
+
+def _delete_the_model(rank, world_size, plan):
+    """Nothing outlives a model, its copy and its optimizer: no hook, cache or schedule keeps its
+    shards.
+    """
     with StorageTracker() as tracker:
-        model = shard_model(causal_lm(width=96))
+        model = shard_model(causal_lm(width=96), PLANS[plan])
         tracker.track(tensors_of(model))
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         for step in range(2):
             lm_loss(model, token_batch(step, 0, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
+        lm_loss(model, token_batch(2, 0, rank)).backward()
+        copied = copy.deepcopy(model)
+        lm_loss(copied, token_batch(2, 0, rank)).backward()
+        parts = _parts_of(nn.ModuleList([model, copied]))
+        parts["optimizer"] = [weakref.ref(optimizer)]
         before = tracker.live_bytes()
-        del model, optimizer
-        import gc
-
+        del model, copied, optimizer
         gc.collect()
-        return before, tracker.live_bytes()
+        alive = {kind: sum(r() is not None for r in of_kind) for kind, of_kind in parts.items()}
+        return before, tracker.settled_bytes(), {k: len(v) for k, v in parts.items()}, alive
 
 
-def test_a_deleted_model_leaves_nothing():
-    for before, after in run_on_ranks(_delete_the_model, 2):
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_deleted_model_leaves_nothing(plan):
+    for before, after, made, alive in run_on_ranks(_delete_the_model, 2, plan):
         assert before > 100_000
+        assert all(made.values())
+        assert alive == dict.fromkeys(made, 0)
         assert after <= SLACK_BYTES
+
+
+def _build_many(rank, world_size, plan):
+    """Bytes alive and objects of the core alive, while 200 models come and go."""
+    bytes_alive, objects_alive = [], []
+    with StorageTracker() as tracker:
+        for index in range(200):
+            model = shard_model(mlp(), PLANS[plan])
+            tracker.track(tensors_of(model))
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+            optimizer.step()
+            del model, optimizer
+            if index % 50 == 49:
+                gc.collect()
+                bytes_alive.append(tracker.settled_bytes())
+                objects_alive.append(sum(isinstance(each, OURS) for each in gc.get_objects()))
+    return bytes_alive, objects_alive
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+def test_many_models_built_run_and_dropped_leave_nothing(plan):
+    for bytes_alive, objects_alive in run_on_ranks(_build_many, 2, plan):
+        assert max(bytes_alive) <= SLACK_BYTES, bytes_alive
+        assert objects_alive == [0, 0, 0, 0]
 
 
 class _Malloc(ctypes.Structure):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -60,9 +59,7 @@ class Region:
 
     def local_of(self, parameter: Tensor) -> Tensor:
         """This rank's ``(slice.numel,)`` elements of a parameter, in the shard."""
-        spec = self.specs[parameter]
-        offset = self.layout.offset_in_shard(spec.slot, spec.communicator.rank)
-        return self.shard.narrow(0, offset, spec.slice.numel)
+        return self.specs[parameter].part_of(self.shard)
 
     def take(self, parameter: Tensor, whole: Tensor) -> None:
         """Copy this rank's elements of the value of a parameter."""
@@ -136,6 +133,10 @@ def assemble(
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
+    for unit_plan in prepared.units:
+        for sites in unit_plan.sites.values():
+            for site in sites:
+                torch_internals.detach_flat_weights(site.module)
     segment_of = dict(prepared.known)
     for index, segment_plan in enumerate(prepared.segments):
         region = initialised.regions.get(index) or Region(segment_plan, communicator, home)
@@ -179,12 +180,9 @@ def _make_segment(
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    segment = Segment(
+    return Segment(
         plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home
     )
-    for parameter in parameters:
-        parameter.spec.segment = weakref.ref(segment)
-    return segment
 
 
 def _make_unit(

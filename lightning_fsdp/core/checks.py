@@ -18,7 +18,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.segment import Segment, Site
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
@@ -121,9 +121,9 @@ def check_parameters(plan: UnitPlan) -> None:
     """Refuse parameters that cannot be sharded, by name."""
     for parameter, sites in plan.sites.items():
         name = plan.names[parameter]
-        if isinstance(parameter, ShardedTensor):
-            continue
-        problem = _problem_with(parameter)
+        if isinstance(parameter, ShardedTensor) and parameter.spec.segment is not None:
+            continue  # tied to a unit that was sharded before
+        problem = _problem_with(parameter, sites)
         sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
         if sparse:
             problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
@@ -154,8 +154,11 @@ def check_ties(
             )
 
 
-def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
+def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
     """What was expected, what was found, what to do; ``None`` for a parameter in order."""
+    if isinstance(parameter, ShardedTensor):
+        cure = "Copy the module that it belongs to, or pass full_tensor() on as a new parameter."
+        return "a plain parameter", "the copy of a sharded one", cure
     if torch.nn.parameter.is_lazy(parameter):
         return "an initialized parameter", "a lazy one", "Run a forward first."
     if not parameter.is_floating_point():
@@ -168,7 +171,18 @@ def _problem_with(parameter: Tensor) -> tuple[str, str, str] | None:
         return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
     if parameter.grad is not None:
         return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
-    if weakref.getweakrefs(parameter):
+    if _has_weak_references(parameter, sites):
         cure = "Delete the object that refers to it weakly, or create it after sharding."
         return "a parameter without weak references", "one that has some", cure
     return None
+
+
+def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
+    """Whether anybody refers to a parameter weakly, beside the modules that it is registered in."""
+    for site in sites:
+        torch_internals.detach_flat_weights(site.module)
+    try:
+        return bool(weakref.getweakrefs(parameter))
+    finally:
+        for site in sites:
+            torch_internals.attach_flat_weights(site.module)

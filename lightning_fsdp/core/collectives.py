@@ -175,6 +175,9 @@ class Communicator:
             has_others=backend != "fake",
         )
 
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self  # one per group; copies of a module share it
+
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Communicator:
         """The communicator of a group; one per group, made at the first request. Collective."""

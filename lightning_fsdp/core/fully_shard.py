@@ -7,8 +7,7 @@ raises: a module is sharded on all ranks, or untouched on all.
 from __future__ import annotations
 
 import functools
-import inspect
-import weakref
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -205,17 +204,15 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"register_forward_method: expected a method of {type(module).__name__}, got {name!r}."
         )
-    reference = weakref.ref(module)
     function = getattr(type(module), name)
 
     @functools.wraps(function)
-    def gathering(*args: Any, **kwargs: Any) -> Any:
-        owner = reference()
-        assert owner is not None, "a method is called through its module"
-        return hooks.run(lambda *a, **k: function(owner, *a, **k), *args, **kwargs)
+    def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        hooks = hooks_of(self)
+        assert hooks is not None, "it was sharded"
+        return hooks.run(functools.partial(function, self), *args, **kwargs)
 
-    gathering.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]  # no self
-    setattr(module, name, gathering)
+    setattr(module, name, types.MethodType(gathering, module))  # a deepcopy binds it to the copy
 
 
 def _shard(request: _Request) -> None:

@@ -105,6 +105,9 @@ class Schedule:
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[Segment, list[Unit]] = defaultdict(list)
 
+    def __deepcopy__(self, memo: object) -> Schedule:
+        return Schedule(self.communicator)  # units are added as they are copied
+
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""

@@ -16,11 +16,12 @@ the leaf too, so that autograd sums the gradients of all uses, and one reduction
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,8 @@ class Segment:
         self.layout = layout
         self.shard = shard
         self.parameters = tuple(parameters)
+        for parameter in parameters:
+            parameter.spec.segment = weakref.ref(self)
         self.communicator = communicator
         self.policy = policy
         self.home = home
@@ -111,6 +114,17 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"Segment({self.name!r}, {len(self.parameters)}, {self.gradient_state.value})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
+        """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
+        with torch.inference_mode(False):
+            shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
+        parameters: list[ShardedTensor] = [copy.deepcopy(p, memo) for p in self.parameters]
+        for parameter in parameters:
+            parameter._local = parameter.spec.part_of(shard)
+        return Segment(
+            self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
+        )
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -258,12 +272,10 @@ class Segment:
             self._reduction = None
             for trains, parameter in zip(self._trains, self.parameters, strict=True):
                 if trains:
-                    spec = parameter.spec
-                    offset = self.layout.offset_in_shard(spec.slot, self.communicator.rank)
-                    local = shard.narrow(0, offset, spec.slice.numel)
+                    local = parameter.spec.part_of(shard)
                     for hook in tuple(self.reduced_hooks.values()):
                         hook(parameter, local)
-                    self._accumulate(parameter, ShardedTensor(local, spec))
+                    self._accumulate(parameter, ShardedTensor(local, parameter.spec))
         self._step(GradientState.REDUCED)
         if self.has_local_gradients:  # they came meanwhile
             self._enter_local()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 
+from lightning_fsdp.core import optimizer_guard
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.unit import Unit
@@ -29,6 +31,19 @@ def units_in(module: nn.Module) -> list[Unit]:
     """The units of a module and of all modules below it."""
     hooks = [hooks_of(inner) for inner in module.modules()]
     return list(dict.fromkeys(h.unit for h in hooks if h is not None and h.unit is not None))
+
+
+@contextlib.contextmanager
+def _shards_in_place(module: nn.Module) -> Iterator[None]:
+    """The sharded parameters are in the modules, inside of a forward as well."""
+    computing = [unit for unit in units_in(module) if unit.has_leaves_installed]
+    for unit in computing:
+        unit.install_shards()
+    try:
+        yield
+    finally:
+        for unit in computing:
+            unit.install_leaves()
 
 
 class UnshardHandle:
@@ -135,14 +150,8 @@ class ShardedModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
-        computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
-        for unit in computing:
-            unit.install_shards()
-        try:
+        with _shards_in_place(self):
             return super().state_dict(*args, **kwargs)
-        finally:
-            for unit in computing:
-                unit.install_leaves()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -155,10 +164,40 @@ class ShardedModule(nn.Module):
             )
         return super().load_state_dict(state_dict, strict=strict)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise NotImplementedError(
-            f"deepcopy of the sharded {type(self).__name__} is not offered yet: build a second "
-            "model and load full_state_dict(module) into it."
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Another sharded module, at any time and without communication.
+
+        It starts without gradients, as torch's copies do, and without functions that were given to
+        ``gradients(module)``.
+
+        Raises:
+            NotImplementedError: The class copies itself in its own way, and not the whole of it.
+        """
+        inherited = getattr(super(), "__deepcopy__", None)
+        with _shards_in_place(self):
+            if inherited is not None:
+                copied = inherited(memo)
+            else:
+                copied = memo[id(self)] = type(self).__new__(type(self))
+                state = copy.deepcopy(self.__getstate__(), memo)  # type: ignore[no-untyped-call]
+                copied.__setstate__(state)  # type: ignore[no-untyped-call]
+        hooks = hooks_of(copied)
+        if hooks is None:
+            raise NotImplementedError(
+                f"deepcopy: expected {type(self).__name__}.__deepcopy__ to copy all attributes, "
+                "got a module that is not sharded. Build a second model, shard it, and load "
+                "full_state_dict(module) into it."
+            )
+        if hooks.unit is not None and hooks.unit not in hooks.schedule.units:
+            hooks.schedule.add([hooks.unit])
+        optimizer_guard.watch(hooks.schedule)
+        return cast(Self, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            f"{type(self).__name__} is sharded: this rank holds a part of its parameters, and a "
+            "process group, so it can be neither pickled (torch.save(module)) nor copied in part "
+            "(copy.copy). Save full_state_dict(module), or take copy.deepcopy(module)."
         )
 
     def _hooks(self) -> ModuleHooks:

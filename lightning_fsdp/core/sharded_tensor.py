@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -60,6 +60,11 @@ class ShardSpec:
     def slice_of(self, whole: Tensor) -> Tensor:
         """This rank's ``(slice.numel,)`` elements of a whole tensor of the original shape."""
         return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
+
+    def part_of(self, shard: Tensor) -> Tensor:
+        """This rank's ``(slice.numel,)`` elements in its shard of the region, sharing memory."""
+        offset = self.layout.offset_in_shard(self.slot, self.communicator.rank)
+        return shard.narrow(0, offset, self.slice.numel)
 
 
 class ShardedTensor(Tensor):
@@ -170,14 +175,14 @@ class ShardedTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        with torch.no_grad():
-            copied = ShardedTensor(
-                self._local.detach().clone(), self.spec, requires_grad=self.requires_grad
-            )
-        if isinstance(self, torch.nn.Parameter):
-            copied._is_param = True
-        memo[id(self)] = copied
-        return copied
+        with torch.inference_mode(False), torch.no_grad():
+            local = self._local.detach().clone()
+        if not isinstance(self, torch.nn.Parameter):
+            spec = memo.get(id(self.spec), self.spec)
+            return ShardedTensor(local, spec, requires_grad=self.requires_grad)
+        # It belongs to no segment, unless a copy of its own is made too, which takes it in.
+        spec = memo[id(self.spec)] = replace(self.spec, segment=None)
+        return make_parameter(local, spec, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         piece = self.spec.slice

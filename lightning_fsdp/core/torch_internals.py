@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
@@ -84,6 +84,31 @@ def is_fake(tensor: Tensor) -> bool:
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
     """Exchange the contents of two tensor objects, which keep their identity. Public, untyped."""
     torch.utils.swap_tensors(ours, theirs)  # type: ignore[no-untyped-call]
+
+
+def detach_flat_weights(module: nn.Module) -> None:
+    """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` hold their weights as other modules do.
+
+    They refer to their weights weakly, to see whether they were replaced; ``swap_tensors`` refuses
+    such tensors. They also move them into memory of their own, for cuDNN; ours would stay behind.
+    They go on to update their list of weights when one is set. No public names.
+    """
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["flatten_parameters"] = _leave_where_they_are
+        module._flat_weight_refs = [None] * len(module._flat_weights)
+
+
+def attach_flat_weights(module: nn.Module) -> None:
+    """Undo :func:`detach_flat_weights`."""
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop("flatten_parameters", None)
+        module._flat_weight_refs = [
+            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+        ]
+
+
+def _leave_where_they_are() -> None:
+    """In place of ``flatten_parameters``."""
 
 
 def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:

@@ -5,8 +5,10 @@ A unit is what one module needs whole at once. When to take a step is the schedu
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -61,6 +63,30 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.parameter_state.value})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the copied modules, which gathers and reduces anew.
+
+        Raises:
+            NotImplementedError: Only modules inside of the unit's own are being copied.
+        """
+        if not any(id(module) in memo for module in self.modules):
+            cls = type(self.modules[0]).__name__
+            raise NotImplementedError(
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a deepcopy of "
+                f"{cls} {self.name!r} or of a module around it, got one of a module inside, whose "
+                "parameters are gathered with the unit only. Copy the unit's module and take the "
+                "part from the copy."
+            )
+        copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
+        copied.__dict__.update(self.__dict__)
+        copied.syncs_gradients = True
+        copied.has_leaves_installed = False
+        copied.parameter_state = ParameterState.SHARDED
+        copied.segments = copy.deepcopy(self.segments, memo)
+        copied.modules = copy.deepcopy(self.modules, memo)
+        copied._uses = copy.deepcopy(self._uses, memo)
+        return copied
 
     def parameters(self) -> Iterator[ShardedTensor]:
         """The sharded parameters that the unit uses."""

@@ -69,6 +69,9 @@ class UnreducedGradient(ShardedTensor):
         """Refused: there is no reduced gradient yet."""
         raise self.refusal("full_tensor")
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self.refusal("deepcopy")
+
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
         return RuntimeError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
@@ -20,10 +21,13 @@ def give_back(module: nn.Module) -> None:
     """
     for unit in units_in(module):
         unit.abandon(drops_gradients=True)
+    for inner in module.modules():
+        torch_internals.detach_flat_weights(inner)
     for parameter in module.parameters():
         if isinstance(parameter, ShardedTensor):
             _make_plain(parameter)
     for inner in module.modules():
+        torch_internals.attach_flat_weights(inner)
         hooks = hooks_of(inner)
         if hooks is not None:
             hooks.remove()
