@@ -37,27 +37,33 @@ from tests.support.parity import (
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 NUM_STEPS, NUM_MICRO_BATCHES = 2, 3
-CASES = list(itertools.product(["mlp", "lm"], [torch.float32, BF16, None], ["sgd", "adamw"]))
+OF_BF16 = [(BF16, torch.float32), (BF16, BF16), (BF16, None)]  # compute and reduce dtype
+OF_FP16 = [(FP16, torch.float32), (FP16, FP16)]
+CASES = [
+    *itertools.product(["mlp", "lm"], OF_BF16, ["sgd", "adamw"]),
+    *itertools.product(["mlp", "lm"], OF_FP16, ["sgd"]),
+]
 
 
-def policy_of(reduce_dtype):
+def policy_of(reduce_dtype, param_dtype=BF16):
     return MixedPrecisionPolicy(
-        param_dtype=BF16, reduce_dtype=reduce_dtype, output_dtype=torch.float32
+        param_dtype=param_dtype, reduce_dtype=reduce_dtype, output_dtype=torch.float32
     )
 
 
 def _train(rank, world_size, accumulation):
     traces = {}
-    for task_name, reduce_dtype, optimizer_name in CASES:
-        task, policy = TASKS[task_name], policy_of(reduce_dtype)
+    for task_name, dtypes, optimizer_name in CASES:
+        param_dtype, reduce_dtype = dtypes
+        task, policy = TASKS[task_name], policy_of(reduce_dtype, param_dtype)
         model = task.build()
         if task_name == "lm":
             shard_lm_by_hand(model, fully_shard, mp_policy=policy)
         else:
             fully_shard(model, mp_policy=policy)
-        traces[task_name, reduce_dtype, optimizer_name] = train_on_rank(
+        traces[task_name, dtypes, optimizer_name] = train_on_rank(
             model,
             _batches(task, world_size),
             task.loss,
@@ -77,15 +83,16 @@ def _batches(task, world_size):
     )
 
 
-def train_by_hand(task, reduce_dtype, make_optimizer, world_size, accumulation):
-    """All ranks in one process: a bf16 copy per rank, sums in rank order in ``reduce_dtype``, fp32
-    main weights.
+def train_by_hand(task, dtypes, make_optimizer, world_size, accumulation):
+    """All ranks in one process: a copy in the compute dtype per rank, sums in rank order in the
+    reduce dtype, fp32 main weights.
     """
     model, trace = task.build(), Trace()
-    optimizer, reduce_dtype = make_optimizer(model.parameters()), reduce_dtype or BF16
+    param_dtype, reduce_dtype = dtypes
+    optimizer, reduce_dtype = make_optimizer(model.parameters()), reduce_dtype or param_dtype
     for step in _batches(task, world_size):
         gradients = [
-            [_local_gradients(model, task, micro[rank]) for micro in step]
+            [local_gradients(model, task, micro[rank], param_dtype) for micro in step]
             for rank in range(world_size)
         ]
         for index, parameter in enumerate(model.parameters()):
@@ -103,20 +110,22 @@ def train_by_hand(task, reduce_dtype, make_optimizer, world_size, accumulation):
     return trace
 
 
-def _local_gradients(model, task, batch):
-    low = copy.deepcopy(model).to(BF16)
-    loss = task.loss(_CastsInputs(low), batch) / NUM_MICRO_BATCHES
+def local_gradients(model, task, batch, param_dtype, scale=1 / NUM_MICRO_BATCHES):
+    """What a rank's backward leaves: gradients of a copy of the model in the compute dtype."""
+    low = copy.deepcopy(model).to(param_dtype)
+    loss = task.loss(_CastsInputs(low, param_dtype), batch) * scale
     loss.backward()
     return [p.grad for p in low.parameters()]
 
 
 class _CastsInputs(nn.Module):
-    def __init__(self, module):
+    def __init__(self, module, dtype):
         super().__init__()
         self.module = module
+        self.dtype = dtype
 
     def forward(self, inputs):
-        return self.module(inputs.to(BF16) if inputs.is_floating_point() else inputs).float()
+        return self.module(inputs.to(self.dtype) if inputs.is_floating_point() else inputs).float()
 
 
 def _mean(tensors):
@@ -134,15 +143,15 @@ def _add_up(tensors):
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(1, "gloo"), (2, "gloo"), (3, "gloo"), (2, PLAIN)]
 )
-def test_training_in_bf16_equals_the_same_arithmetic_by_hand(world_size, backend, accumulation):
+def test_training_in_16_bits_equals_the_same_arithmetic_by_hand(world_size, backend, accumulation):
     """At W=1 and 2 the order of the sums is the same: bit for bit. At W=3 the division may round
     differently.
     """
     by_rank = run_on_ranks(_train, world_size, accumulation, backend=backend)
     for case in CASES:
-        task_name, reduce_dtype, optimizer_name = case
+        task_name, dtypes, optimizer_name = case
         expected = train_by_hand(
-            TASKS[task_name], reduce_dtype, OPTIMIZERS[optimizer_name], world_size, accumulation
+            TASKS[task_name], dtypes, OPTIMIZERS[optimizer_name], world_size, accumulation
         )
         traces = [traces[case] for traces in by_rank]
         assert_ranks_agree(traces, str(case))
@@ -151,7 +160,7 @@ def test_training_in_bf16_equals_the_same_arithmetic_by_hand(world_size, backend
         else:
             first = Trace(gradients=traces[0].gradients[:1], parameters=traces[0].parameters[:1])
             by_hand = Trace(gradients=expected.gradients[:1], parameters=expected.parameters[:1])
-            atol = 1e-6 if reduce_dtype == torch.float32 else 1e-2
+            atol = 1e-6 if dtypes[1] == torch.float32 else 1e-2
             assert_traces_match(first, by_hand, atol=atol, what=str(case))
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -64,18 +64,18 @@ def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error
         ScratchFSDPStrategy(**options)
 
 
-@pytest.mark.parametrize("precision", ["16-true", "64-true"])
-def test_a_precision_that_does_not_work_is_refused_by_the_trainer(tmp_path, precision):
-    with pytest.raises(
-        ValueError, match=rf"'32-true', 'bf16-true', 'bf16-mixed', got '{precision}'"
-    ):
+@pytest.mark.parametrize(
+    ("precision", "cure"), [("16-true", r".*scaler.*Use '16-mixed'"), ("64-true", "")]
+)
+def test_a_precision_that_does_not_work_is_refused_by_the_trainer(tmp_path, precision, cure):
+    supported = "'32-true', 'bf16-true', 'bf16-mixed', '16-mixed'"
+    with pytest.raises(ValueError, match=rf"{supported}, got '{precision}'{cure}"):
         make_trainer(STRATEGY, tmp_path, precision=precision)
 
 
 @pytest.mark.parametrize(
     ("plugin", "got"),
     [
-        (lambda: MixedPrecision("16-mixed", "cpu"), r"got '16-mixed'.*scaler"),
         (lambda: HalfPrecision("16-true"), r"got '16-true'.*scaler"),
         (DoublePrecision, r"got '64-true' \(DoublePrecision\)"),
     ],
@@ -90,6 +90,8 @@ def test_a_precision_plugin_that_does_not_work_is_refused(tmp_path, plugin, got)
 def test_own_precision_is_checked_and_taken(tmp_path):
     with pytest.raises(ValueError, match="expected one of '32-true'"):
         ShardedPrecision("8-bit")
+    with pytest.raises(ValueError, match=r"scaler: expected None with precision 'bf16-mixed', got"):
+        ShardedPrecision("bf16-mixed", torch.amp.GradScaler("cpu"))
     plugin = ShardedPrecision("bf16-mixed")
     trainer = make_trainer(ScratchFSDPStrategy(precision_plugin=plugin), tmp_path)
     assert trainer.precision_plugin is plugin

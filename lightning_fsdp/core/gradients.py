@@ -280,7 +280,8 @@ class Gradients(_ByName, Mapping[str, Gradient]):
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
         it is reduced. A weight tied within or across units arrives once, with the sum of all uses.
-        ``micro_batch`` counts backwards since the optimizer's last step.
+        ``micro_batch`` counts backwards since the optimizer's last step, or the one that a gradient
+        scaler skipped.
         """
         names = self._names()
         return Handle(

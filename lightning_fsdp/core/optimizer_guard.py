@@ -3,6 +3,7 @@
 Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
 optimizers that need whole tensors are refused, and gradients that were not reduced. After it:
 whole copies kept since the forward (ZeRO-2) are freed, since their weights are no longer true.
+A step that a gradient scaler skips writes nothing: they stay true, and serve the next forward.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_fsdp.core.checkpoint import slice_state
+from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -47,6 +49,7 @@ def watch(schedule: Schedule) -> None:
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    support_grad_scaler()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,6 +10,7 @@ operation                                      what it does
 pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
+a gradient scaler's look for inf               see ``grad_scaler.py``
 everything else (``linear``, norms, views)     raises, and names the cure
 =============================================  ================================================
 """
@@ -206,6 +207,12 @@ def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> Shard
 # counter; so every handler that writes counts for itself.
 
 _Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def handle(operation: Any, handler: _Handler) -> None:
+    """Let ``handler(operation, args, kwargs)``, of a layer above, run an operation on these."""
+    _HANDLERS[operation] = handler
+
 
 _ALIASES = {aten.detach.default, aten.alias.default, aten.view_as.default}
 _CREATIONS = {

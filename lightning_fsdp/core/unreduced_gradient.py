@@ -15,6 +15,8 @@ from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, flatten
 
 aten = torch.ops.aten
 
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradient scaler
+
 
 class UnreducedGradient(ShardedTensor):
     """Owns a local gradient: memory that several share goes when the last of them is dropped."""
@@ -58,6 +60,8 @@ class UnreducedGradient(ShardedTensor):
             return args[0] if func is aten.zero_.default else None
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
+        if func is UNSCALE:  # takes gradients of all kinds, and refuses those that wait
+            return super().__torch_dispatch__(func, types, args, kwargs)
         stand_in = next(t for t in flatten(args, kwargs) if isinstance(t, UnreducedGradient))
         raise stand_in.refusal(str(func))
 

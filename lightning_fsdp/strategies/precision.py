@@ -6,11 +6,15 @@ precision      main weights    gathered weights    reduced in    forward
 32-true        fp32            fp32                fp32          plain
 bf16-true      bf16            bf16                bf16          default dtype bf16
 bf16-mixed     fp32            bf16                fp32          ``torch.autocast``
+16-mixed       fp32            fp16                fp32          ``torch.autocast``
 =============  ==============  ==================  ============  ==================
 
 The Trainer hands a strategy the plugin that it would use with DDP; the strategy takes the name of
-the precision from it and installs its own. Lightning's plugins would take the norm over this rank's
-slices and refuse to clip for a fused optimizer.
+the precision (and the gradient scaler) from it and installs its own. Lightning's plugins would take
+the norm over this rank's slices and refuse to clip for a fused optimizer.
+
+On CPU the Trainer itself turns ``precision="16-mixed"`` into bf16-mixed and says so; a plugin given
+as an object (``MixedPrecision("16-mixed", "cpu")``) stays what it is.
 """
 
 from __future__ import annotations
@@ -35,7 +39,13 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     "bf16-mixed": MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     ),
+    "16-mixed": MixedPrecisionPolicy(
+        param_dtype=torch.float16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    ),
 }
+
+# Where a checkpoint keeps the scaler, so that a run under DDP goes on from it, and the reverse.
+_SCALER_KEY = MixedPrecision.__qualname__
 
 
 class ClipByNorm(Protocol):
@@ -50,20 +60,34 @@ class ShardedPrecision(Precision):
 
     Args:
         precision: One of the rows of the table above.
+        scaler: Of 16-mixed; ``None``: torch's, as it is by default.
 
     Raises:
-        ValueError: Another precision; the message lists the supported ones.
+        ValueError: Another precision (the message lists the supported ones), or a scaler for one
+            that needs none.
     """
 
     precision: Any
     policy: MixedPrecisionPolicy
     device_type: str  # of torch.autocast; set by the strategy, like the next
     clip_by_norm: ClipByNorm | None
+    scaler: torch.amp.GradScaler | None
 
-    def __init__(self, precision: str = "32-true") -> None:
+    def __init__(
+        self, precision: str = "32-true", scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         if precision not in POLICIES:
             raise ValueError(_unsupported(precision))
+        if scaler is not None and precision != "16-mixed":
+            raise ValueError(
+                f"scaler: expected None with precision {precision!r}, got {scaler}. Only 16-mixed "
+                "scales the loss."
+            )
+        if scaler is None and precision == "16-mixed":
+            # It scales on whatever device the loss is; for CUDA it asks whether there is one.
+            scaler = torch.amp.GradScaler("cuda" if torch.cuda.is_available() else "cpu")
         self.precision = precision
+        self.scaler = scaler
         self.policy = POLICIES[precision]
         self.device_type = "cpu"
         self.clip_by_norm = None
@@ -81,7 +105,7 @@ class ShardedPrecision(Precision):
         if isinstance(plugin, ShardedPrecision):
             return plugin
         if type(plugin) in (Precision, HalfPrecision, MixedPrecision):
-            return cls(plugin.precision)
+            return cls(plugin.precision, getattr(plugin, "scaler", None))
         raise ValueError(_unsupported(getattr(plugin, "precision", None), type(plugin).__name__))
 
     @override
@@ -106,12 +130,19 @@ class ShardedPrecision(Precision):
         if self._half:
             with self._half.forward_context():
                 yield
-        elif self.precision == "bf16-mixed":
+        elif self.policy.param_dtype is not None:
             # No cache of casted weights: a gathered weight is freed and filled again under it.
-            with torch.autocast(self.device_type, dtype=torch.bfloat16, cache_enabled=False):
+            with torch.autocast(
+                self.device_type, dtype=self.policy.param_dtype, cache_enabled=False
+            ):
                 yield
         else:
             yield
+
+    @override
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
+        loss = tensor if self.scaler is None else self.scaler.scale(tensor)
+        return super().pre_backward(loss, module)
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -123,9 +154,31 @@ class ShardedPrecision(Precision):
     ) -> Any:
         # The closure (forward, backward, clipping) runs before the step, not inside it: when a step
         # begins, gradients are checked to be reduced, and with accumulation they are so only now.
-        result = self._wrap_closure(model, optimizer, closure)
-        optimizer.step(**kwargs)
+        if self.scaler is None:
+            result = self._wrap_closure(model, optimizer, closure)
+            optimizer.step(**kwargs)
+            return result
+        result = closure()
+        had_backward = result is not None or not model.automatic_optimization
+        if had_backward:
+            # Also for a fused optimizer, which could do it itself, but after clipping.
+            self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
+        self._after_closure(model, optimizer)
+        if had_backward:
+            self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+            self.scaler.update()
         return result
+
+    @override
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = None if self.scaler is None else self.scaler.state_dict()
+        if state:  # that of a scaler which is switched off is empty
+            checkpoint[_SCALER_KEY] = state
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.scaler is not None and _SCALER_KEY in checkpoint:
+            self.scaler.load_state_dict(checkpoint[_SCALER_KEY])
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
@@ -144,9 +197,9 @@ def _unsupported(precision: Any, plugin: str | None = None) -> str:
     got = repr(precision) if plugin is None else f"{precision!r} ({plugin})"
     supported = ", ".join(repr(name) for name in POLICIES)
     cure = (
-        "fp16 needs a gradient scaler that agrees on inf over all ranks, which does not exist yet; "
-        "bf16 needs none."
-        if "16" in str(precision) and "bf16" not in str(precision)
+        "Gradients of fp16 main weights cannot be unscaled by a gradient scaler, and lose small "
+        "values without one. Use '16-mixed' (fp32 main weights) or 'bf16-true'."
+        if precision == "16-true"
         else ""
     )
     return f"precision: expected one of {supported}, got {got}. {cure}".rstrip()

@@ -35,7 +35,8 @@ class ScratchFSDPStrategy(ShardedStrategy):
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
         checkpoint_io: Writes and reads checkpoint files.
-        precision_plugin: Set by the Trainer from ``precision``: 32-true, bf16-true or bf16-mixed.
+        precision_plugin: Set by the Trainer from ``precision``: 32-true, bf16-true, bf16-mixed or
+            16-mixed.
         zero_stage: 2 keeps parameters whole during an optimizer step, 3 only while they compute.
         units: Which modules are gathered at a time. ``None``: repeated blocks, embedding, head and
             what is left are found. Class names; or a function that says yes to a module; or the

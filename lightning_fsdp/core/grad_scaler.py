@@ -1,0 +1,59 @@
+"""What a gradient scaler asks of sharded gradients, answered alike on every rank.
+
+fp16 loses gradients below 6e-8, so its loss is multiplied by a scale. torch's own ``GradScaler``
+divides the gradients by it again and looks for inf and NaN, one operation for all gradients of an
+optimizer. Each rank sees its slices only, and that operation is where ranks agree:
+
+    scaler.unscale_(optimizer)    slices divided; inf in any rank's slice is found on every rank
+    scaler.step(optimizer)        every rank steps, or none
+    scaler.update()               the same scale on every rank
+
+A rank whose slices are all empty takes part like the others: it has a gradient, without elements,
+of each parameter that has one elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, handle
+from lightning_fsdp.core.unreduced_gradient import UNSCALE, UnreducedGradient
+
+
+def support_grad_scaler() -> None:
+    """Let torch's ``GradScaler`` work on sharded gradients. May be called again."""
+    handle(UNSCALE, _unscale)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
+
+    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
+    and the inverse of the scale, 0-d fp32. Collective over the sharding group: replicas hold the
+    same gradients, and find the same.
+    """
+    gradients, found_inf, inverse_scale = args
+    for gradient in gradients:
+        if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
+            raise gradient.refusal("GradScaler.unscale_")
+    # Ranks without a local gradient have None in the place of one that was zeroed.
+    present = [g for g in gradients if not isinstance(g, UnreducedGradient)]
+    sharded = [g for g in present if isinstance(g, ShardedTensor)]
+    parts = [part for g in sharded for part in g.micro_batches.values()]
+    locals_ = [_local_of(gradient) for gradient in [*present, *parts]]
+    func(locals_, found_inf, inverse_scale)
+    torch.autograd.graph.increment_version(locals_)
+    for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
+        # The largest, not the sum: fused optimizers skip the step at exactly 1.
+        found_inf.copy_(communicator.all_gather_slices(found_inf.view(1)).max())
+    for gradient in sharded:
+        segment = gradient.spec.segment() if gradient.spec.segment is not None else None
+        if segment is not None:
+            segment.micro_batch = 0  # the optimizer, which ends the count, may be kept from it
+
+
+def _local_of(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient

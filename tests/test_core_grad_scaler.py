@@ -1,0 +1,374 @@
+"""torch's own ``GradScaler`` on sharded gradients: what one rank finds stops the step on all.
+
+The reference is one process with plain tensors: an fp16 copy of the model per rank, fp32 main
+weights, and a ``GradScaler`` of its own.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
+from tests.support.counting import CollectiveCounter
+from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
+from tests.support.parity import Trace, assert_ranks_agree, assert_traces_match, sgd
+from tests.support.ranks import PLAIN, run_on_ranks
+from tests.test_core_precision import local_gradients
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+NUM_STEPS = 6
+OPTIMIZERS = {
+    "sgd": sgd,
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False),
+    "foreach adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+}
+
+
+INITIAL_SCALE = {"mlp": 2.0**21, "tied_lm": 2.0**19}
+
+
+def new_scaler(task_name):
+    """The first steps overflow fp16; later ones fit, until the scale has grown again."""
+    return torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE[task_name], growth_interval=2)
+
+
+def fp16(reduce_dtype=torch.float32):
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float16, reduce_dtype=reduce_dtype, output_dtype=torch.float32
+    )
+
+
+# -- whole trainings -------------------------------------------------------------------------------
+
+
+def _train(rank, world_size, plan, cases):
+    results = {}
+    for case in cases:
+        task_name, reduce_dtype, optimizer_name, max_norm = case
+        task, trace, scales = TASKS[task_name], Trace(), []
+        model = shard_model(task.build(), PLANS[plan], mp_policy=fp16(reduce_dtype))
+        optimizer, scaler = OPTIMIZERS[optimizer_name](model.parameters()), new_scaler(task_name)
+        for step in range(NUM_STEPS):
+            scaler.scale(task.loss(model, task.make_batch(step, 0, rank))).backward()
+            if max_norm:
+                scaler.unscale_(optimizer)
+                model.clip_grad_norm_(max_norm)
+            _finish(trace, scales, model, optimizer, scaler)
+        results[case] = trace, scales, scaler.state_dict()
+    return results
+
+
+def _train_reference(world_size, task_name, reduce_dtype, optimizer_name, max_norm):
+    task, trace, scales = TASKS[task_name], Trace(), []
+    model = task.build()
+    optimizer, scaler = OPTIMIZERS[optimizer_name](model.parameters()), new_scaler(task_name)
+    scaler.scale(torch.zeros(()))  # it makes its scale with the first loss that it sees
+    for step in range(NUM_STEPS):
+        by_rank = [
+            local_gradients(
+                model, task, task.make_batch(step, 0, r), torch.float16, scaler.get_scale()
+            )
+            for r in range(world_size)
+        ]
+        for parameter, parts in zip(model.parameters(), zip(*by_rank, strict=True), strict=True):
+            total = parts[0].to(reduce_dtype)
+            for part in parts[1:]:
+                total = total + part.to(reduce_dtype)
+            parameter.grad = (total / world_size).float()
+        if max_norm:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        _finish(trace, scales, model, optimizer, scaler)
+    return trace, scales, scaler.state_dict()
+
+
+def _finish(trace, scales, model, optimizer, scaler):
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    trace.record_step(model, 0.0)
+    scales.append(scaler.get_scale())
+
+
+CASES = [
+    *(("mlp", torch.float32, name, None) for name in OPTIMIZERS),
+    ("mlp", torch.float16, "sgd", None),
+    ("tied_lm", torch.float32, "sgd", None),
+    ("mlp", torch.float32, "sgd", 1e-3),
+    ("mlp", torch.float32, "fused adamw", 1e-3),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(1, "gloo"), (2, "gloo"), (2, PLAIN), (4, "gloo")]
+)
+def test_training_with_a_scaler_equals_one_process(world_size, backend, plan):
+    """At W=1 and 2 the order of the sums is the same: bit for bit, but for the norm's."""
+    by_rank = run_on_ranks(_train, world_size, plan, CASES, backend=backend)
+    for case in CASES:
+        expected, scales, state = _train_reference(world_size, *case)
+        traces = [results[case][0] for results in by_rank]
+        assert_ranks_agree(traces, str(case))
+        is_same_order = world_size < 3 and case[0] == "mlp" and case[3] is None
+        atol = 0 if is_same_order else 2e-5
+        assert_traces_match(traces[0], expected, atol=atol, what=str(case))
+        for results in by_rank:
+            assert results[case][1:] == (scales, state), case
+        by_step = itertools.pairwise([INITIAL_SCALE[case[0]], *scales])
+        was_skipped = [after < before for before, after in by_step]
+        assert was_skipped[0], case
+        assert not all(was_skipped), case
+
+
+# -- inf on one rank -------------------------------------------------------------------------------
+
+
+def _two_tiny_layers():
+    """Four parameters of one element: with four ranks, two of each unit's ranks hold nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+
+
+def _square(model, rank, step=0):
+    return model(torch.tensor([[1.0 + rank + step]])).square().mean()
+
+
+def _break_on(is_here, model):
+    def break_one(name, gradient, micro_batch):
+        if is_here and name == "1.bias":
+            gradient.fill_(torch.inf)
+
+    return gradients(model).on_local(break_one)
+
+
+def _inf_on_one_rank(rank, world_size, plan, optimizer_name, unscales):
+    model = shard_model(_two_tiny_layers(), PLANS[plan], units=["Linear"])
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses_seen, held = [], [p.to_local().numel() for p in model.parameters()]
+    before = [p.full_tensor() for p in model.parameters()]
+
+    handle = _break_on(rank == world_size - 1, model)
+    scaler.scale(_square(model, rank)).backward()
+    handle.remove()
+    finite = [bool(p.grad.to_local().isfinite().all()) for p in model.parameters()]
+    if unscales:
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    after = [p.full_tensor() for p in model.parameters()]
+    assert all(map(torch.equal, before, after)), "the skipped step changed something"
+    assert scaler.get_scale() == 512.0
+    with CollectiveCounter() as counter:
+        scaler.scale(_square(model, rank, step=1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    losses_seen.append(_square(model, 0).item())  # of the whole weights as they are now
+    return {
+        "held": held,
+        "finite": finite,
+        "state": scaler.state_dict(),
+        "parameters": [p.full_tensor() for p in model.parameters()],
+        "loss": losses_seen,
+        "gathers": len(counter.gathers()),
+    }
+
+
+def _one_good_step(optimizer_name, world_size):
+    model = _two_tiny_layers()
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+    (sum(_square(model, rank, step=1) for rank in range(world_size)) / world_size).backward()
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["plain", "unscale and clip"])
+@pytest.mark.parametrize("optimizer_name", ["sgd", "foreach adamw", "fused adamw"])
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inf_on_one_rank_skips_the_step_on_every_rank(world_size, plan, optimizer_name, unscales):
+    """The rank whose gradient overflowed does not own the element; of four, two own nothing."""
+    by_rank = run_on_ranks(_inf_on_one_rank, world_size, plan, optimizer_name, unscales)
+    assert sum(not all(results["finite"]) for results in by_rank) == 1
+    assert all(by_rank[-1]["finite"]) or world_size == 2
+    assert (world_size == 4) == any(sum(results["held"]) == 0 for results in by_rank)
+    expected = _one_good_step(optimizer_name, world_size)
+    for results in by_rank:
+        assert results["state"] == by_rank[0]["state"]
+        assert results["state"]["scale"] == 512.0
+        for ours, theirs in zip(results["parameters"], expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
+        assert results["loss"] == pytest.approx([_square(expected, 0).item()], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer_name", "num_gathers"),
+    [("sgd", {"zero2": 0, "zero3": 4}), ("fused adamw", {"zero2": 2, "zero3": 4})],
+)
+@pytest.mark.parametrize("plan", PLANS)
+def test_weights_kept_by_zero2_serve_the_forward_after_a_skipped_step(
+    plan, optimizer_name, num_gathers
+):
+    """A fused optimizer's step runs, and skips inside: it ends what was kept, as any step does."""
+    for results in run_on_ranks(_inf_on_one_rank, 2, plan, optimizer_name, False):
+        assert results["gathers"] == num_gathers[plan], results["gathers"]
+
+
+def _inf_in_one_replica(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard_model(_two_tiny_layers(), mesh=mesh)
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    _break_on(rank == 3, model)
+    scaler.scale(_square(model, rank)).backward()
+    before = [p.full_tensor() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale(), all(
+        torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_replicas_skip_together():
+    assert run_on_ranks(_inf_in_one_replica, 4) == [(4.0, True)] * 4
+
+
+# -- gradients of other kinds ----------------------------------------------------------------------
+
+
+def _beside_a_plain_parameter(rank, world_size, plain_first):
+    model = mlp()
+    model.bonus.register_hook(lambda gradient: gradient * 0 + 3.0)  # equal on all ranks
+    shard_model(model, ignored_params={model.bonus})
+    plain = [model.bonus]
+    others = [p for p in model.parameters() if p is not model.bonus]
+    optimizer = sgd([*plain, *others] if plain_first else [*others, *plain])
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    results = []
+    for factor in (1.0, torch.inf if rank == 1 else 1.0):
+        before = model.bonus.detach().clone()
+        (scaler.scale(mlp_loss(model, mlp_batch(0, 0, rank))) * factor).backward()
+        scaler.unscale_(optimizer)
+        gradient = model.bonus.grad.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        results.append((gradient.tolist(), torch.equal(model.bonus, before), scaler.get_scale()))
+    return results
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_a_plain_parameter_of_the_same_optimizer_is_unscaled_and_skipped_too(plain_first):
+    for (gradient, stayed, scale), (_, stayed_then, scale_then) in run_on_ranks(
+        _beside_a_plain_parameter, 2, plain_first
+    ):
+        assert (gradient, stayed, scale) == ([0.75] * 3, False, 4.0)
+        assert (stayed_then, scale_then) == (True, 2.0)
+
+
+def _unreduced(rank, world_size, plan):
+    model = shard_model(mlp(), PLANS[plan])
+    optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    with model.no_sync():
+        scaler.scale(mlp_loss(model, mlp_batch(0, 0, rank))).backward()
+    refusal = rf"gradient of 'mix' \(rank {rank}\): expected a reduced gradient for "
+    with pytest.raises(RuntimeError, match=refusal + r"GradScaler\.unscale_, .*no_sync"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=refusal + r"GradScaler\.unscale_"):
+        scaler.step(fused)
+    scaler.scale(mlp_loss(model, mlp_batch(0, 1, rank))).backward()
+    scaler.step(optimizer)  # now it can
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_unreduced_gradients_are_refused_on_every_rank(plan):
+    run_on_ranks(_unreduced, 2, plan)
+
+
+class _Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, inputs):
+        return self.left(inputs).sum(), self.right(inputs).sum()
+
+
+def _zeroed_in_place(rank, world_size):
+    torch.manual_seed(0)
+    # ZeRO-2: a backward that one rank runs alone gathers nothing.
+    model = shard_model(_Branches(), ZERO2, units=["Linear"])
+    optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.ones(1, 2))[0]).backward()
+    with model.no_sync():
+        outputs = model(torch.ones(1, 2))
+        if rank == 0:
+            outputs[1].backward()
+    if rank == 0:
+        model.right.weight.grad.zero_()
+        model.right.bias.grad.zero_()
+    before = model.right.weight.full_tensor()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert torch.equal(model.right.weight.full_tensor(), before)
+    return model.left.weight.grad.full_tensor()
+
+
+def test_a_local_gradient_that_one_rank_zeroed_is_none_at_all():
+    for gradient in run_on_ranks(_zeroed_in_place, 2):
+        assert torch.equal(gradient, torch.ones(2, 2))
+
+
+def _micro_batches(rank, world_size):
+    model = shard_model(mlp())
+    optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    g, seen = gradients(model), []
+    g.on_local(lambda name, gradient, micro_batch: seen.append(micro_batch))
+    with g.micro_batches("separate"):
+        for micro_batch in range(2):
+            scaler.scale(mlp_loss(model, mlp_batch(0, micro_batch, rank))).backward()
+        scaler.unscale_(optimizer)
+        for name in g.names():
+            torch.testing.assert_close(
+                g[name].full(0) + g[name].full(1), g[name].full(), rtol=0, atol=1e-7
+            )
+    optimizer.zero_grad()
+    seen.clear()
+    (mlp_loss(model, mlp_batch(1, 0, rank)) * torch.inf).backward()
+    first = set(seen)
+    scaler.update()
+    scaler.step(optimizer)  # skipped
+    scaler.update()
+    optimizer.zero_grad()
+    seen.clear()
+    mlp_loss(model, mlp_batch(2, 0, rank)).backward()
+    return first, set(seen)
+
+
+def test_micro_batches_kept_apart_are_unscaled_and_the_count_starts_over():
+    assert run_on_ranks(_micro_batches, 2) == [({0}, {0})] * 2
+
+
+def _resume(rank, world_size):
+    model = shard_model(mlp())
+    optimizer, scaler = sgd(model.parameters()), new_scaler("mlp")
+    scaler.scale(mlp_loss(model, mlp_batch(0, 0, rank)) * 1e-6).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    resumed = torch.amp.GradScaler("cpu")
+    resumed.load_state_dict(scaler.state_dict())
+    return scaler.state_dict(), resumed.state_dict()
+
+
+def test_the_scalers_state_is_equal_on_all_ranks():
+    states = [state for pair in run_on_ranks(_resume, 2) for state in pair]
+    assert states[0]["_growth_tracker"] == 1
+    assert all(state == states[0] for state in states)
