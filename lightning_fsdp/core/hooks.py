@@ -3,19 +3,24 @@
     module call    ->  enter_call, enter_module      (forward pre-hook)
     inputs         ->  close_call                    (identity node: last in the unit's backward)
     outputs        ->  before_backward               (pre-hook of the nodes that made them)
+    kept tensors   ->  before_backward               (likewise)
     module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
 
 Note: outputs
 The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
 tensor hook would be lost when the caller writes into the output in place, which ``x += y`` does to
 the 3-D output of ``nn.Linear``.
+
+Note: kept tensors
+A loss that a module keeps as an attribute (``self.aux_loss = ...``) is an output too: a backward
+may enter the unit there, before its outputs or without them. What is kept elsewhere is not seen.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +46,7 @@ class ModuleHooks:
         self.module = module
         self.unit = unit
         self.schedule = schedule
+        self._keepers: list[nn.Module] | None = None
         self._handles = (
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
@@ -92,7 +98,7 @@ class ModuleHooks:
                 cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
                 output = map_tensors(output, cast)
             if torch.is_grad_enabled() and not torch_internals.is_in_backward():
-                self._announce_backward(output)
+                self._announce_backward([output, self._kept_tensors()])
         self._leave(failed=False)
         return output
 
@@ -120,6 +126,21 @@ class ModuleHooks:
         for node in nodes:
             node.register_prehook(self._on_backward)
 
+    def _kept_tensors(self) -> list[Tensor]:
+        """What the modules of the unit keep as attributes since this call, and was computed."""
+        if self._keepers is None:  # not before all that is inside was sharded
+            self._keepers = list(_keepers_in(self.module))
+        kept = []
+        for module in self._keepers:
+            for value in module.__dict__.values():
+                if not isinstance(value, Tensor) or value.grad_fn is None:
+                    continue
+                metadata: Any = value.grad_fn.metadata  # a property, which torch types as a method
+                if self not in metadata:  # one that stays is announced once
+                    metadata[self] = None
+                    kept.append(value)
+        return kept
+
     def _on_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         assert self.unit is not None, "only units have a backward of their own"
         self.schedule.before_backward(self.unit)
@@ -138,6 +159,16 @@ class _EndOfBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.hooks.schedule.close_call(ctx.call)
         return None, None, *gradients
+
+
+def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """A unit's modules of other classes than torch's, which keep nothing that they compute."""
+    if not type(module).__module__.startswith("torch.nn."):
+        yield module
+    for child in module.children():
+        hooks: ModuleHooks | None = child.__dict__.get("_lightning_fsdp_hooks")
+        if hooks is None or hooks.unit is None:
+            yield from _keepers_in(child)
 
 
 def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

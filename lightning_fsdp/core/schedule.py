@@ -195,7 +195,8 @@ class Schedule:
             return  # a recomputation: the backward needs the whole copy right after
         unit.install_shards()
         # Plans that keep the copy keep it for a backward; without one, it ends as it began.
-        if unit.reshard_after_forward or (not torch.is_grad_enabled() and not was_whole):
+        frees = unit.reshard_after_forward and not unit.is_kept_for_graph
+        if frees or (not torch.is_grad_enabled() and not was_whole):
             unit.reshard()
 
     # -- backward --------------------------------------------------------------------------------
@@ -210,6 +211,9 @@ class Schedule:
         step.finished.discard(unit)
         if not unit.needs_backward_gather:
             return
+        # With create_graph=True the backward is recorded, and what it saves are weights again. When
+        # that graph is read, and when for the last time, nobody announces.
+        unit.is_kept_for_graph |= torch.is_grad_enabled()
         if unit.parameter_state is ParameterState.UNSHARDED:
             unit.install_leaves()
             return
@@ -238,7 +242,7 @@ class Schedule:
         finished.add(unit)
         if unit not in self._step.running:  # as in a training step that calls backward itself
             unit.install_shards()
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not unit.is_kept_for_graph:
                 unit.reshard()
         self._settle([s for s in unit.segments if finished.issuperset(self._users[s])])
 
@@ -331,8 +335,11 @@ class Schedule:
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
+        is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
+        if not any(is_stepped.values()):
+            return
         for unit in self.units:
-            if not any(id(parameter) in stepped for parameter in unit.parameters()):
+            if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
             for segment in unit.segments:
                 segment.micro_batch = 0

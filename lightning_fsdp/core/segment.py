@@ -17,6 +17,7 @@ the leaf too, so that autograd sums the gradients of all uses, and one reduction
 from __future__ import annotations
 
 import copy
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+
+_log = logging.getLogger(__name__)
 
 GradientHook = Callable[[ShardedTensor, Tensor], None]
 
@@ -89,6 +92,7 @@ class Segment:
             make_leaf(self.buffer, slot, parameter)
             for slot, parameter in zip(layout.slots, parameters, strict=True)
         )
+        self._has_warned = False  # that numpy holds the memory
         self._free()
         self.gradient_state = GradientState.NONE
         self.sends_sums = False
@@ -307,6 +311,15 @@ class Segment:
 
     def _free(self) -> None:
         self.buffer.free()
+        if not self.buffer.can_be_freed and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
+                "got one, which shares the memory: the whole parameters stay allocated from now "
+                "on. Take the array of a copy (weight.detach().clone().numpy()).",
+                self.name,
+                self.communicator.mesh_rank,
+            )
         for leaf in self.leaves:
             mark_freed(leaf)
 
@@ -385,7 +398,10 @@ class _GradientHook:
         leaf.grad = None
         if segment is not None and gradient is not None:
             with torch.no_grad():
-                segment.receive(self._slot, gradient)
+                # With create_graph=True it has a graph, which a reduction would hold for nothing.
+                segment.receive(
+                    self._slot, gradient.detach() if gradient.requires_grad else gradient
+                )
 
 
 def _ignore(segment: Segment) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -79,6 +80,64 @@ def is_fake(tensor: Tensor) -> bool:
     Memory and traffic of a model of any size are planned so. No public name.
     """
     return isinstance(tensor, FakeTensor)
+
+
+class AccessGuard:
+    """Makes every access to the memory of a tensor's storage a ``RuntimeError``, for a while.
+
+    torch does not check that a storage was resized to nothing: most kernels then follow a null
+    pointer, and the process ends. A storage has flags that make an access raise instead (fake
+    tensors use them), but of the two that are needed here Python can set none, so they are written
+    where they lie in memory. Where they are not found, nothing is guarded.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        offset = None if is_fake(tensor) else _offset_of_access_flags()
+        self._flags: ctypes.Array[ctypes.c_ubyte] | None = None
+        if offset is not None:
+            self._storage = tensor.untyped_storage()  # the flags are a part of it
+            self._flags = (ctypes.c_ubyte * 3).from_address(self._storage._cdata + offset)
+
+    def refuse_access(self) -> None:
+        """From now on an access raises, also a resize."""
+        self._write(1)
+
+    def allow_access(self) -> None:
+        """From now on it does not."""
+        self._write(0)
+
+    def _write(self, value: int) -> None:
+        if self._flags is not None:
+            self._flags[0] = value  # has_mutable_data_ptr_check_: the others are asked at all
+            self._flags[2] = value  # throw_on_immutable_data_ptr_
+
+
+@functools.cache
+def _offset_of_access_flags() -> int | None:
+    """Where a ``c10::StorageImpl`` has its flags; ``None`` if it is not as in the known versions.
+
+    Three bytes in a row. ``_set_throw_on_mutable_data_ptr`` sets the first two, which shows where
+    they are; a storage with memory shows that the first and the third do what they should.
+    """
+    with torch.inference_mode(False):
+        shown, tried = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
+    storages = shown.untyped_storage(), tried.untyped_storage()
+    length = 96  # bytes; the object is longer
+    before = ctypes.string_at(storages[0]._cdata, length)
+    torch._C._set_throw_on_mutable_data_ptr(shown)
+    after = ctypes.string_at(storages[0]._cdata, length)
+    changed = [i for i in range(length) if before[i] != after[i]]
+    if len(changed) != 2 or after[changed[0] : changed[0] + 3] != b"\1\1\0":
+        return None
+    flags = (ctypes.c_ubyte * 3).from_address(storages[1]._cdata + changed[0])
+    flags[0] = flags[2] = 1
+    try:
+        tried.clone()
+    except RuntimeError:
+        return changed[0]
+    finally:
+        flags[0] = flags[2] = 0
+    return None
 
 
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:

@@ -34,6 +34,8 @@ class Unit:
         syncs_gradients: Whether a backward reduces gradients over the ranks.
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
+        is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
+            gradients (``create_graph=True``) may read it; until the copy is freed.
         parameter_state: Life of the whole parameters.
     """
 
@@ -58,6 +60,7 @@ class Unit:
         self.syncs_gradients = True
         self.needs_backward_gather = not all(_is_plain_embedding(m) for m in self.modules)
         self.has_leaves_installed = False
+        self.is_kept_for_graph = False
         self.parameter_state = ParameterState.SHARDED
         self._uses = tuple(uses)
 
@@ -117,6 +120,7 @@ class Unit:
         if self.parameter_state is ParameterState.SHARDED:
             return
         self.wait_for_unshard()
+        self.is_kept_for_graph = False
         for segment in self.segments:
             segment.release(self)
         self._step(ParameterState.SHARDED)
@@ -155,6 +159,7 @@ class Unit:
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""
         self.install_shards()
+        self.is_kept_for_graph = False
         if self.parameter_state is ParameterState.GATHERING:
             self._step(ParameterState.UNSHARDED)
         if self.parameter_state is ParameterState.UNSHARDED:
