@@ -85,6 +85,7 @@ class Unit:
         copied.__dict__.update(self.__dict__)
         copied.syncs_gradients = True
         copied.has_leaves_installed = False
+        copied.is_kept_for_graph = False
         copied.parameter_state = ParameterState.SHARDED
         copied.segments = copy.deepcopy(self.segments, memo)
         copied.modules = copy.deepcopy(self.modules, memo)
