@@ -15,12 +15,8 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
-_SCALARS = {
-    "step",
-    "eta",
-    "mu",
-    "mu_product",
-}  # counts and factors that torch.optim keeps as tensors
+# Counts and factors that torch.optim keeps as tensors.
+SCALARS = {"step", "eta", "mu", "mu_product"}
 
 
 def full_state_dict(
@@ -121,7 +117,7 @@ def slice_state(parameter: Tensor | None, key: str, value: Any) -> Any:
     """
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
         return value
-    is_scalar = key in _SCALARS  # of any parameter, also beside one without dimensions
+    is_scalar = key in SCALARS  # of any parameter, also beside one without dimensions
     if is_scalar or isinstance(value, ShardedTensor) or value.shape != parameter.shape:
         return value
     with torch.no_grad():

@@ -1,35 +1,39 @@
 """What an optimizer's step means for sharded parameters: who may take it, and what it ends.
 
 Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
-optimizers that need whole tensors are refused, and gradients that were not reduced. After it:
-whole copies kept since the forward (ZeRO-2) are freed, since their weights are no longer true.
-A step that a gradient scaler skips writes nothing: they stay true, and serve the next forward.
+optimizers that need whole tensors are refused, and gradients that were not reduced; torch's own
+get plain slices to compute on. After it: whole copies kept since the forward (ZeRO-2) are freed,
+since their weights are no longer true. A step that a gradient scaler skips writes nothing: they
+stay true, and serve the next forward.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 import weakref
 from typing import Any
 
 import torch
+from torch import optim
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from lightning_fsdp.core.checkpoint import slice_state
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.checkpoint import SCALARS, slice_state
 from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, slices_beside
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
 _ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop"),
-    *("Rprop", "Adagrad", "Adadelta", "ASGD"),
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
+    *(optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
 }
 _NEEDS_WHOLE_TENSORS = {
     *("LBFGS", "Adafactor", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "SOAP"),
@@ -52,20 +56,43 @@ def _register_once() -> None:
     support_grad_scaler()
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     sharded = [p for p in _parameters(optimizer) if isinstance(p, ShardedTensor)]
     if not sharded:
-        return
+        return None
     _check_class(optimizer, sharded[0])
-    _shard_whole_state(optimizer, sharded)
-    if _closure_of(args, kwargs) is not None:
-        return  # its backward, which reduces the gradients, is still to come
-    for parameter in sharded:
-        gradient = parameter.grad
-        if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
-            raise gradient.refusal("an optimizer step")
+    _shard_whole_state(optimizer)
+    if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
+        _check_gradients(sharded)
+    if type(optimizer) not in _ELEMENTWISE:
+        return None  # also a derived class: on plain slices its own step could take a norm, unseen
+    return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+
+
+def _check_gradients(parameters: list[ShardedTensor]) -> None:
+    with torch_internals.without_torch_function():
+        gradients = [parameter.grad for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         if isinstance(gradient, UnreducedGradient):
+            if not gradient.is_cleared:
+                raise gradient.refusal("an optimizer step")
             parameter.grad = None  # zeroed in place: there is nothing to step with
+
+
+def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
+    """Replace the tensors of one group, parameters first, by their slices, which are plain.
+
+    Each operation on a :class:`ShardedTensor` costs its way through Python; a step has a dozen for
+    every parameter. What they write, they write to the same memory.
+    """
+    parameters = list(lists[0])
+    # A missing entry (SGD's first momentum) is made by the math and has to come out sharded.
+    if group["differentiable"] or type(None) in map(type, itertools.chain(*lists[2:])):
+        return False
+    for tensors in lists:
+        if tensors:  # kinds of state that this group does without stay empty
+            tensors[:] = slices_beside(parameters, tensors, "optimizer step")
+    return True
 
 
 def _closure_of(args: Any, kwargs: Any) -> Any:
@@ -73,13 +100,13 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
-def _shard_whole_state(optimizer: Optimizer, parameters: list[ShardedTensor]) -> None:
+def _shard_whole_state(optimizer: Optimizer) -> None:
     """Slice state that was allocated before sharding, or loaded as whole tensors."""
-    for parameter in parameters:
-        state: dict[str, Any] = optimizer.state.get(parameter, {})
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, ShardedTensor):
+            continue
         for key, value in state.items():
-            is_whole = isinstance(value, torch.Tensor) and type(value) is not ShardedTensor
-            if is_whole and (value.dim() > 0 or parameter.dim() == 0):
+            if type(value) is not ShardedTensor and key not in SCALARS:
                 state[key] = slice_state(parameter, key, value)
 
 
@@ -94,12 +121,8 @@ def _check_class(optimizer: Optimizer, example: ShardedTensor) -> None:
                 "rank holds a slice. Use AdamW, SGD or another elementwise optimizer, or leave its "
                 "parameters unsharded with ignored_params."
             )
-    if any(
-        cls.__name__ in _ELEMENTWISE and cls.__module__.startswith("torch.optim")
-        for cls in type(optimizer).__mro__
-    ):
-        return
-    _warn_unknown(type(optimizer))
+    if _ELEMENTWISE.isdisjoint(type(optimizer).__mro__):
+        _warn_unknown(type(optimizer))
 
 
 def _warn_unknown(cls: type[Optimizer]) -> None:

@@ -18,7 +18,7 @@ everything else (``linear``, norms, views)     raises, and names the cure
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -320,15 +320,7 @@ def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     def local_of(arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)) or not any(isinstance(t, Tensor) for t in arg):
             return _local_of(arg, likes[0], func) if isinstance(arg, ShardedTensor) else arg
-        if len(arg) != len(likes):
-            return list(arg)
-        return [
-            # Nearly all are of the parameter's own kind: its gradient, its state.
-            t._local
-            if type(t) is type(like) is ShardedTensor and t.spec is like.spec
-            else _local_of(t, like, func)
-            for t, like in zip(arg, likes, strict=True)
-        ]
+        return slices_beside(likes, arg, func) if len(arg) == len(likes) else list(arg)
 
     result = func(*map(local_of, args), **{name: local_of(arg) for name, arg in kwargs.items()})
     if func._schema.is_mutable:
@@ -347,29 +339,43 @@ def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     ]
 
 
+def slices_beside(likes: Sequence[Any], tensors: Sequence[Any], what: Any) -> list[Any]:
+    """Of each tensor, the part that belongs to the slice of the parameter in the same place.
+
+    Args:
+        likes: Parameters, sharded or plain.
+        tensors: As many of theirs: gradients, state, the parameters themselves. Whole ones are cut;
+            what has no dimensions, or is no tensor, is returned.
+        what: The operation, for errors.
+    """
+    return [
+        # Nearly all are of the parameter's own kind: its gradient, its state.
+        t._local
+        if type(t) is type(like) is ShardedTensor and t.spec is like.spec
+        else _local_of(t, like, what)
+        for t, like in zip(tensors, likes, strict=True)
+    ]
+
+
 def _local_of(arg: Any, like: Any, func: Any) -> Any:
     """The part of an argument that belongs to the slice of ``like``."""
-    if not isinstance(arg, Tensor) or arg is like:
-        return like._local if isinstance(arg, ShardedTensor) else arg
+    if not isinstance(arg, ShardedTensor):
+        if not isinstance(arg, Tensor) or arg.dim() == 0 or not isinstance(like, ShardedTensor):
+            return arg
+        if arg.shape == like.shape:
+            return like.spec.slice_of(arg)
+        raise RuntimeError(
+            f"{func}: expected a plain tensor of shape {tuple(like.shape)} beside the sharded "
+            f"{like.spec.name!r}, got {tuple(arg.shape)}. Call full_tensor() (on every rank) first."
+        )
     if not isinstance(like, ShardedTensor):
-        if isinstance(arg, ShardedTensor):
-            _refuse(func, (arg,), {})
-        return arg
-    if isinstance(arg, ShardedTensor):
-        if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
-            raise RuntimeError(
-                f"{func}: expected sharded tensors with the same slice, got {like!r} and {arg!r}. "
-                "Call full_tensor() on both (on every rank) and work on the whole tensors."
-            )
-        return arg._local
-    if arg.dim() == 0:
-        return arg
-    if arg.shape == like.shape:
-        return like.spec.slice_of(arg)
-    raise RuntimeError(
-        f"{func}: expected a plain tensor of shape {tuple(like.shape)} beside the sharded "
-        f"{like.spec.name!r}, got {tuple(arg.shape)}. Call full_tensor() (on every rank) first."
-    )
+        _refuse(func, (arg,), {})
+    if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
+        raise RuntimeError(
+            f"{func}: expected sharded tensors with the same slice, got {like!r} and {arg!r}. "
+            "Call full_tensor() on both (on every rank) and work on the whole tensors."
+        )
+    return arg.to_local()
 
 
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:

@@ -5,6 +5,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -173,6 +175,38 @@ def _leave_where_they_are() -> None:
 def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+class OptimizerOnLists:
+    """Stands for an optimizer of ``torch.optim`` in its own ``step``: the math gets other tensors.
+
+    Those classes collect parameters, gradients and state of a group in lists (``_init_group``, no
+    public name) and then compute on the lists alone. Here the optimizer itself collects them, and
+    ``change`` may put tensors that share their memory in their place.
+    """
+
+    state: Any  # the optimizer's own, or nobody's
+
+    def __init__(
+        self, optimizer: Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], bool]
+    ) -> None:
+        self._optimizer = optimizer
+        self._change = change  # says whether it changed the lists
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        self.state = self._optimizer.state
+        with (
+            without_torch_function()
+        ):  # for every attribute of a subclass torch asks, and asks again
+            result = self._optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
+        if self._change(group, lists):
+            # SGD files its lists in ``state`` once more afterwards. Their memory is there already,
+            # under the optimizer's parameters.
+            self.state = collections.defaultdict(dict)
+        return result
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
