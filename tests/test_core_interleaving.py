@@ -248,9 +248,9 @@ def _train_with_delays(rank, world_size, plan):
             time.sleep(clock.random() * 0.006)
 
     def delayed(method):
-        def wrapped(self, *args):
+        def wrapped(self, *args, **kwargs):
             be_late()
-            pending = method(self, *args)
+            pending = method(self, *args, **kwargs)
             be_late()
             return pending
 

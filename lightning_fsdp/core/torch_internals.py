@@ -198,9 +198,8 @@ class OptimizerOnLists:
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         self.state = self._optimizer.state
-        with (
-            without_torch_function()
-        ):  # for every attribute of a subclass torch asks, and asks again
+        # For every attribute of a subclass torch asks ``__torch_function__``, several times.
+        with without_torch_function():
             result = self._optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
         if self._change(group, lists):
             # SGD files its lists in ``state`` once more afterwards. Their memory is there already,
