@@ -40,6 +40,8 @@ _NEEDS_WHOLE_TENSORS = {
 }
 
 _warned: set[type[Optimizer]] = set()
+# Per optimizer, its state and the number of parameters with some, when it was last looked through.
+_states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
@@ -101,7 +103,14 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 
 
 def _shard_whole_state(optimizer: Optimizer) -> None:
-    """Slice state that was allocated before sharding, or loaded as whole tensors."""
+    """Slice state that was allocated before sharding, or loaded as whole tensors.
+
+    Entries come with a parameter's first step, all at once, or in another ``state`` by loading one.
+    """
+    seen, num_seen = _states_seen.get(optimizer, (None, 0))
+    if seen is optimizer.state and num_seen == len(optimizer.state):
+        return
+    _states_seen[optimizer] = optimizer.state, len(optimizer.state)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, ShardedTensor):
             continue
