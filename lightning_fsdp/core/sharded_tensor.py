@@ -17,6 +17,7 @@ everything else (``linear``, norms, views)     raises, and names the cure
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -348,13 +349,14 @@ def slices_beside(likes: Sequence[Any], tensors: Sequence[Any], what: Any) -> li
             what has no dimensions, or is no tensor, is returned.
         what: The operation, for errors.
     """
-    return [
-        # Nearly all are of the parameter's own kind: its gradient, its state.
-        t._local
-        if type(t) is type(like) is ShardedTensor and t.spec is like.spec
-        else _local_of(t, like, what)
-        for t, like in zip(tensors, likes, strict=True)
-    ]
+    # Nearly always they are the parameters' own, all of them; steps ask this many times.
+    are_sharded = {ShardedTensor} == set(map(type, tensors)) == set(map(type, likes))
+    if are_sharded and list(map(_spec_of, tensors)) == list(map(_spec_of, likes)):
+        return list(map(_slice_of, tensors))
+    return [_local_of(t, like, what) for t, like in zip(tensors, likes, strict=True)]
+
+
+_spec_of, _slice_of = operator.attrgetter("spec"), operator.attrgetter("_local")
 
 
 def _local_of(arg: Any, like: Any, func: Any) -> Any:
