@@ -247,9 +247,7 @@ def test_clipping_is_that_of_ddp(tmp_path, scenario):
     assert_like_ddp(scenario, tmp_path, atol=2e-6)
 
 
-@not_under(
-    "fsdp1", reason="p.grad is None where this rank has no element"
-)
+@not_under("fsdp1", reason="p.grad is None where this rank has no element")
 def _gradients_in_hook(strategy, folder, rank):
     seen = []
 
