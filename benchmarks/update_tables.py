@@ -58,7 +58,7 @@ def host_table(document: dict[str, Any]) -> list[str]:
 def counters_table(document: dict[str, Any]) -> list[str]:
     """The rows of ``exact_counters.py``."""
     lines = [
-        "| ranks | dtypes | figure | core | hand | FSDP2 | split | of FSDP2 | hand of it | of split |",
+        "| ranks | dtypes | figure | core | hand | FSDP2 | split | of FSDP2 | hand of | of split |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     arms = ("scratch", "scratch_by_hand", "fsdp2", "fsdp2_split")
