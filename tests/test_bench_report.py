@@ -48,6 +48,10 @@ def test_one_process_takes_the_sequences_of_all_ranks():
         assert arguments[arguments.index("--data.batch_size") + 1] == batch_size
     arguments = scratch.recipe_arguments(WORKLOAD, Path("out"))
     assert arguments[arguments.index("--trainer.strategy") + 1] == "scratch_fsdp_zero3"
+    for engine in ("fsdp1", "fsdp2"):
+        (*_, arm) = arms(engines=[engine], zero_stages=[2])
+        arguments = arm.recipe_arguments(WORKLOAD, Path("out"))
+        assert arguments[arguments.index("--trainer.strategy") + 1] == f"{engine}_zero2"
 
 
 def test_tokens_per_second_is_all_tokens_over_all_time_not_a_mean_of_rates():
@@ -97,7 +101,6 @@ def test_an_arm_that_was_never_run_is_a_failure():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "fsdp2"], "'fsdp2' is not offered yet"),
         (["--engines", "fsdp9"], "expected some of"),
         (["--stages", "1"], "expected 2 or 3, got 1"),
         (["--batch-sizes", "0"], "expected positive numbers, got 0"),

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ENGINES = ("scratch",)
-_LATER = ("fsdp1", "fsdp2")
+# engine -> the strategy names that its stages complete
+_STRATEGIES = {"scratch": "scratch_fsdp_zero", "fsdp1": "fsdp1_zero", "fsdp2": "fsdp2_zero"}
+ENGINES = tuple(_STRATEGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +47,8 @@ class Arm:
     """One row of the comparison.
 
     Attributes:
-        engine: ``scratch``, or a reference: ``ddp`` (nothing sharded), ``single`` (one process that
-            does the work of all ranks).
+        engine: One of :data:`ENGINES`, or a reference: ``ddp`` (nothing sharded), ``single`` (one
+            process that does the work of all ranks).
         zero_stage: 2 or 3; ``None`` for references.
         batch_size: Sequences per rank and micro-batch.
         grad_accum: Micro-batches per optimizer step.
@@ -71,9 +72,8 @@ class Arm:
     def recipe_arguments(self, workload: Workload, out: Path) -> list[str]:
         """Command line of ``recipes.train`` for this arm, which writes measurements to ``out``."""
         is_single = self.engine == "single"
-        strategy = {"single": "auto", "ddp": "ddp"}.get(
-            self.engine, f"{self.engine}_fsdp_zero{self.zero_stage}"
-        )
+        references = {"single": "auto", "ddp": "ddp"}
+        strategy = references.get(self.engine) or f"{_STRATEGIES[self.engine]}{self.zero_stage}"
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
         callback: dict[str, Any] = {
@@ -118,10 +118,6 @@ def choose_arms(
         ValueError: An engine, stage or size that cannot be measured.
     """
     for engine in engines:
-        if engine in _LATER:
-            raise ValueError(
-                f"--engines: {engine!r} is not offered yet. Choose from {list(ENGINES)}."
-            )
         if engine not in ENGINES:
             raise ValueError(f"--engines: expected some of {list(ENGINES)}, got {engine!r}.")
     for option, values in (("--batch-sizes", batch_sizes), ("--grad-accum", grad_accums)):
