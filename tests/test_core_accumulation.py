@@ -346,3 +346,33 @@ def test_unreduced_gradients_are_refused(how):
         assert error is not None, f"{how} on unreduced gradients went through"
         assert error.type_name == "RuntimeError"
         assert "local" in error.message or "reduced" in error.message
+
+
+def _zero_in_place(rank, world_size, has_reduced):
+    """Rank 0 alone has a local gradient of ``bonus`` when all gradients are zeroed."""
+    model = shard_model(mlp())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+
+    def backward(uses_bonus):
+        model(mlp_batch(0, 0, rank)["inputs"], uses_bonus).sum().backward()
+
+    if has_reduced:
+        backward(True)
+    with model.no_sync():
+        backward(rank == 0)
+    optimizer.zero_grad(set_to_none=False)
+    backward(False)
+    seen = model.bonus.grad is None, model.clip_grad_norm_(1.0).item()
+    optimizer.step()
+    return *seen, model.bonus.full_tensor()
+
+
+@pytest.mark.parametrize("has_reduced", [False, True])
+def test_gradients_zeroed_in_place_are_the_same_on_every_rank(has_reduced):
+    """As in one process: what had been reduced is zeros, which weight decay is applied with."""
+    (is_none, norm, ours), others = run_on_ranks(_zero_in_place, 2, has_reduced)
+    assert (is_none, norm) == others[:2]
+    assert is_none is not has_reduced
+    assert torch.equal(ours, others[2])
+    decayed = mlp().bonus.detach() * (1 - 1e-3 * 0.1 * has_reduced)
+    torch.testing.assert_close(ours, decayed, rtol=0, atol=1e-8)

@@ -4,8 +4,17 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, GradientUnavailable, gradients, shard_model, weights
+from lightning_fsdp import (
+    ZERO2,
+    ZERO3,
+    GradientUnavailable,
+    fully_shard,
+    gradients,
+    shard_model,
+    weights,
+)
 from tests.support import parity
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import TASKS, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
@@ -312,3 +321,50 @@ def _stream_memory(rank, world_size):
 def test_streaming_holds_one_unit_at_most():
     for unit, most in run_on_ranks(_stream_memory, 2):
         assert unit <= most <= 1.05 * unit
+
+
+class _CalledTwice(nn.Module):
+    """The second call alone uses ``bias``, so its gradient is reduced before the first's come."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer, self.end = _Optional(), nn.Linear(7, 3)
+
+    def forward(self, inputs):
+        return self.end(self.layer(self.layer(inputs, False), True))
+
+
+class _Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.bias = nn.Linear(7, 7), nn.Parameter(torch.zeros(7))
+
+    def forward(self, inputs, use_bias):
+        outputs = torch.tanh(self.linear(inputs))
+        return outputs + self.bias if use_bias else outputs
+
+
+def _late(rank, world_size, plan):
+    model, batches = _CalledTwice(), [mlp_batch(0, each, rank) for each in range(2)]
+    for child in model.children():
+        fully_shard(child, reshard_after_forward=plan == "zero3")
+    fully_shard(model, reshard_after_forward=plan == "zero3")
+    g = gradients(model)
+    with g.micro_batches("separate"):
+        for batch in batches:
+            mlp_loss(model, batch).backward()
+    reference, earlier = _CalledTwice(), {}
+    for micro_batch in range(2):
+        for each in range(world_size):
+            (mlp_loss(reference, mlp_batch(0, micro_batch, each)) / world_size).backward()
+        total = {name: p.grad.clone() for name, p in reference.named_parameters()}
+        expected = {name: t - earlier.get(name, 0) for name, t in total.items()}
+        ours = {name: g[name].full(micro_batch) for name in total}
+        assert_same_tensors(ours, expected, atol=1e-7, what=f"micro-batch {micro_batch}")
+        earlier = total
+
+
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_parts_of_a_micro_batch_that_are_reduced_one_after_the_other_add_up(plan):
+    run_on_ranks(_late, 2, plan)

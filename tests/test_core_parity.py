@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
@@ -428,6 +429,60 @@ def test_a_parameter_may_be_unused_by_some_ranks_or_by_all(world_size):
         traces = [traces[combination] for traces in by_rank]
         assert_ranks_agree(traces)
         assert_traces_match(traces[0], expected, atol=1e-7, what=str(combination))
+
+
+class _LeavesOut(nn.Module):
+    """Blocks that pass their inputs on, and a last parameter of the root, as a rank likes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.blocks = nn.Linear(7, 7), nn.ModuleList(_Droppable() for _ in range(3))
+        self.last, self.scale = nn.Linear(7, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs, dropped, is_scaled):
+        hidden = self.first(inputs)
+        for index, block in enumerate(self.blocks):
+            hidden = block(hidden, index == dropped)
+        outputs = self.last(hidden)
+        return outputs * self.scale if is_scaled else outputs
+
+
+class _Droppable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+
+    def forward(self, inputs, is_dropped):
+        return inputs if is_dropped else inputs + self.down(torch.tanh(self.up(inputs)))
+
+
+def leave_out_batch(step, micro_batch, rank):
+    choice = {"dropped": (step + 2 * rank) % 4, "is_scaled": (step + rank) % 3 == 0}
+    return {**mlp_batch(step, micro_batch, rank), **choice}
+
+
+def leave_out_loss(model, batch):
+    outputs = model(batch["inputs"], batch["dropped"], batch["is_scaled"])
+    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])
+
+
+def _train_leaving_out(rank, world_size, plan):
+    batches = make_batches(leave_out_batch, num_steps=5, num_micro_batches=2, world_size=world_size)
+    model = shard_model(_LeavesOut(), PLANS[plan])
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    return train_on_rank(model, batches, leave_out_loss, optimizer, rank, accumulation="sum")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_ends_a_unit_may_differ_between_ranks(plan):
+    traces = run_on_ranks(_train_leaving_out, 2, plan)
+    batches = make_batches(leave_out_batch, num_steps=5, num_micro_batches=2, world_size=2)
+    expected = train_reference(
+        _LeavesOut(), batches, leave_out_loss, OPTIMIZERS["sgd"], joined=False
+    )
+    assert_ranks_agree(traces)
+    assert_traces_match(traces[0], expected, atol=2e-7, what=plan)
 
 
 # --- optimizers ---

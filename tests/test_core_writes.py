@@ -188,3 +188,31 @@ def _step_some_parameters(rank, world_size, plan):
 @pytest.mark.parametrize("plan", PLANS)
 def test_an_optimizer_of_some_parameters_may_step_while_others_accumulate(plan):
     run_on_ranks(_step_some_parameters, 2, plan)
+
+
+def _swap_in_averages(rank, world_size, plan):
+    """As many scripts keep an average: ``kept = p.data; p.data = average; ...; p.data = kept``."""
+    models = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+    for each in models:
+        first, last = each.blocks[0].up.weight, each.head.weight
+        kept = {p: (p.data, p.detach(), each.state_dict()["norm.bias"]) for p in each.parameters()}
+        each.norm.bias.data = each.norm.bias.data + 1
+        first.data = 0.5 * first.data
+        with torch.no_grad():
+            last.data.mul_(2)  # this one writes to the parameter itself
+        values = [whole(t) for t in (first, last, *kept[first], *kept[last])]
+        kept[first][0].data = 3 * kept[first][0].data
+        values += [whole(first), whole(kept[first][0])]
+        for parameter, (data, *_) in kept.items():
+            parameter.data = data
+        with torch.no_grad():
+            first.add_(1)
+        each.values = values + [whole(parameter) for parameter in each.parameters()]
+    for index, (ours, theirs) in enumerate(zip(*(each.values for each in models), strict=True)):
+        assert torch.equal(ours, theirs), index
+    _validate(*models)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_data_that_was_kept_outlives_its_replacement(plan):
+    run_on_ranks(_swap_in_averages, 2, plan)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from lightning_fsdp import (
     ZERO2,
     ZERO3,
+    full_state_dict,
     fully_shard,
     gradients,
     register_forward_method,
@@ -182,6 +183,13 @@ class _SparseTable(nn.Module):
         return F.embedding(index, self.table, sparse=True)
 
 
+def _load_in_forward():
+    model = fully_shard(mlp())
+    state = full_state_dict(model)
+    model.first.register_forward_hook(lambda *_: model.load_state_dict(state))
+    model(torch.zeros(2, 7))
+
+
 def _sparse_gradient():
     fully_shard(_SparseTable())(torch.arange(4)).sum().backward()
 
@@ -201,6 +209,11 @@ MISUSES = {
     "reshard during the forward": (_reshard_in_forward, "Call it after the forward"),
     "two policies of one weight": (_tied_with_two_policies, "Pass the same policy"),
     "sparse embedding": (lambda: fully_shard(nn.Embedding(11, 3, sparse=True)), "Build it dense"),
+    "renormalised embedding": (
+        lambda: fully_shard(nn.Embedding(11, 3, max_norm=1.0)),
+        "Renormalise after",
+    ),
+    "loading during the forward": (_load_in_forward, "Call it after the forward"),
     "sparse gradient": (_sparse_gradient, "sparse=False"),
     "two slices": (_other_slice, "full_tensor()"),
     "hook of a parameter": (

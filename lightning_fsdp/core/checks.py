@@ -127,6 +127,10 @@ def check_parameters(plan: UnitPlan) -> None:
         sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
         if sparse:
             problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
+        if any(isinstance(s.module, nn.Embedding) and s.module.max_norm is not None for s in sites):
+            # It would write to the whole copy, which is thrown away.
+            cure = "Renormalise after the optimizer's step, or add it to ignored_params."
+            problem = "a forward that reads weights", "an embedding with max_norm", cure
         if problem is not None:
             expected, got, cure = problem
             unit = plan.name or type(plan.modules[0]).__name__

@@ -40,9 +40,8 @@ def clip_grad_norm_(
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, UnreducedGradient):
-            if not gradient.is_cleared:
-                raise gradient.refusal("clip_grad_norm_")
-        elif gradient is not None:
+            raise gradient.refusal("clip_grad_norm_")
+        if gradient is not None:
             gradients.append(gradient)
     norm = global_norm(gradients, norm_type, communicator)
     scale_to_norm(gradients, norm, max_norm)

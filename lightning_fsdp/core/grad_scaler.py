@@ -37,13 +37,11 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """
     gradients, found_inf, inverse_scale = args
     for gradient in gradients:
-        if isinstance(gradient, UnreducedGradient) and not gradient.is_cleared:
+        if isinstance(gradient, UnreducedGradient):
             raise gradient.refusal("GradScaler.unscale_")
-    # Ranks without a local gradient have None in the place of one that was zeroed.
-    present = [g for g in gradients if not isinstance(g, UnreducedGradient)]
-    sharded = [g for g in present if isinstance(g, ShardedTensor)]
+    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
     parts = [part for g in sharded for part in g.micro_batches.values()]
-    locals_ = [_local_of(gradient) for gradient in [*present, *parts]]
+    locals_ = [_local_of(gradient) for gradient in [*gradients, *parts]]
     func(locals_, found_inf, inverse_scale)
     torch.autograd.graph.increment_version(locals_)
     for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):

@@ -72,7 +72,7 @@ class Gradient:
         if gradient is None:
             return "none"
         if isinstance(gradient, UnreducedGradient):
-            return "none" if gradient.is_cleared else "local"
+            return "local"
         return "reduced"
 
     def local(self) -> Tensor:

@@ -121,10 +121,18 @@ class ModuleHooks:
             if tensor.grad_fn is None:
                 continue
             nodes.add(tensor.grad_fn)
+            if getattr(tensor.grad_fn, "hooks", None) is self:
+                continue  # an input that was passed on, whose base others have made
             if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
                 nodes.add(tensor._base.grad_fn)
         for node in nodes:
-            node.register_prehook(self._on_backward)
+            # Units may end in one node, on this rank: the enclosing one is entered first, as on a
+            # rank where it adds something to what the inner one gave.
+            metadata: Any = node.metadata  # a property, which torch types as a method
+            ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
+            ending.insert(0, self)
+            if len(ending) == 1:
+                node.register_prehook(functools.partial(_enter_backward, ending))
 
     def _kept_tensors(self) -> list[Tensor]:
         """What the modules of the unit keep as attributes since this call, and was computed."""
@@ -141,9 +149,14 @@ class ModuleHooks:
                     kept.append(value)
         return kept
 
-    def _on_backward(self, gradients: tuple[Tensor | None, ...]) -> None:
-        assert self.unit is not None, "only units have a backward of their own"
-        self.schedule.before_backward(self.unit)
+
+_ENDING_HERE = object()  # a key of a node's metadata
+
+
+def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
+    for hooks in ending:
+        assert hooks.unit is not None, "only units have a backward of their own"
+        hooks.schedule.before_backward(hooks.unit)
 
 
 class _EndOfBackward(torch.autograd.Function):

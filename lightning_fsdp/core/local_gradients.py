@@ -204,17 +204,15 @@ class LocalGradients:
     def _stand_in_of(self, index: int) -> UnreducedGradient | None:
         reference = self._stand_ins.get(index)
         stand_in = None if reference is None else reference()
-        if stand_in is None or stand_in.is_cleared:
-            return None
-        return stand_in if self._parameters[index].grad is stand_in else None
+        is_there = stand_in is not None and self._parameters[index].grad is stand_in
+        return stand_in if is_there else None
 
     @staticmethod
     def _stand_in_at(parameter: ShardedTensor) -> UnreducedGradient:
         present = parameter.grad
-        if isinstance(present, UnreducedGradient) and not present.is_cleared:
+        if isinstance(present, UnreducedGradient):
             return present
-        prior = None if isinstance(present, UnreducedGradient) else present
-        stand_in = UnreducedGradient(parameter.spec, parameter.to_local(), prior)  # type: ignore[arg-type]
+        stand_in = UnreducedGradient(parameter.spec, parameter.to_local(), present)  # type: ignore[arg-type]
         parameter.grad = stand_in
         return stand_in
 

@@ -74,11 +74,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 def _check_gradients(parameters: list[ShardedTensor]) -> None:
     with torch_internals.without_torch_function():
         gradients = [parameter.grad for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for gradient in gradients:
         if isinstance(gradient, UnreducedGradient):
-            if not gradient.is_cleared:
-                raise gradient.refusal("an optimizer step")
-            parameter.grad = None  # zeroed in place: there is nothing to step with
+            raise gradient.refusal("an optimizer step")
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:

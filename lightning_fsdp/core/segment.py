@@ -328,16 +328,18 @@ class Segment:
         present = parameter.grad
         stand_in = present if isinstance(present, UnreducedGradient) else None
         if stand_in is not None:
-            present = None if stand_in.is_cleared else stand_in.prior
+            present = stand_in.prior
         if present is not None:
             total = cast(ShardedTensor, present.add_(gradient))
         elif self.keeps_micro_batches:
             total = cast(ShardedTensor, gradient.clone())  # the first part would be added to
         else:
             total = gradient
-        if self.keeps_micro_batches:
-            total.micro_batches[self.micro_batch] = gradient
-        if stand_in is not None and not stand_in.is_cleared:
+        if self.keeps_micro_batches:  # a part that came late, after the first was reduced, is added
+            part = total.micro_batches.setdefault(self.micro_batch, gradient)
+            if part is not gradient:
+                part.add_(gradient)
+        if stand_in is not None:
             stand_in.prior = total
         else:
             parameter.grad = total

@@ -162,6 +162,14 @@ class ShardedModule(nn.Module):
                 "load_state_dict(assign=True): expected to copy into the sharded parameters, got a "
                 "request to replace them, which would leave them unsharded. Use assign=False."
             )
+        computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
+        if computing:
+            raise RuntimeError(
+                f"load_state_dict: expected to be called between forwards, got it inside of that "
+                f"of unit {computing[0].name!r} (rank {computing[0].communicator.mesh_rank}), "
+                "whose whole copy would take the values and be freed with them. Call it after the "
+                "forward."
+            )
         return super().load_state_dict(state_dict, strict=strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -79,6 +79,7 @@ class ShardedTensor(Tensor):
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
     spec: ShardSpec
     micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
+    _aliases: weakref.WeakSet[ShardedTensor] | None  # what detach() and .data gave, over its memory
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
@@ -90,6 +91,7 @@ class ShardedTensor(Tensor):
         sharded._local = local
         sharded.spec = spec
         sharded.micro_batches = {}
+        sharded._aliases = None
         return sharded
 
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
@@ -132,7 +134,11 @@ class ShardedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same slice outside the graph; assigning copies into it, shape and dtype kept."""
+        """The same slice outside the graph; assigning copies into it, shape and dtype kept.
+
+        What was taken before keeps the old values then, as in torch: ``kept = p.data; p.data = ...;
+        p.data = kept`` restores them.
+        """
         return self.detach()
 
     @data.setter
@@ -145,6 +151,13 @@ class ShardedTensor(Tensor):
                 "(.to(), .half(), .cuda()) before fully_shard."
             )
         with torch.no_grad():
+            if not isinstance(self, torch.nn.Parameter):
+                self._local = self._local.clone()  # the parameter, which it was taken of, stays
+            elif self._aliases:
+                old = self._local.clone()
+                for alias in self._aliases:
+                    alias._local = old
+                self._aliases = None
             self.copy_(value)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -173,7 +186,7 @@ class ShardedTensor(Tensor):
         raise TypeError(
             f"{self.spec.name!r} is a ShardedTensor: this rank holds {self._local.numel()} of "
             f"{self.numel()} elements, so saving it would lose the rest. Save "
-            "full_state_dict(module) instead."
+            "full_state_dict(module) instead, or full_optimizer_state_dict(optimizer)."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -255,7 +268,13 @@ def _choose_handler(func: Any) -> _Handler:
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    return ShardedTensor(args[0]._local, args[0].spec)
+    source = args[0]
+    if source._aliases is None:
+        source._aliases = weakref.WeakSet()
+    alias = ShardedTensor(source._local, source.spec)
+    alias._aliases = source._aliases
+    source._aliases.add(alias)
+    return alias
 
 
 def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

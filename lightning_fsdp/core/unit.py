@@ -186,8 +186,4 @@ class Unit:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    return (
-        isinstance(module, nn.Embedding)
-        and type(module).forward is nn.Embedding.forward
-        and module.max_norm is None
-    )
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward

@@ -24,7 +24,6 @@ class UnreducedGradient(ShardedTensor):
     prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
     memory: Tensor | None  # flat; held by stand-ins and by nobody else between backwards
     part: Tensor | None  # this parameter's local gradient in it: original shape, reduce dtype
-    is_cleared: bool
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
@@ -33,14 +32,20 @@ class UnreducedGradient(ShardedTensor):
         stand_in: UnreducedGradient = super().__new__(cls, like.new_empty(0), spec)  # type: ignore[assignment]
         stand_in.prior = prior
         stand_in.memory = stand_in.part = None
-        stand_in.is_cleared = False
         return stand_in
 
     def clear(self) -> None:
-        """Forget the gradient, as ``zero_`` does."""
-        self.prior = None
+        """Forget the gradient, as ``zero_`` does: ``.grad`` is then what it is on other ranks.
+
+        They may have had no local gradient: a reduced one becomes zeros there, and none stays none.
+        """
         self.memory = self.part = None
-        self.is_cleared = True
+        if self.prior is not None:
+            self.prior.zero_()
+        segment = self.spec.segment() if self.spec.segment is not None else None
+        for parameter in segment.parameters if segment is not None else ():
+            if parameter.spec is self.spec and parameter.grad is self:
+                parameter.grad = self.prior
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
