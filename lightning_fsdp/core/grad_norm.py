@@ -78,7 +78,7 @@ def global_norm(
     parts = _partial(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        parts = communicator.all_gather_slices(parts).view(-1)
+        parts = communicator.all_gather_slices(parts, "norm of gradients").view(-1)
     parts = torch.cat([parts, _partial(plain, norm_type, device).view(1)])
     if math.isinf(norm_type):
         norm = parts.max() if norm_type > 0 else parts.min()
