@@ -32,11 +32,15 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.gradients import weights as weights
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
+    from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
+    from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
 
 # public name -> module that defines it
 _HOME = {
     "CPUOffloadPolicy": "config",
+    "FSDP1Strategy": "strategies.fsdp1",
+    "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ShardingPlan": "config",
     "ZERO2": "config",
@@ -73,6 +77,8 @@ __all__ = [
     "weights",
     "GradientUnavailable",
     "ScratchFSDPStrategy",
+    "FSDP1Strategy",
+    "FSDP2Strategy",
 ]
 
 

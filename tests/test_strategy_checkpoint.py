@@ -15,6 +15,7 @@ from tests.support.trainer import (
     assert_like_ddp,
     make_loader,
     make_trainer,
+    not_under,
     on_trainer_ranks,
     seeded,
     weights_of,
@@ -139,6 +140,7 @@ def _saved_none(strategy, folder, rank):
     return _saved(_NoOptimizer)(strategy, folder, rank)
 
 
+@not_under("fsdp1", reason="refuses two optimizers by hand")
 def _saved_two(strategy, folder, rank):
     return _saved(_TwoOptimizers)(strategy, folder, rank)
 
@@ -248,6 +250,7 @@ def _resume_while_accumulating(strategy, folder, rank):
     return _resume(_Adamw, at_step=3, accumulation=2)(strategy, folder, rank)
 
 
+@not_under("fsdp1", reason="refuses two optimizers by hand")
 def _resume_by_hand(strategy, folder, rank):
     return _resume(_TwoOptimizers, at_step=8)(strategy, folder, rank)
 

@@ -25,6 +25,7 @@ from tests.support.trainer import (
     assert_like_ddp,
     make_loader,
     make_trainer,
+    not_under,
     on_trainer_ranks,
     seeded,
     weights_of,
@@ -246,6 +247,7 @@ def test_clipping_is_that_of_ddp(tmp_path, scenario):
     assert_like_ddp(scenario, tmp_path, atol=2e-6)
 
 
+@not_under("fsdp1", reason="p.grad is None where this rank has no element")
 def _gradients_in_hook(strategy, folder, rank):
     seen = []
 
@@ -370,7 +372,8 @@ def _given_back(rank, world_size, folder):
         assert vars(model.head.weight) == {"mark": "mine"}
         assert model.device == torch.device("cpu")
         state = trainer.optimizers[0].state[model.head.weight]
-        assert type(state["momentum_buffer"]).__name__ == "ShardedTensor"
+        if strategy.startswith("scratch"):
+            assert type(state["momentum_buffer"]).__name__ == "ShardedTensor"
         copy.deepcopy(model).head.weight.sum().backward()
         buffer = io.BytesIO()
         torch.save(model.state_dict(), buffer)
@@ -493,6 +496,7 @@ class _Gan(pl.LightningModule):
         ]
 
 
+@not_under("fsdp1", reason="refuses two optimizers by hand")
 def _gan(strategy, folder, rank):
     strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
     model = seeded(_Gan)
@@ -531,6 +535,7 @@ class _ByHand(Regressor):
         self.losses.append(loss.detach())
 
 
+@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
 def _by_hand(strategy, folder, rank):
     trainer, model = _fit(strategy, folder, seeded(_ByHand))
     assert trainer.global_step == 2
@@ -732,6 +737,7 @@ class _OwnsByHand(_ByHand):
         self.losses.append(self.scale.detach().clone())
 
 
+@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
 def _owns_by_hand(strategy, folder, rank):
     _trainer, model = _fit(strategy, folder, seeded(_OwnsByHand))
     return {"weights": weights_of(model), "losses": model.losses}
@@ -817,6 +823,7 @@ def test_the_learning_rate_finder_finds_what_it_finds_with_ddp(tmp_path):
     assert_like_ddp(_lr_find, tmp_path)
 
 
+@not_under("fsdp1", reason="the summary counts this rank's pieces")
 def _summary(strategy, folder, rank):
     seen = {}
 

@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torchmetrics import MeanSquaredError
 
 import lightning_fsdp
-from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.config import ZERO2, ZERO3
 from lightning_fsdp.strategies import lightning_internals, registry
 from tests.support.ranks import REPOSITORY, run_snippet
@@ -34,19 +34,27 @@ from tests.support.trainer import (
     weights_of,
 )
 
-PLAN_OF_NAME = {"scratch_fsdp": ZERO3, "scratch_fsdp_zero3": ZERO3, "scratch_fsdp_zero2": ZERO2}
+PLAN_OF_NAME = {
+    "scratch_fsdp": (ScratchFSDPStrategy, ZERO3),
+    "scratch_fsdp_zero3": (ScratchFSDPStrategy, ZERO3),
+    "scratch_fsdp_zero2": (ScratchFSDPStrategy, ZERO2),
+    "fsdp1_zero3": (FSDP1Strategy, ZERO3),
+    "fsdp1_zero2": (FSDP1Strategy, ZERO2),
+    "fsdp2_zero3": (FSDP2Strategy, ZERO3),
+    "fsdp2_zero2": (FSDP2Strategy, ZERO2),
+}
 
 
 # -- names -----------------------------------------------------------------------------------------
 
 
 def test_each_name_gives_its_strategy(tmp_path):
-    for name, plan in PLAN_OF_NAME.items():
+    for name, (cls, plan) in PLAN_OF_NAME.items():
         for spelling in (name, name.upper()):
             strategy = make_trainer(spelling, tmp_path, devices=1).strategy
-            assert type(strategy) is ScratchFSDPStrategy
+            assert type(strategy) is cls
             assert strategy.engine.plan == plan
-    assert set(PLAN_OF_NAME) == set(registry.SCRATCH_NAMES)
+    assert set(PLAN_OF_NAME) == set(registry.NAMES)
 
 
 def test_names_are_registered_once_and_again_is_harmless():
@@ -117,11 +125,11 @@ def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch
     )
     strategy = _configured(["--config", str(config)])
     assert strategy.engine.plan == ZERO2
-    assert strategy.engine._units == ["Block", "Linear"]
+    assert strategy.engine.units == ["Block", "Linear"]
     assert strategy._communicates_every_micro_batch
     assert strategy._timeout == timedelta(seconds=90)
     by_size = _configured(["--config", str(config), "--trainer.strategy.init_args.units=100"])
-    assert by_size.engine._units == 100
+    assert by_size.engine.units == 100
     named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
     assert type(named) is ScratchFSDPStrategy
     assert named.engine.plan == ZERO2

@@ -257,3 +257,47 @@ def _refuse_in_training(rank, world_size, folder):
 
 def test_what_would_be_wrong_on_slices_is_refused_and_the_module_survives(tmp_path):
     on_trainer_ranks(_refuse_in_training, 2, tmp_path)
+
+
+# -- what one of torch's engines cannot do ---------------------------------------------------------
+
+
+class _ByHand(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class _OwnsByHand(_ByHand):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+class _TwoByHand(_ByHand):
+    def configure_optimizers(self):
+        halves = self.blocks.parameters(), self.head.parameters()
+        return [torch.optim.SGD(half, lr=0.1) for half in halves]
+
+
+class _Scalar(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def _refuse_for_an_engine(rank, world_size, folder):
+    for strategy, kind, error, message in (
+        ("fsdp1_zero3", _OwnsByHand, NotImplementedError, "'scale'.*one child module"),
+        ("fsdp2_zero3", _OwnsByHand, NotImplementedError, "'scale'.*one child module"),
+        ("fsdp1_zero3", _TwoByHand, NotImplementedError, "expected one optimizer.*fsdp2"),
+        ("fsdp2_zero3", _Scalar, ValueError, "'scale'.*takes no scalar.*shape .1,."),
+    ):
+        model = seeded(kind)
+        with pytest.raises(error, match=message):
+            make_trainer(strategy, folder).fit(model, make_loader())
+        make_trainer(STRATEGY, folder).validate(model, make_loader(), verbose=False)
+
+
+def test_what_one_engine_cannot_do_is_refused_with_another_that_can(tmp_path):
+    on_trainer_ranks(_refuse_for_an_engine, 2, tmp_path)

@@ -66,26 +66,18 @@ def global_norm(
     Raises:
         ValueError: ``norm_type`` is not a number.
     """
-    norm_type = float(norm_type)
-    if math.isnan(norm_type):
-        raise ValueError("norm_type: expected a number or inf, got nan.")
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g.detach() for g in gradients if not isinstance(g, ShardedTensor)]
     device = torch.device("cpu" if communicator is None else communicator.device_type)
     home = next((gradient.device for gradient in (*sharded, *plain)), device)
     if communicator is None:
         device = home
-    parts = _partial(sharded, norm_type, device).view(1)
+    parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         parts = communicator.all_gather_slices(parts, "norm of gradients").view(-1)
-    parts = torch.cat([parts, _partial(plain, norm_type, device).view(1)])
-    if math.isinf(norm_type):
-        norm = parts.max() if norm_type > 0 else parts.min()
-    else:
-        total = parts.sum()
-        norm = total if norm_type == 0 else total ** (1.0 / norm_type)
-    return norm.float().to(home)
+    parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
+    return total_norm(parts, norm_type).to(home)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
@@ -99,8 +91,15 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
         local.mul_(factor.to(device=local.device, dtype=local.dtype))
 
 
-def _partial(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The sum of ``|x|**p`` (or the extreme of ``|x|``) over this rank's elements: 0-d fp64."""
+def partial_norm(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The sum of ``|x|**p`` (or the extreme of ``|x|``) over this rank's elements, 0-d fp64.
+
+    Raises:
+        ValueError: ``norm_type`` is not a number.
+    """
+    norm_type = float(norm_type)
+    if math.isnan(norm_type):
+        raise ValueError("norm_type: expected a number or inf, got nan.")
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present:
         neutral = math.inf if norm_type == -math.inf else 0.0
@@ -114,3 +113,12 @@ def _partial(tensors: Sequence[Tensor], norm_type: float, device: torch.device) 
     if math.isinf(norm_type):
         return norms.max() if norm_type > 0 else norms.min()
     return norms.sum() if norm_type == 0 else (norms**norm_type).sum()
+
+
+def total_norm(parts: Tensor, norm_type: float) -> Tensor:
+    """The norm, 0-d fp32, from ``(n,)`` of :func:`partial_norm`."""
+    norm_type = float(norm_type)
+    if math.isinf(norm_type):
+        return (parts.max() if norm_type > 0 else parts.min()).float()
+    total = parts.sum()
+    return (total if norm_type == 0 else total ** (1.0 / norm_type)).float()

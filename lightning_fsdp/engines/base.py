@@ -20,19 +20,42 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
+from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+
+OWNER = "_lightning_fsdp_engine"
+"""Attribute of a sharded module: its engine, if that alone knows how to make it whole again."""
 
 
 class Engine(ABC):
     """Shards one module over the default process group.
 
+    Args:
+        zero_stage: 2 or 3.
+        units: Which modules are gathered at a time; see :func:`~lightning_fsdp.shard_model`.
+        cpu_offload: Whether shards, reduced gradients and optimizer state live on the host.
+
     Attributes:
         name: For messages.
+        shows_whole_shapes: Sharded parameters have the shape of the whole, so that optimizers can
+            be built after sharding.
         module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
+
+    Raises:
+        ValueError: There is no such stage, or a size below 1.
+        TypeError: ``units`` is of no known kind.
     """
 
     name: ClassVar[str]
+    shows_whole_shapes: ClassVar[bool] = True
     module: nn.Module | None
+
+    def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
+        self.module = None
+        self.plan = plan_of_stage(zero_stage)
+        self.units = _checked(units)
+        self.cpu_offload = cpu_offload
 
     @abstractmethod
     def shard(
@@ -51,8 +74,7 @@ class Engine(ABC):
         """Undo :meth:`shard`: plain, whole parameters on the CPU, the same objects. Collective.
 
         Args:
-            module: What :meth:`shard` was given, by this engine or another of its class; nothing
-                happens to a module that is not sharded.
+            module: What :meth:`shard` was given; nothing happens to a module that is not sharded.
         """
 
     @abstractmethod
@@ -105,11 +127,43 @@ class Engine(ABC):
     ) -> None:
         """Every rank keeps its slices of a state that every rank brings."""
 
+    @property
+    @abstractmethod
+    def gradients(self) -> GradientAccess:
+        """Gradients by original name."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> WeightAccess:
+        """Parameters by original name."""
+
+    def before_backward(self) -> None:
+        """Called before every backward."""
+        return
+
+    def after_backward(self) -> None:
+        """Called after every backward."""
+        return
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Called for every optimizer over the module's parameters, before its first step."""
+        return
+
+    def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        """A gradient scaler with these settings that skips a step on all ranks or on none."""
+        return scaler
+
     def broadcast_buffers(self) -> None:
         """Give every rank the buffers of rank 0, as DDP does before a forward. Collective."""
         if self.module is not None:
             for buffer in self.module.buffers():
                 _broadcast_in_place(buffer, buffer.device)
+
+
+def owner_of(module: nn.Module) -> Engine | None:
+    """The engine that has sharded a module: of another strategy, if that was interrupted."""
+    owner: Engine | None = module.__dict__.get(OWNER)
+    return owner
 
 
 def agree_on_module(module: nn.Module) -> None:
@@ -166,3 +220,19 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
     dist.broadcast(there, src=0)
     if there is not tensor:
         tensor.copy_(there)
+
+
+def _checked(units: UnitSelector) -> UnitSelector:
+    """Refuse at once what could only be refused at sharding."""
+    if units is None or (callable(units) and not isinstance(units, type)):
+        return units
+    if isinstance(units, int) and not isinstance(units, bool):
+        if units < 1:
+            raise ValueError(f"units: expected a positive number of parameters, got {units}.")
+        return units
+    is_names = isinstance(units, (list, tuple)) and all(isinstance(name, str) for name in units)
+    if not is_names or not units:
+        raise TypeError(
+            f"units: expected a list of class names, a callable or an int, got {units!r}."
+        )
+    return units

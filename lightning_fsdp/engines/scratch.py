@@ -12,37 +12,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy, plan_of_stage
+from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core import checkpoint
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
+from lightning_fsdp.core.gradients import gradients, weights
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
 from lightning_fsdp.engines.undo import give_back
 
 
 class ScratchEngine(Engine):
-    """Shards with :func:`~lightning_fsdp.shard_model`.
-
-    Args:
-        zero_stage: 2 or 3.
-        units: Which modules become units; see :func:`~lightning_fsdp.shard_model`.
-        cpu_offload: Whether shards, reduced gradients and optimizer state live on the host.
-
-    Raises:
-        ValueError: There is no such stage, or a size below 1.
-        TypeError: ``units`` is of no known kind.
-    """
+    """Shards with :func:`~lightning_fsdp.shard_model`."""
 
     name = "scratch"
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
-        self.module = None
-        self.plan = plan_of_stage(zero_stage)
-        self._units = _checked(units)
-        self._cpu_offload = cpu_offload
+        super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         self._plan_of_held: dict[Unit, bool | None] = {}  # what hold_whole changed
 
     @override
@@ -56,11 +45,9 @@ class ScratchEngine(Engine):
             shard_model(
                 module,
                 self.plan,
-                units=self._units,
+                units=self.units,
                 mp_policy=precision,
-                offload_policy=CPUOffloadPolicy(device.type != "cpu")
-                if self._cpu_offload
-                else None,
+                offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
             )
             _keep_embeddings_in_main_dtype(module, precision)
         self.module = module
@@ -110,13 +97,11 @@ class ScratchEngine(Engine):
 
     @override
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        assert self.module is not None, "there is a module between setup and teardown"
-        return checkpoint.full_state_dict(self.module, rank0_only=rank0_only, cpu_offload=True)
+        return checkpoint.full_state_dict(self._module(), rank0_only=rank0_only, cpu_offload=True)
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.module is not None, "there is a module between setup and teardown"
-        checkpoint.load_full_state_dict(self.module, state, strict=strict)
+        checkpoint.load_full_state_dict(self._module(), state, strict=strict)
 
     @override
     def full_optimizer_state_dict(
@@ -129,6 +114,20 @@ class ScratchEngine(Engine):
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         checkpoint.load_full_optimizer_state_dict(optimizer, state)
+
+    @property
+    @override
+    def gradients(self) -> GradientAccess:
+        return gradients(self._module())
+
+    @property
+    @override
+    def weights(self) -> WeightAccess:
+        return weights(self._module())
+
+    def _module(self) -> nn.Module:
+        assert self.module is not None, "there is a module between setup and teardown"
+        return self.module
 
     def _sharded_modules(self) -> list[ShardedModule]:
         modules = [] if self.module is None else self.module.modules()
@@ -149,19 +148,3 @@ def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionP
     for unit in units_in(module):
         if all(isinstance(inner, nn.Embedding) for inner in unit.modules):
             unit.policy = dataclasses.replace(precision, output_dtype=torch.float32)
-
-
-def _checked(units: UnitSelector) -> UnitSelector:
-    """Refuse at once what could only be refused at sharding."""
-    if units is None or (callable(units) and not isinstance(units, type)):
-        return units
-    if isinstance(units, int) and not isinstance(units, bool):
-        if units < 1:
-            raise ValueError(f"units: expected a positive number of parameters, got {units}.")
-        return units
-    is_names = isinstance(units, (list, tuple)) and all(isinstance(name, str) for name in units)
-    if not is_names or not units:
-        raise TypeError(
-            f"units: expected a list of class names, a callable or an int, got {units!r}."
-        )
-    return units

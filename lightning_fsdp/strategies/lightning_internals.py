@@ -24,6 +24,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -81,6 +82,15 @@ def optimizers_to_device(optimizers: list[Optimizer], device: torch.device) -> N
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The user's own optimizer behind the object that ``LightningModule.optimizers()`` returns."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def share_zero_grad(strategy: Strategy) -> None:
+    """Let what ``LightningModule.optimizers()`` returns clear gradients as the optimizer does.
+
+    It copies the optimizer's attributes when it is made, which is before an engine adds its own.
+    """
+    for wrapper in strategy._lightning_optimizers:
+        wrapper.__dict__["zero_grad"] = wrapper.optimizer.zero_grad
 
 
 def move_metrics(module: nn.Module, device: torch.device) -> None:

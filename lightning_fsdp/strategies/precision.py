@@ -19,9 +19,9 @@ as an object (``MixedPrecision("16-mixed", "cpu")``) stays what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.engines.base import Engine
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "32-true": MixedPrecisionPolicy(),
@@ -46,13 +47,6 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 
 # Where a checkpoint keeps the scaler, so that a run under DDP goes on from it, and the reverse.
 _SCALER_KEY = MixedPrecision.__qualname__
-
-
-class ClipByNorm(Protocol):
-    """The engine's global norm: the same value on every rank."""
-
-    def __call__(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        """Scale the gradients in place; returns their norm before that."""
 
 
 class ShardedPrecision(Precision):
@@ -70,7 +64,7 @@ class ShardedPrecision(Precision):
     precision: Any
     policy: MixedPrecisionPolicy
     device_type: str  # of torch.autocast; set by the strategy, like the next
-    clip_by_norm: ClipByNorm | None
+    engine: Engine | None
     scaler: torch.amp.GradScaler | None
 
     def __init__(
@@ -90,7 +84,7 @@ class ShardedPrecision(Precision):
         self.scaler = scaler
         self.policy = POLICIES[precision]
         self.device_type = "cpu"
-        self.clip_by_norm = None
+        self.engine = None
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @classmethod
@@ -145,6 +139,16 @@ class ShardedPrecision(Precision):
         return super().pre_backward(loss, module)
 
     @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        # Nearer to the backward than Strategy.backward, which contains on_after_backward.
+        assert self.engine is not None, "the strategy sets it when it gets the plugin"
+        self.engine.before_backward()
+        super().backward(tensor, model, *args, **kwargs)
+        self.engine.after_backward()
+
+    @override
     def optimizer_step(  # type: ignore[override]
         self,
         optimizer: Steppable,
@@ -182,10 +186,8 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.clip_by_norm is not None, (
-            "the strategy installs clip_by_norm when it gets the plugin"
-        )
-        self.clip_by_norm(self.main_params(optimizer), float(clip_val))
+        assert self.engine is not None, "the strategy sets it when it gets the plugin"
+        self.engine.clip_grad_norm_(self.main_params(optimizer), float(clip_val))
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -12,6 +12,8 @@ A registered name is a function that imports the strategy when a Trainer asks fo
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -25,12 +27,16 @@ if TYPE_CHECKING:
 
 REGISTRY_MODULE = "lightning.pytorch.strategies"
 
-# name -> (description, constructor arguments). Lower case, as Lightning lowers what the user typed;
-# without "ddp" or "deepspeed", which Lightning takes for those families on some machines.
-SCRATCH_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "scratch_fsdp": ("From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
-    "scratch_fsdp_zero3": ("From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
-    "scratch_fsdp_zero2": ("From-scratch FSDP, ZeRO-2", {"zero_stage": 2}),
+# name -> (class, description, constructor arguments). Lower case, as Lightning lowers what the user
+# typed; without "ddp" or "deepspeed", which Lightning takes for those families on some machines.
+NAMES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "scratch_fsdp": ("ScratchFSDPStrategy", "From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
+    "scratch_fsdp_zero3": ("ScratchFSDPStrategy", "From-scratch FSDP, ZeRO-3", {"zero_stage": 3}),
+    "scratch_fsdp_zero2": ("ScratchFSDPStrategy", "From-scratch FSDP, ZeRO-2", {"zero_stage": 2}),
+    "fsdp1_zero3": ("FSDP1Strategy", "torch's FSDP1, ZeRO-3", {"zero_stage": 3}),
+    "fsdp1_zero2": ("FSDP1Strategy", "torch's FSDP1, ZeRO-2", {"zero_stage": 2}),
+    "fsdp2_zero3": ("FSDP2Strategy", "torch's FSDP2, ZeRO-3", {"zero_stage": 3}),
+    "fsdp2_zero2": ("FSDP2Strategy", "torch's FSDP2, ZeRO-2", {"zero_stage": 2}),
 }
 
 
@@ -49,15 +55,15 @@ def _register_names(module: ModuleType) -> None:
     registry = getattr(module, "StrategyRegistry", None)
     if registry is None:  # the module is still being imported, by an import cycle of the user's
         return
-    for name, (description, arguments) in SCRATCH_NAMES.items():
+    for name, (cls, description, arguments) in NAMES.items():
         if name not in registry:
-            registry.register(name, _scratch_strategy, description=description, **arguments)
+            maker = functools.partial(_make, cls)
+            registry.register(name, maker, description=description, **arguments)
 
 
-def _scratch_strategy(**arguments: Any) -> Strategy:
-    from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy
-
-    return ScratchFSDPStrategy(**arguments)
+def _make(cls: str, **arguments: Any) -> Strategy:
+    strategy: Strategy = getattr(importlib.import_module("lightning_fsdp"), cls)(**arguments)
+    return strategy
 
 
 class _AfterImport(MetaPathFinder):

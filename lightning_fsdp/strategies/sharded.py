@@ -22,10 +22,10 @@ which it drops on the other path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -34,15 +34,17 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
 from lightning_fsdp.strategies import lightning_internals
 from lightning_fsdp.strategies.batches import Lockstep
-from lightning_fsdp.strategies.guards import refuse_unsupported
+from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
 
@@ -51,18 +53,33 @@ class ShardedStrategy(ProcessStrategy):
     """Trains a sharded LightningModule; how it is sharded is the engine's business.
 
     Args:
-        engine: Shards the module.
-        communicates_every_micro_batch: Reduce gradients also while they accumulate.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.
         cluster_environment: Set by the Trainer.
-        checkpoint_io: Writes and reads files.
-        precision_plugin: Set by the Trainer.
+        checkpoint_io: Writes and reads checkpoint files.
+        precision_plugin: Set by the Trainer from ``precision``: 32-true, bf16-true, bf16-mixed or
+            16-mixed.
+        zero_stage: 2 keeps parameters whole during an optimizer step, 3 only while they compute.
+        units: Which modules are gathered at a time. ``None``: repeated blocks, embedding, head and
+            what is left are found. Class names; or a function that says yes to a module; or the
+            smallest number of parameters of a unit.
+        accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
+            hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
+            reduced into the shard.
+        checkpoint: ``"full"``: one file of whole tensors.
+        activation_checkpointing: Not implemented yet.
+        cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
+            rank, and the optimizer steps there; pinned memory beside an accelerator.
+        compile: Not implemented yet.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Of the process group.
+
+    Raises:
+        NotImplementedError: An option that does not work yet.
+        ValueError: A value that no option has.
     """
 
-    strategy_name = "sharded"
+    engine_class: ClassVar[type[Engine]]
 
     engine: Engine
     _precision: ShardedPrecision
@@ -72,18 +89,28 @@ class ShardedStrategy(ProcessStrategy):
 
     def __init__(
         self,
-        engine: Engine,
-        *,
-        communicates_every_micro_batch: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
+        zero_stage: Literal[2, 3] = 3,
+        units: list[str] | int | Callable[[nn.Module], bool] | None = None,
+        accumulation: Literal["local", "sum"] = "local",
+        checkpoint: Literal["full", "sharded"] = "full",
+        activation_checkpointing: list[str] | bool | None = None,
+        cpu_offload: bool = False,
+        compile: bool = False,  # noqa: A002 (a public name)
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        self.engine = engine
+        refuse_unsupported_options(
+            checkpoint=checkpoint,
+            activation_checkpointing=activation_checkpointing,
+            compiles=compile,
+            accumulation=accumulation,
+        )
+        self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -93,10 +120,22 @@ class ShardedStrategy(ProcessStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self._communicates_every_micro_batch = communicates_every_micro_batch
+        self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
+
+    # -- access ------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> GradientAccess:
+        """Gradients by original name, while a module is sharded."""
+        return self.engine.gradients
+
+    @property
+    def weights(self) -> WeightAccess:
+        """Parameters by original name, while a module is sharded."""
+        return self.engine.weights
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 
@@ -109,7 +148,9 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision = ShardedPrecision.of(plugin)
-        self._precision.clip_by_norm = self.engine.clip_grad_norm_
+        self._precision.engine = self.engine
+        if self._precision.scaler is not None:
+            self._precision.scaler = self.engine.agreeing(self._precision.scaler)
         # Where the Trainer looks for a plugin that the user gave to the strategy.
         self._precision_plugin = None if plugin is None else self._precision
 
@@ -120,7 +161,9 @@ class ShardedStrategy(ProcessStrategy):
         super().setup_environment()
         self._is_interrupted = False
         if self.lightning_module is not None:
-            self.engine.make_whole(self.lightning_module)  # where an exception left it sharded
+            # Where an exception left it sharded, perhaps under another strategy.
+            engine = owner_of(self.lightning_module) or self.engine
+            engine.make_whole(self.lightning_module)
 
     @contextmanager
     @override
@@ -147,14 +190,21 @@ class ShardedStrategy(ProcessStrategy):
         self.precision_plugin.device_type = self.root_device.type
         self.precision_plugin.convert_module(module)
         lightning_internals.move_metrics(module, self.root_device)
+        # Where a sharded parameter does not show its shape, optimizers are built before (decay
+        # groups go by it).
+        if is_fitting and not self.engine.shows_whole_shapes:
+            self.setup_optimizers(trainer)
         self.model_to_device()
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        if is_fitting:
+        if is_fitting and self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
+        for optimizer in self.optimizers if is_fitting else ():
+            self.engine.watch_optimizer(optimizer)
         self.setup_precision_plugin()
+        lightning_internals.share_zero_grad(self)
 
     @override
     def model_to_device(self) -> None:

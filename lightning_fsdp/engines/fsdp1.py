@@ -1,0 +1,298 @@
+"""The engine over torch's FSDP1 (``FullyShardedDataParallel``), with original parameters.
+
+    LightningModule          run() calls it through one wrapper around the whole
+      net                    children that are units are replaced by wrappers
+        FSDP(embedding)
+        FSDP(block 0) ...
+
+Parameters stay the same objects, but show this rank's piece, ``(n,)``; so optimizers are built
+before sharding, where a parameter still has its shape.
+
+Note: manual optimization runs backward inside ``training_step``. FSDP1 takes no backward inside its
+own forward, so in that case no wrapper goes around the whole: each child is a root of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines.native import (
+    NativeEngine,
+    redirected,
+    refuse_own_parameters,
+    steps_inside_forward,
+)
+from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
+from lightning_fsdp.engines.native_state import cut_state
+
+
+class FSDP1Engine(NativeEngine):
+    """Shards with torch's FSDP1."""
+
+    name = "fsdp1"
+    shows_whole_shapes = False
+
+    def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
+        super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
+        self._roots: list[FullyShardedDataParallel] = []
+        self._flat_of: dict[str, tuple[Any, list[nn.Parameter]]] = {}  # and what it is made of
+        self._waits = False  # whether the last backward kept its gradients on this rank
+        self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
+        self._kept_whole: AbstractContextManager[None] | None = None
+        self._syncs = True
+
+    @override
+    def _shard(
+        self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> dict[str, nn.Parameter]:
+        if steps_inside_forward(module):
+            refuse_own_parameters(module, self.name)
+            _refuse_tied_children(module)
+        options: dict[str, Any] = {
+            "sharding_strategy": self._strategy(),
+            "mixed_precision": _policy(precision),
+            "cpu_offload": CPUOffload(offload_params=self.cpu_offload),
+            "use_orig_params": True,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+            "device_id": device,
+        }
+        parameters = dict(module.named_parameters())
+        for inner in _not_tied(
+            [m for _, modules in find_units(module, self.units) for m in modules]
+        ):
+            if inner is not module:
+                _wrap(module, inner, options)
+        if steps_inside_forward(module):
+            self._roots = [
+                _wrap(module, child, options) for child in list(_callable_children(module))
+            ]
+        else:
+            self._roots = [FullyShardedDataParallel(module, **options)]
+        flats = list(torch_internals.fsdp1_flat_parameters(self._roots))
+        flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
+        self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
+        self._waits = False
+        self._places = _places({name: p.numel() for name, p in parameters.items()})
+        self._syncs = True
+        return parameters
+
+    def _strategy(self) -> ShardingStrategy:
+        if dist.get_world_size() == 1:
+            return ShardingStrategy.NO_SHARD  # the only one that FSDP1 takes there
+        if self.plan.reshard_after_forward:
+            return ShardingStrategy.FULL_SHARD
+        return ShardingStrategy.SHARD_GRAD_OP
+
+    @override
+    def _forget(self) -> None:
+        self._roots, self._flat_of = [], {}
+
+    @override
+    def _settle(self) -> None:
+        self.release_whole()
+        torch_internals.fsdp1_reshard(self._roots)
+
+    @override
+    def piece(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().view(-1)
+
+    @override
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        piece = self.piece(tensor)
+        result = piece.new_empty(self.shapes[name].numel())
+        for rank, (start, count) in enumerate(self._places[name]):
+            if count:
+                part = result[start : start + count]
+                if rank == dist.get_rank():
+                    part.copy_(piece)
+                dist.broadcast(part, src=rank)
+        return result.view(self.shapes[name])
+
+    @override
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        start, count = self._places[name][dist.get_rank()]
+        return whole.detach().reshape(-1)[start : start + count].clone()
+
+    @override
+    def is_cut(self, name: str, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.numel() == self._places[name][dist.get_rank()][1]
+
+    @override
+    def has_elements(self, name: str) -> bool:
+        return self._places[name][dist.get_rank()][1] > 0
+
+    @override
+    def unreduced(self, name: str) -> Tensor | None:
+        return self.parameters[name].grad if self._holds_unreduced(name) else None
+
+    @override
+    def reduced(self, name: str) -> Tensor | None:
+        parameter = self.parameters[name]
+        if self._holds_unreduced(name):
+            return None
+        if parameter.numel() == 0 and name in self._flat_of:  # other ranks have all elements
+            _, together = self._flat_of[name]
+            return parameter.detach() if any(p.grad is not None for p in together) else None
+        return parameter.grad
+
+    def _holds_unreduced(self, name: str) -> bool:
+        if name not in self._flat_of:
+            return False
+        if dist.get_world_size() == 1:  # nothing is cut, so that it looks the same
+            return self._waits
+        return torch_internals.fsdp1_holds_unreduced(self._flat_of[name][0])
+
+    @override
+    def after_backward(self) -> None:
+        super().after_backward()
+        self._waits = not self._syncs
+
+    @override
+    def clear_unreduced(self) -> None:
+        waiting = [name for name in self._flat_of if self._holds_unreduced(name)]
+        for name in waiting:
+            self.parameters[name].grad = None
+        self._waits = False
+
+    @property
+    @override
+    def syncs_gradients(self) -> bool:
+        return self._syncs
+
+    @override
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        if steps_inside_forward(cast(nn.Module, self.module)) and self._optimizers:
+            raise NotImplementedError(
+                "FSDP1 with manual optimization: expected one optimizer, got several. Freezing a "
+                "network while another trains (toggle_optimizer) breaks FSDP1's backward. Use "
+                "scratch_fsdp or fsdp2."
+            )
+        super().watch_optimizer(optimizer)
+        for name in self._of(optimizer):  # state that was allocated before sharding
+            values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
+            for key, value in values.items():
+                values[key] = cut_state(self, name, value)
+
+    @override
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._roots or self._roots[0].module is not self.module:
+            return method(*args, **kwargs)
+        with redirected(self._roots[0].module, method):
+            return self._roots[0](*args, **kwargs)
+
+    @property
+    @override
+    def gradients(self) -> NativeGradients:
+        return NativeGradients(self)
+
+    @property
+    @override
+    def weights(self) -> NativeWeights:
+        return NativeWeights(self)
+
+    @override
+    def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch_internals.AgreeingGradScaler.of(scaler, device)
+
+    @contextmanager
+    @override
+    def no_sync(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for root in self._roots:
+                stack.enter_context(root.no_sync())
+            self._syncs = False
+            try:
+                yield
+            finally:
+                self._syncs = True
+
+    @override
+    def hold_whole(self) -> None:
+        if self._kept_whole is None:
+            self._kept_whole = torch_internals.fsdp1_kept_whole(self._roots)
+            self._kept_whole.__enter__()
+
+    @override
+    def release_whole(self) -> None:
+        kept_whole, self._kept_whole = self._kept_whole, None
+        if kept_whole is not None:
+            kept_whole.__exit__(None, None, None)
+
+
+def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
+    if isinstance(module, FullyShardedDataParallel):
+        return module
+    wrapper = FullyShardedDataParallel(module, **options)
+    for owner in list(root.modules()):
+        for name, child in owner._modules.items():
+            if child is module and owner is not wrapper:
+                owner._modules[name] = wrapper
+    return wrapper
+
+
+def _not_tied(modules: list[nn.Module]) -> Iterator[nn.Module]:
+    """Those whose parameters no other of them has; a tied one is left to what encloses both."""
+    for module in modules:
+        mine = set(module.parameters())
+        inner = set(module.modules())
+        others = [m for m in modules if m not in inner and module not in set(m.modules())]
+        if not any(p in mine for other in others for p in other.parameters()):
+            yield module
+
+
+def _callable_children(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+def _refuse_tied_children(module: nn.Module) -> None:
+    children = [set(child.parameters()) for child in _callable_children(module)]
+    if sum(map(len, children)) > len(set().union(*children)):
+        raise NotImplementedError(
+            f"{type(module).__name__}: expected no weight shared by two of its children with "
+            "manual optimization under FSDP1, where each child is sharded by itself. Put them "
+            "into one child module, or use scratch_fsdp or fsdp2."
+        )
+
+
+def _places(numels: dict[str, int]) -> dict[str, list[tuple[int, int]]]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, numels)
+    places: dict[str, list[tuple[int, int]]] = {}
+    for name in numels:
+        start, places[name] = 0, []
+        for theirs in every:
+            places[name].append((start, theirs[name]))
+            start += theirs[name]
+    return places
+
+
+def _policy(precision: MixedPrecisionPolicy) -> MixedPrecision:
+    return MixedPrecision(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+        cast_root_forward_inputs=precision.cast_forward_inputs,
+    )

@@ -1,0 +1,210 @@
+"""The engine over torch's FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+Units are those that the core would choose, with two differences that FSDP2 asks for: modules that
+share a weight are one unit, and the root is sharded last so that it sees to the order of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from typing_extensions import override
+
+from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines.native import (
+    NativeEngine,
+    redirected,
+    refuse_own_parameters,
+    steps_inside_forward,
+)
+from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
+
+
+class FSDP2Engine(NativeEngine):
+    """Shards with torch's FSDP2."""
+
+    name = "fsdp2"
+
+    def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
+        super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
+        self._fsdp_parameters: dict[str, Any] = {}
+        self._syncs = True
+
+    @override
+    def _shard(
+        self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> dict[str, nn.Parameter]:
+        if steps_inside_forward(module):
+            refuse_own_parameters(module, self.name)
+        _refuse_what_it_cannot(module)
+        originals = dict(module.named_parameters())
+        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": _policy(precision),
+            "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
+            if self.cpu_offload
+            else fsdp.OffloadPolicy(),
+            # None: the root, which the backward needs first, stays whole; all others are freed.
+            "reshard_after_forward": None if self.plan.reshard_after_forward else False,
+        }
+        for _, modules in merge_tied(find_units(module, self.units)):
+            if module not in modules:
+                fsdp.fully_shard(modules, **options)
+        fsdp.fully_shard(module, **options)
+        parameters = dict(module.named_parameters())
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
+        for sharded, fsdp_parameter in torch_internals.fsdp2_parameters(module):
+            name = name_of[id(sharded)]
+            self._fsdp_parameters[name] = fsdp_parameter
+            sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
+            originals[name].data = originals[name].data.new_empty(0)
+        self._syncs = True
+        return parameters
+
+    @override
+    def _forget(self) -> None:
+        self._fsdp_parameters = {}
+
+    @override
+    def piece(self, tensor: Tensor) -> Tensor:
+        return cast(DTensor, tensor.detach()).to_local().view(-1)
+
+    @override
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):  # state of a parameter without an element here
+            tensor = self.cut(name, tensor)
+        with torch.no_grad():
+            return cast(DTensor, tensor.detach()).full_tensor().clone()
+
+    @override
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        # No source rank: every rank has the whole and takes its own part.
+        return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
+
+    @override
+    def is_cut(self, name: str, tensor: Tensor) -> bool:
+        return isinstance(tensor, DTensor)
+
+    @override
+    def unreduced(self, name: str) -> Tensor | None:
+        if name not in self._fsdp_parameters:
+            return None
+        return torch_internals.fsdp2_unreduced(self._fsdp_parameters[name])
+
+    @override
+    def reduced(self, name: str) -> Tensor | None:
+        return self.parameters[name].grad
+
+    @override
+    def clear_unreduced(self) -> None:
+        for fsdp_parameter in self._fsdp_parameters.values():
+            torch_internals.fsdp2_clear_unreduced(fsdp_parameter)
+
+    @property
+    @override
+    def syncs_gradients(self) -> bool:
+        return self._syncs
+
+    @override
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.module is None or not self.parameters:
+            return method(*args, **kwargs)
+        with redirected(self.module, method):
+            return self.module(*args, **kwargs)
+
+    @property
+    @override
+    def gradients(self) -> NativeGradients:
+        return NativeGradients(self)
+
+    @property
+    @override
+    def weights(self) -> NativeWeights:
+        return NativeWeights(self)
+
+    @contextmanager
+    @override
+    def no_sync(self) -> Iterator[None]:
+        self._set_syncs(False)
+        try:
+            yield
+        finally:
+            self._set_syncs(True)
+
+    def _set_syncs(self, syncs: bool) -> None:
+        root = cast(FSDPModule, self.module)
+        self._syncs = syncs
+        root.set_requires_gradient_sync(syncs)
+        if not self.plan.reshard_after_backward:
+            root.set_reshard_after_backward(syncs)  # whole until the last micro-batch
+
+    @override
+    def hold_whole(self) -> None:
+        for module in self._units():
+            module.unshard()
+            module.set_reshard_after_forward(False, recurse=False)
+
+    @override
+    def release_whole(self) -> None:
+        for module in self._units():
+            is_root = cast(nn.Module, module) is self.module
+            module.set_reshard_after_forward(
+                bool(self.plan.reshard_after_forward) and not is_root, recurse=False
+            )
+            module.reshard()
+
+    def _units(self) -> Iterator[FSDPModule]:
+        for module in [] if self.module is None else self.module.modules():
+            if isinstance(module, FSDPModule):
+                yield module
+
+
+def merge_tied(units: list[tuple[str, list[nn.Module]]]) -> list[tuple[str, list[nn.Module]]]:
+    """Units in order, those that share a parameter as one."""
+    merged: list[tuple[str, list[nn.Module]]] = []
+    for name, modules in units:
+        mine = {p for module in modules for p in module.parameters()}
+        tied = [u for u in merged if any(p in mine for m in u[1] for p in m.parameters())]
+        # A unit inside this one shares its parameters with it, and keeps them.
+        inner = {m for module in modules for m in module.modules()}
+        tied = [u for u in tied if not all(m in inner for m in u[1])]
+        if not tied:
+            merged.append((name, modules))
+            continue
+        first = merged.index(tied[0])
+        together = [m for _, ms in tied for m in ms] + modules
+        merged[first] = (merged[first][0], list(dict.fromkeys(together)))
+        merged = [u for u in merged if u is merged[first] or u not in tied]
+    return merged
+
+
+def _policy(precision: MixedPrecisionPolicy) -> fsdp.MixedPrecisionPolicy:
+    return fsdp.MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        output_dtype=precision.output_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+    )
+
+
+def _refuse_what_it_cannot(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"parameter {name!r}: FSDP2 shards along the first dimension and takes no scalar. "
+                "Give it the shape (1,), or use scratch_fsdp, which takes any shape."
+            )
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()

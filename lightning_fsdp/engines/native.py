@@ -1,0 +1,392 @@
+"""What the engines over torch's FSDP1 and FSDP2 share: everything but how torch shards.
+
+Both keep a *piece* of each parameter on this rank, and can make the whole of a piece and cut a
+piece from a whole. On these two, and on :class:`~lightning_fsdp.engines.module_form.ModuleForm`,
+everything else is built: state in and out, norms, access.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.core.grad_norm import partial_norm, scale_to_norm, total_norm
+from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.engines import native_state, torch_internals
+from lightning_fsdp.engines.base import (
+    OWNER,
+    Engine,
+    agree_on_module,
+    broadcast_from_rank0,
+    owner_of,
+)
+from lightning_fsdp.engines.module_form import ModuleForm
+
+_WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
+
+LocalHook = Callable[[str, Tensor], None]
+
+
+class NativeEngine(Engine):
+    """Shards with one of torch's own implementations.
+
+    Attributes:
+        parameters: What optimizers hold, by original name: sharded ones, or whole ones after
+            :meth:`make_whole`.
+        shapes: Their original shapes.
+        form: What the module looked like before, while it is sharded.
+        micro_batch: Backwards since the optimizer's last step.
+        keeps_separate: Keep the reduced gradients of each backward apart.
+        separate: Those kept, by micro-batch and name.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    shapes: dict[str, torch.Size]
+
+    def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
+        super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
+        self.parameters, self.shapes = {}, {}
+        self.micro_batch = 0
+        self.local_hooks: dict[int, LocalHook] = OrderedDict()
+        self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
+        self.keeps_separate = False
+        self.separate: dict[int, dict[str, Tensor]] = {}
+        self.form: ModuleForm | None = None
+        self._optimizers: list[Optimizer] = []
+        self._aside: dict[str, Tensor] = {}  # reduced gradients of earlier micro-batches
+        self._is_aside = False
+
+    # -- what torch does --------------------------------------------------------------------------
+
+    @abstractmethod
+    def _shard(
+        self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> dict[str, nn.Parameter]:
+        """Shard the module in place; the parameters that optimizers get, by original name."""
+
+    @abstractmethod
+    def _forget(self) -> None:
+        """Drop what was kept about the sharded module."""
+
+    def _settle(self) -> None:
+        """Bring torch to rest, wherever an exception left it."""
+
+    @abstractmethod
+    def piece(self, tensor: Tensor) -> Tensor:
+        """``(n,)``, this rank's elements of a parameter, of its gradient or of its state."""
+
+    @abstractmethod
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The original shape of a parameter, gradient or state, a fresh copy. Collective."""
+
+    @abstractmethod
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank keeps of a whole tensor of a parameter's shape. No communication."""
+
+    @abstractmethod
+    def is_cut(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor of an optimizer's state belongs to the elements of a parameter."""
+
+    def has_elements(self, name: str) -> bool:
+        """Whether this rank has elements of a parameter, so that its optimizer steps it."""
+        return True
+
+    @abstractmethod
+    def unreduced(self, name: str) -> Tensor | None:
+        """This rank's gradient that waits to be reduced, original shape."""
+
+    @abstractmethod
+    def reduced(self, name: str) -> Tensor | None:
+        """The reduced gradient, as the optimizer gets it."""
+
+    @abstractmethod
+    def clear_unreduced(self) -> None:
+        """Drop the gradients that wait to be reduced."""
+
+    # -- life -------------------------------------------------------------------------------------
+
+    @override
+    def shard(
+        self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
+    ) -> None:
+        agree_on_module(module)
+        native_state.materialize_whole(module)
+        broadcast_from_rank0(module, device)
+        module.zero_grad(set_to_none=True)
+        self.form = ModuleForm(module)
+        self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
+        self.micro_batch, self._aside = 0, {}
+        self._optimizers.clear()
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)
+        _keep_embeddings_in_main_dtype(module, precision)
+        self.parameters = self._shard(module, device, precision) if self.shapes else {}
+        self._watch_local_gradients()
+        module.__dict__[OWNER] = self
+        self._let_clear_everything(module)
+        self.form.seal()
+        self.module = module
+
+    @override
+    def make_whole(self, module: nn.Module) -> None:
+        if owner_of(module) is not self:
+            return
+        assert self.form is not None
+        form, self.form = self.form, None
+        self._settle()
+        self.clear_unreduced()
+        values = {name: self.whole(name, p).cpu() for name, p in self.parameters.items()}
+        torch_internals.forget_sharding(module, form.parameters.values())
+        self._forget()
+        form.restore(values)
+        self._hand_optimizers(form.parameters)
+        self.parameters = form.parameters
+        self.module = None
+
+    def _hand_optimizers(self, originals: Mapping[str, nn.Parameter]) -> None:
+        """Let optimizers hold the module's own parameters, with the state of the sharded ones."""
+        original_of = {id(p): originals[name] for name, p in self.parameters.items()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [original_of.get(id(p), p) for p in group["params"]]
+            moved = {original_of.get(id(p), p): state for p, state in optimizer.state.items()}
+            optimizer.state.clear()
+            optimizer.state.update(moved)
+        self._optimizers.clear()
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def _watch_local_gradients(self) -> None:
+        """See each whole gradient of this rank on its way, at the weight that a forward used.
+
+        In a forward a module holds whole weights, which torch has put there before this hook runs.
+        Gradients of all uses are summed before they come to the weight.
+        """
+        assert self.form is not None
+        for owner, places in self.form.places().items():
+            hook = functools.partial(self._watch_weights, places)
+            owner.register_forward_pre_hook(hook)
+
+    def _watch_weights(self, places: Mapping[str, str], owner: nn.Module, args: Any) -> None:
+        if not self.local_hooks or not torch.is_grad_enabled():
+            return
+        for attribute, name in places.items():
+            weight = getattr(owner, attribute)
+            if weight.requires_grad and not hasattr(weight, _WATCHED):
+                setattr(weight, _WATCHED, True)
+                weight.register_hook(functools.partial(self._on_local, name))
+
+    def _on_local(self, name: str, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()  # hooks may edit it; autograd's own may be shared
+        for hook in list(self.local_hooks.values()):
+            hook(name, gradient)
+        return gradient
+
+    @override
+    def before_backward(self) -> None:
+        self._is_aside = bool(self.reduced_hooks) or self.keeps_separate
+        if self._is_aside and self.syncs_gradients:
+            for name, parameter in self.parameters.items():
+                gradient = self.reduced(name)
+                if gradient is not None:
+                    self._aside[name] = gradient
+                    parameter.grad = None
+
+    @override
+    def after_backward(self) -> None:
+        if self._is_aside and self.syncs_gradients:
+            for name, parameter in self.parameters.items():
+                self._add_to_earlier(name, parameter)
+        self._aside.clear()
+        self._is_aside = False
+        self.micro_batch += 1
+
+    def _add_to_earlier(self, name: str, parameter: nn.Parameter) -> None:
+        gradient, earlier = self.reduced(name), self._aside.pop(name, None)
+        if gradient is None:
+            parameter.grad = earlier
+            return
+        for hook in list(self.reduced_hooks.values()):
+            hook(name, self.piece(gradient))
+        if self.keeps_separate:
+            kept = self.separate.setdefault(self.micro_batch, {})
+            kept[name] = gradient.detach().clone()
+        if earlier is not None:
+            self.piece(gradient).add_(self.piece(earlier))
+
+    @property
+    @abstractmethod
+    def syncs_gradients(self) -> bool:
+        """Whether the next backward reduces."""
+
+    @override
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizers.append(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        self._let_clear_everything(optimizer)
+
+    def _let_clear_everything(self, owner: Any) -> None:
+        """Let ``zero_grad`` of a module or optimizer also drop what waits to be reduced."""
+        zero_grad = owner.zero_grad
+
+        @functools.wraps(zero_grad)
+        def clear_everything(set_to_none: bool = True) -> None:
+            self.clear_unreduced()
+            self.separate.clear()
+            zero_grad(set_to_none)
+
+        owner.__dict__["zero_grad"] = clear_everything
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.refuse_unreduced(self._of(optimizer), "an optimizer step")
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.micro_batch = 0
+
+    def refuse_unreduced(self, names: Iterable[str], what: str) -> None:
+        """Raise where a gradient waits to be reduced.
+
+        Raises:
+            RuntimeError: Names the first one.
+        """
+        for name in names:
+            if self.unreduced(name) is not None:
+                raise RuntimeError(
+                    f"{what}: expected reduced gradients, but that of {name!r} is this rank's own "
+                    f"({self.name}): the last backward did not communicate. Run the last "
+                    "micro-batch outside of no_sync()."
+                )
+
+    def _of(self, optimizer: Optimizer) -> Iterator[str]:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for parameter in _parameters(optimizer):
+            if id(parameter) in names:
+                yield names[id(parameter)]
+
+    @override
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        chosen = [names[id(parameter)] for parameter in parameters]
+        self.refuse_unreduced(chosen, "clip_grad_norm_")
+        present = [g for g in map(self.reduced, chosen) if g is not None]
+        pieces = [self.piece(gradient) for gradient in present]
+        norm = self.norm_of(pieces, norm_type)
+        scale_to_norm(pieces, norm, max_norm)
+        return norm
+
+    def norm_of(self, pieces: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm of pieces of all ranks as one vector; 0-d fp32, equal on all. Collective."""
+        device = next(iter(self.parameters.values())).device
+        return total_norm(self.of_all_ranks(partial_norm(pieces, norm_type, device)), norm_type)
+
+    def of_all_ranks(self, number: Tensor) -> Tensor:
+        """``(W,)``: a 0-d tensor of every rank, in rank order, equal on all. Collective."""
+        every = [torch.empty_like(number) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, number)
+        return torch.stack(every)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    @override
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        return native_state.full_state_dict(self, rank0_only=rank0_only)
+
+    @override
+    def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        native_state.load_full_state_dict(self, state, strict)
+
+    @override
+    def full_optimizer_state_dict(
+        self, optimizer: Optimizer, *, rank0_only: bool = False
+    ) -> dict[str, Any]:
+        names = list(self._of(optimizer))
+        return native_state.full_optimizer_state_dict(self, optimizer, names, rank0_only=rank0_only)
+
+    @override
+    def load_full_optimizer_state_dict(
+        self, optimizer: Optimizer, state: Mapping[str, Any]
+    ) -> None:
+        names = list(self._of(optimizer))
+        native_state.load_full_optimizer_state_dict(self, optimizer, names, state)
+
+
+def steps_inside_forward(module: nn.Module) -> bool:
+    """Whether backward and step run inside ``training_step``, which torch takes for a forward."""
+    return not getattr(module, "automatic_optimization", True)
+
+
+def refuse_own_parameters(module: nn.Module, engine: str) -> None:
+    """Refuse parameters of the root itself where a backward inside its forward cuts them again.
+
+    Raises:
+        NotImplementedError: Names them.
+    """
+    own = [name for name, parameter in module._parameters.items() if parameter is not None]
+    if own:
+        raise NotImplementedError(
+            f"{type(module).__name__}: expected no parameters of its own with manual optimization "
+            f"under {engine}, which shards them at a backward inside training_step, got {own}. Put "
+            "them into one child module, or use scratch_fsdp."
+        )
+
+
+@contextmanager
+def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
+    """Inside, calling the module runs another method in place of forward, with forward's hooks."""
+    missing = object()
+    own = module.__dict__.get("forward", missing)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        put_back()  # the method may call the module's own forward
+        return method(*args, **kwargs)
+
+    def put_back() -> None:
+        if own is missing:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def register(hooks: dict[int, LocalHook], hook: LocalHook) -> RemovableHandle:
+    """Add a hook; the handle takes it off again."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    """Cast what embeddings give back, where autocast would not have touched them.
+
+    Autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and decides that of
+    the whole residual stream; here the gathered weight is of lower precision.
+    """
+    if precision.cast_forward_inputs or precision.param_dtype is None:
+        return  # not a policy for use under autocast
+    for inner in module.modules():
+        if isinstance(inner, nn.Embedding):
+            inner.register_forward_hook(lambda _module, _args, output: output.float())
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

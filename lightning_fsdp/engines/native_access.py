@@ -1,0 +1,285 @@
+"""Gradients and weights by original name under torch's FSDP1 and FSDP2.
+
+The same words as :mod:`lightning_fsdp.core.gradients`. Both of torch's engines show the optimizer a
+piece of the reduced gradient; this rank's own gradients they hide, and are looked up where torch
+keeps them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fsdp.core.gradients import (
+    GradientFunction,
+    GradientSet,
+    GradientState,
+    GradientUnavailable,
+    MicroBatchMode,
+)
+from lightning_fsdp.engines.native import NativeEngine, register
+
+
+class NativeGradient:
+    """The gradient of one parameter, as it is at the moment of asking."""
+
+    def __init__(self, engine: NativeEngine, name: str) -> None:
+        self.name = name
+        self._engine = engine
+
+    def __repr__(self) -> str:
+        return f"NativeGradient({self.name!r}, {self.state})"
+
+    @property
+    def state(self) -> GradientState:
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        if self._engine.unreduced(self.name) is not None:
+            return "local"
+        return "none" if self._engine.reduced(self.name) is None else "reduced"
+
+    def local(self) -> Tensor:
+        """This rank's own gradient: original shape, not divided by anything.
+
+        Raises:
+            GradientUnavailable: There is none, or it was reduced already.
+        """
+        gradient = self._engine.unreduced(self.name)
+        if gradient is None:
+            raise self._unavailable(
+                "local", "see it on its way with on_local(), or keep it with no_sync()"
+            )
+        return gradient.detach().view(self._engine.shapes[self.name])
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's piece of the reduced gradient, ``(n,)``; may be empty.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient.
+        """
+        return self._engine.piece(self.reduced(None))
+
+    def full(self, micro_batch: int | None = None) -> Tensor:
+        """The reduced gradient in its original shape, a fresh copy. Collective.
+
+        Args:
+            micro_batch: Of those kept by ``micro_batches("separate")``.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient, or none of that micro-batch.
+        """
+        return self._engine.whole(self.name, self.reduced(micro_batch))
+
+    def reduced(self, micro_batch: int | None) -> Tensor:
+        """As the optimizer gets it."""
+        if micro_batch is not None:
+            kept = self._engine.separate
+            if self.name not in kept.get(micro_batch, {}):
+                raise self._unavailable(
+                    f"of micro-batch {micro_batch}",
+                    f'run the backwards inside micro_batches("separate") (kept: {sorted(kept)})',
+                )
+            return kept[micro_batch][self.name]
+        gradient = self._engine.reduced(self.name)
+        if gradient is None or self.state != "reduced":
+            raise self._unavailable("reduced", "run a backward that reduces (outside of no_sync())")
+        return gradient
+
+    def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
+        return GradientUnavailable(
+            f"gradient of {self.name!r} ({self._engine.name} engine, rank {dist.get_rank()}): "
+            f"expected the {what} one, got state {self.state!r}. To have it, {cure}."
+        )
+
+
+class NativeGradients(Mapping[str, NativeGradient]):
+    """Gradients by original name."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def names(self) -> list[str]:
+        """Original names of all trainable parameters."""
+        return [name for name, p in self._engine.parameters.items() if p.requires_grad]
+
+    def __getitem__(self, name: str) -> NativeGradient:
+        look_up(self._engine, name)
+        if not self._engine.parameters[name].requires_grad:
+            raise GradientUnavailable(
+                f"gradient of {name!r}: expected a trainable parameter, got one with "
+                "requires_grad=False. Unfreeze it before the forward."
+            )
+        return NativeGradient(self._engine, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole reduced gradient of each parameter that has one. Collective.
+
+        One gradient is whole at a time, unless the caller keeps what is yielded.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        for name in self._present(micro_batch):
+            yield name, self[name].full(micro_batch)
+
+    def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
+        """This rank's pieces of all reduced gradients by name; without ``none``.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        return {
+            name: self._engine.piece(self[name].reduced(micro_batch))
+            for name in self._present(micro_batch)
+        }
+
+    def _present(self, micro_batch: int | None) -> list[str]:
+        if micro_batch is not None:
+            kept = self._engine.separate.get(micro_batch, {})
+            return [name for name in self.names() if name in kept]
+        return [name for name in self.names() if self[name].state != "none"]
+
+    def on_local(self, function: GradientFunction) -> RemovableHandle:
+        """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
+
+        The gradient has the original shape and the compute dtype, and can be edited in place before
+        it is reduced. Seen from the next forward on.
+        """
+        engine = self._engine
+        return register(engine.local_hooks, lambda name, g: function(name, g, engine.micro_batch))
+
+    def on_reduced(self, function: GradientFunction) -> RemovableHandle:
+        """Call ``function(name, shard, micro_batch)`` with each reduced gradient after a backward.
+
+        The shard is this rank's piece, ``(n,)``, before earlier micro-batches are added; it can be
+        edited in place.
+        """
+        engine = self._engine
+        return register(engine.reduced_hooks, lambda name, g: function(name, g, engine.micro_batch))
+
+    @contextlib.contextmanager
+    def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
+        """Choose how the backwards inside accumulate.
+
+        Args:
+            mode: ``sum`` reduces each into the shard; ``separate`` also keeps each apart, until the
+                gradients are cleared.
+
+        Raises:
+            ValueError: There is no such mode.
+            GradientUnavailable: ``local``: torch reduces in a backward only.
+        """
+        if mode not in ("sum", "local", "separate"):
+            raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+        if mode == "local":
+            raise GradientUnavailable(
+                f"micro_batches('local') ({self._engine.name} engine): expected a way to reduce "
+                "when the context ends, but torch reduces in a backward only. Use no_sync() for "
+                "all but the last micro-batch, or the scratch engine."
+            )
+        self._engine.micro_batch = 0
+        self._engine.separate.clear()
+        self._engine.keeps_separate = mode == "separate"
+        try:
+            yield
+        finally:
+            self._engine.keeps_separate = False
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
+
+        Collective.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        return self._engine.norm_of(list(self.shards().values()), norm_type)
+
+    def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
+        """The inner product of two sets of gradients, 0-d fp64, equal on all ranks. Collective.
+
+        Args:
+            a: A micro-batch kept by ``micro_batches("separate")``, shards by name (as of
+                :meth:`shards`), or ``None`` for the gradients themselves.
+            b: Likewise. A name that one of them lacks counts as zero.
+        """
+        first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
+        parts = [
+            torch.dot(first[name].double(), second[name].double())
+            for name in first
+            if name in second and first[name].numel()
+        ]
+        device = next(iter(self._engine.parameters.values())).device
+        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        return self._engine.of_all_ranks(mine.to(device)).sum()
+
+
+class NativeWeight:
+    """One parameter."""
+
+    def __init__(self, engine: NativeEngine, name: str) -> None:
+        self.name = name
+        self._engine = engine
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's piece, ``(n,)``, main dtype, sharing memory; may be empty."""
+        return self._engine.piece(self._engine.parameters[self.name])
+
+    def full(self) -> Tensor:
+        """The whole parameter in its original shape, a fresh copy. Collective."""
+        return self._engine.whole(self.name, self._engine.parameters[self.name])
+
+
+class NativeWeights(Mapping[str, NativeWeight]):
+    """Parameters by original name."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+
+    def names(self) -> list[str]:
+        """Original names."""
+        return list(self._engine.parameters)
+
+    def __getitem__(self, name: str) -> NativeWeight:
+        look_up(self._engine, name)
+        return NativeWeight(self._engine, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self._engine.parameters)
+
+    def full(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value of each parameter, one whole at a time. Collective."""
+        for name in self.names():
+            yield name, self[name].full()
+
+
+def look_up(engine: NativeEngine, name: str) -> Any:
+    """A parameter by original name.
+
+    Raises:
+        KeyError: There is none; the message names similar ones.
+    """
+    if name not in engine.parameters:
+        near = difflib.get_close_matches(name, engine.parameters, n=3)
+        raise KeyError(
+            f"{name!r}: expected the original name of a sharded parameter, such as "
+            f"{near or list(engine.parameters)[:3]}."
+        )
+    return engine.parameters[name]

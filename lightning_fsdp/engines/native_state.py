@@ -1,0 +1,196 @@
+"""Whole state of modules and optimizers out of what torch's engines shard, and back.
+
+One parameter is whole at a time, beside the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fsdp.core.materialize import materialize, meta_buffers
+from lightning_fsdp.core.segment import Site
+from lightning_fsdp.engines.module_form import ModuleForm
+
+_Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
+
+
+class Pieces(Protocol):
+    """What is asked of an engine; see :class:`~lightning_fsdp.engines.native.NativeEngine`."""
+
+    parameters: dict[str, nn.Parameter]
+    shapes: dict[str, torch.Size]
+    form: ModuleForm | None
+
+    def piece(self, tensor: Tensor) -> Tensor:
+        """``(n,)``, this rank's elements."""
+
+    def whole(self, name: str, tensor: Tensor) -> Tensor:
+        """The original shape. Collective."""
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank keeps of a whole tensor."""
+
+    def is_cut(self, name: str, tensor: Tensor) -> bool:
+        """Whether state belongs to a parameter's elements."""
+
+    def has_elements(self, name: str) -> bool:
+        """Whether this rank steps the parameter."""
+
+
+def full_state_dict(engine: Pieces, *, rank0_only: bool) -> dict[str, Any]:
+    """What the module's ``state_dict()`` would be without sharding, on the CPU. Collective."""
+    is_owner = not rank0_only or dist.get_rank() == 0
+    outlines = _outlines(engine)
+    name_of = {id(outline): name for name, outline in outlines.items()}
+    with _form(engine).worn(outlines) as module:
+        state = module.state_dict(keep_vars=True)
+    wholes: dict[str, Tensor] = {}
+    full: dict[str, Any] = {}
+    for key, value in state.items():
+        name = name_of.get(id(value))
+        if name is not None and name not in wholes:
+            whole = engine.whole(name, engine.parameters[name]).cpu()
+            wholes[name] = whole if is_owner else whole.new_empty(0)
+        if name is not None:
+            full[key] = wholes[name]
+        else:
+            full[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return full if is_owner else {}
+
+
+def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool) -> None:
+    """Every rank keeps its pieces of whole tensors that every rank brings."""
+    outlines = _outlines(engine)
+    with _form(engine).worn(outlines) as module:
+        before = dict(module.named_buffers())
+        # Assigned, as an outline has no memory to copy into; then cut.
+        module.load_state_dict(dict(state), strict=strict, assign=True)
+        loaded = dict(module.named_parameters())
+        with torch.no_grad():
+            for name, site in _buffers_of(module):
+                buffer = site.module._buffers[site.name]
+                if name in before and buffer is not None and before[name] is not buffer:
+                    before[name].copy_(buffer)
+                    site.module._buffers[site.name] = before[name]
+    with torch.no_grad():
+        for name, parameter in engine.parameters.items():
+            if name in loaded and loaded[name] is not outlines[name]:
+                mine = engine.piece(engine.cut(name, loaded[name].to(parameter.device)))
+                engine.piece(parameter).copy_(mine)
+
+
+def full_optimizer_state_dict(
+    engine: Pieces, optimizer: Optimizer, names: Sequence[str], *, rank0_only: bool
+) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` would be without sharding, on the CPU. Collective.
+
+    Args:
+        engine: Has sharded the parameters.
+        optimizer: Over all or some of them.
+        names: Of its parameters, in its order.
+        rank0_only: Other ranks take part and get the groups alone.
+    """
+    is_owner = not rank0_only or dist.get_rank() == 0
+    state_dict: dict[str, Any] = optimizer.state_dict()
+    full: dict[int, dict[str, Any]] = {}
+    for index, kinds in _kinds_on_any_rank(engine, state_dict["state"], names).items():
+        name, mine = names[index], state_dict["state"].get(index, {})
+        values: dict[str, Any] = {}
+        for key, (dtype, value) in kinds.items():
+            if dtype is not None:
+                # Nobody steps what has no element on this rank, so that it may have no state.
+                none = engine.parameters[name].new_empty(0, dtype=dtype)
+                value = engine.whole(name, mine.get(key, none))
+            values[key] = value.cpu() if isinstance(value, Tensor) else value
+        if is_owner:
+            full[index] = values
+    return {**state_dict, "state": full}
+
+
+def _kinds_on_any_rank(
+    engine: Pieces, state: Mapping[int, Mapping[str, Any]], names: Sequence[str]
+) -> _Kinds:
+    """Entries of state that some rank has: the dtype of those cut over the ranks, or a value.
+
+    Values (counts of steps) are those of a rank with elements, where they are kept up to date.
+    """
+    mine: _Kinds = {}
+    of_none: _Kinds = {}
+    for index, values in state.items():
+        where = mine if engine.has_elements(names[index]) else of_none
+        for key, value in values.items():
+            is_cut = isinstance(value, Tensor) and engine.is_cut(names[index], value)
+            kind = (value.dtype, None) if is_cut else (None, value)
+            where.setdefault(index, {})[key] = kind
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (of_none, mine))
+    merged: _Kinds = {}
+    for kinds in (*(without for without, _ in every), *(with_some for _, with_some in every)):
+        for index, of_parameter in kinds.items():
+            merged.setdefault(index, {}).update(of_parameter)
+    return dict(sorted(merged.items()))
+
+
+def load_full_optimizer_state_dict(
+    engine: Pieces, optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any]
+) -> None:
+    """Every rank keeps its pieces of a state that every rank brings."""
+    mine: dict[Any, Any] = {}
+    for index, values in state["state"].items():
+        mine[index] = {key: cut_state(engine, names[index], v) for key, v in values.items()}
+    optimizer.load_state_dict({**state, "state": mine})
+
+
+def cut_state(engine: Pieces, name: str, value: Any) -> Any:
+    """One entry of an optimizer's state as this rank keeps it; what is not whole stays."""
+    if isinstance(value, Tensor) and value.dim() and value.shape == engine.shapes[name]:
+        return engine.cut(name, value.to(engine.parameters[name].device))
+    return value
+
+
+def materialize_whole(module: nn.Module) -> None:
+    """Give values to what is on the meta device: whole, on the CPU, as torch shards only those."""
+    owners = list(module.modules())
+    sites: dict[Tensor, list[Site]] = {}
+    for owner in owners:
+        for name, held in owner._parameters.items():
+            if held is not None and held.is_meta:
+                sites.setdefault(held, []).append(Site(owner, name))
+    if not sites and not meta_buffers(module):
+        return
+    values: dict[Tensor, Tensor] = {}
+    result = materialize(module, [sites], lambda p, whole: values.update({p: whole.clone()}))
+    for parameter, value in values.items():
+        real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+        real.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
+    for owner in owners:
+        for name, buffer in owner._buffers.items():
+            if buffer in result.buffers:
+                owner._buffers[name] = result.buffers[buffer]
+
+
+def _form(engine: Pieces) -> ModuleForm:
+    assert engine.form is not None, "there is a module between setup and teardown"
+    return engine.form
+
+
+def _outlines(engine: Pieces) -> dict[str, nn.Parameter]:
+    """Parameters of the original shapes without memory."""
+    outlines = {}
+    for name, parameter in engine.parameters.items():
+        empty = torch.empty(engine.shapes[name], dtype=parameter.dtype, device="meta")
+        outlines[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    return outlines
+
+
+def _buffers_of(root: nn.Module) -> Iterator[tuple[str, Site]]:
+    for prefix, module in root.named_modules():
+        for name in module._buffers:
+            yield f"{prefix}.{name}" if prefix else name, Site(module, name)

@@ -1,0 +1,128 @@
+"""Every private name of torch's FSDP1 and FSDP2 that the engines use, one each, with the reason.
+
+Checked against torch 2.13. A name that goes away is to be replaced here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _composable_state
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.optim import Optimizer
+
+
+def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let torch shard these again: FSDP2 refuses a known module, FSDP1 a marked parameter."""
+    for module in root.modules():
+        _composable_state._module_state_mapping.pop(module, None)
+    for parameter in parameters:
+        for mark in ("_fsdp_flattened", "_fsdp_orig_uid"):
+            parameter.__dict__.pop(mark, None)
+
+
+def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
+    """FSDP2's sharded parameters and its own object for each, where unreduced gradients are."""
+    seen = set()
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for fsdp_parameter in group.fsdp_params:
+                if id(fsdp_parameter) not in seen:
+                    seen.add(id(fsdp_parameter))
+                    yield fsdp_parameter.sharded_param, fsdp_parameter
+
+
+def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
+    """The gradient of backwards without communication: in one of two places, by dtype."""
+    accumulated: Tensor | None = fsdp_parameter.unsharded_accumulated_grad
+    if accumulated is not None:
+        return accumulated
+    unsharded = getattr(fsdp_parameter, "_unsharded_param", None)  # from the first gather on
+    return None if unsharded is None else unsharded.grad
+
+
+def fsdp2_clear_unreduced(fsdp_parameter: Any) -> None:
+    """FSDP2 offers no way; left there, the gradient is added to the next step's."""
+    fsdp_parameter.unsharded_accumulated_grad = None
+    unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
+    if unsharded is not None:
+        unsharded.grad = None
+
+
+def fsdp1_flat_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, list[nn.Parameter]]]:
+    """FSDP1's flat parameters, and the original ones that each is made of."""
+    for root in roots:
+        for module in FullyShardedDataParallel.fsdp_modules(root):
+            if module._handle is not None:
+                flat = module._handle.flat_param
+                yield flat, list(flat._params or ())
+
+
+def fsdp1_holds_unreduced(flat: Any) -> bool:
+    """Whether a flat gradient is whole: that of a backward without communication."""
+    if flat.grad is None or flat._unpadded_unsharded_size == flat._sharded_size:
+        return False
+    return bool(flat.grad.size() == flat._unpadded_unsharded_size)
+
+
+@contextmanager
+def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
+    modules = [m for root in roots for m in FullyShardedDataParallel.fsdp_modules(root)]
+    handles: dict[FullyShardedDataParallel, Any] = {m: m._handle for m in modules}
+    sharded = {m: h for m, h in handles.items() if h is not None and h.uses_sharded_strategy}
+    before = {handle: handle._sharding_strategy for handle in sharded.values()}
+    for module, handle in sharded.items():
+        handle._sharding_strategy = HandleShardingStrategy.SHARD_GRAD_OP
+        module._unshard(async_op=False)
+    try:
+        yield
+    finally:
+        for handle, strategy in before.items():
+            handle._sharding_strategy = strategy
+            handle.reshard(True)
+            handle._prefetched = False
+
+
+def fsdp1_reshard(roots: Iterable[nn.Module]) -> None:
+    """Bring every parameter back to this rank's piece, also after an exception in a forward."""
+    for root in roots:
+        for module in FullyShardedDataParallel.fsdp_modules(root):
+            handle: Any = module._handle
+            if handle is None or not handle.uses_sharded_strategy:
+                continue
+            if hasattr(handle.flat_param, "_local_shard"):  # since the first forward
+                handle.reshard(True)
+
+
+class AgreeingGradScaler(torch.amp.GradScaler):
+    """torch's scaler, where gradients are this rank's pieces: inf on any rank counts on all.
+
+    torch's own ``ShardedGradScaler`` keeps what it found in a shape that fused optimizers refuse.
+    """
+
+    @classmethod
+    def of(cls, scaler: torch.amp.GradScaler, device: torch.device) -> AgreeingGradScaler:
+        """With the settings of another one."""
+        agreeing = cls(device.type, enabled=scaler.is_enabled())
+        agreeing.load_state_dict(scaler.state_dict())
+        return agreeing
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """As torch's; a rank without any gradient takes part. Collective."""
+        super().unscale_(optimizer)
+        found: dict[torch.device, Tensor]
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if self._enabled:
+            device = torch.device(self._device)
+            found.setdefault(device, torch.zeros((), device=device))
+            for found_inf in found.values():
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX)
