@@ -110,13 +110,15 @@ def test_a_registered_method_gathers_trains_and_passes_its_arguments():
 
 def _register_wrong(rank, world_size, name):
     model = fully_shard(mlp())
+    model.of_the_object = lambda inputs: model(inputs)
     register_forward_method(nn.Linear(2, 2) if name == "forward of a stranger" else model, name)
 
 
-@pytest.mark.parametrize("name", ["no_such_method", "scale"])
+@pytest.mark.parametrize("name", ["no_such_method", "scale", "of_the_object"])
 def test_registering_what_is_no_method_is_refused(name):
     for error in errors_on_ranks(_register_wrong, 1, name):
         assert error is not None
+        assert error.type_name == "ValueError"
         assert name in error.message
 
 

@@ -5,6 +5,7 @@ disagree get the error before any data moves; a test that hangs fails.
 """
 
 import io
+import time
 import warnings
 
 import pytest
@@ -461,6 +462,41 @@ def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout(h
         _disagree_in_order, 2, 2, how, timeout_s=AT_ONCE_S + 5, group_timeout_s=5.0
     )
     assert_errors(errors, "RuntimeError", "rank 1")
+
+
+COLLECTIVES = {
+    "norm of gradients": lambda model: model.clip_grad_norm_(1.0),
+    "dot of gradients": lambda model: gradients(model).dot(None),
+    "full_tensor of 'head.weight'": lambda model: model.head.weight.full_tensor(),
+    "GradScaler's search for inf": lambda model: _unscale(model),
+    "end of a backward": lambda model: _ask_who_used(model),
+}
+
+
+def _unscale(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+def _ask_who_used(model):
+    control = model.head.weight.spec.communicator.control
+    control.any_rank(torch.zeros(1, dtype=torch.uint8))()
+
+
+def _enter_alone(rank, world_size, what):
+    model = shard_model(causal_lm())
+    lm_loss(model, token_batch(0, 0, rank)).backward()
+    if rank == 1:
+        time.sleep(4)  # past the group's timeout
+        return
+    with pytest.raises(RuntimeError, match=rf"^{what} \(rank 0 of 2\): expected every rank"):
+        COLLECTIVES[what](model)
+
+
+@pytest.mark.parametrize("what", COLLECTIVES)
+def test_a_collective_that_another_rank_does_not_enter_names_itself(what):
+    run_on_ranks(_enter_alone, 2, what, group_timeout_s=2.0)
 
 
 # --- optimizers ---

@@ -66,7 +66,11 @@ class ControlGroup:
         work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
         def answer() -> torch.Tensor:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                intention = "ask which parameters any rank has used"
+                raise self._absence("end of a backward", intention) from error
             return flags.bool()
 
         return answer
@@ -96,17 +100,20 @@ class ControlGroup:
         try:
             torch_internals.all_gather_single(digests, mine, group=group)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
-                f"here within {self._timeout}, but at least one did not: it does something else, "
-                f"waits elsewhere or has ended. This rank was about to: {statement}. Make all "
-                "ranks run the same units in the same order."
-            ) from error
+            raise self._absence(occasion, statement) from error
         if bool((digests == digests[0]).all()):
             return
         statements: list[str | None] = [None] * self.world_size
         dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+    def _absence(self, occasion: str, intention: str) -> RuntimeError:
+        return RuntimeError(
+            f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
+            f"here within {self._timeout}, but at least one did not: it does something else, "
+            f"waits elsewhere or has ended. This rank was about to: {intention}. Make all "
+            "ranks run the same units in the same order."
+        )
 
 
 def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:

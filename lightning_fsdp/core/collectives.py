@@ -352,13 +352,21 @@ class Communicator:
         works = [(work, "every replica")]
         return Pending(what, works, lambda: shard.div_(self.num_replicas), keeps=(shard,))
 
-    def all_gather_slices(self, mine: Tensor) -> Tensor:
-        """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous."""
+    def all_gather_slices(self, mine: Tensor, what: str) -> Tensor:
+        """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous.
+
+        Args:
+            mine: ``(n,)``, the same ``n`` on every rank.
+            what: The operation, for the message if it fails.
+        """
         rows = mine.new_empty(self.world_size, mine.numel())
         if self.world_size == 1:
-            rows[0].copy_(mine)
-        elif mine.numel():
-            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=self.group)
+            return rows.copy_(mine)
+        if mine.numel():
+            work = torch_internals.all_gather_single(
+                rows.view(-1), mine.contiguous(), group=self.group, async_op=True
+            )
+            Pending(f"{what} {self._where}", [(work, "every rank")], lambda: rows).wait()
         return rows
 
     def _exchange(

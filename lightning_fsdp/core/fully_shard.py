@@ -199,12 +199,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: expected a sharded module, got {type(module).__name__}. "
             "Call fully_shard first."
         )
-    method = getattr(module, name, None)
-    if not callable(method):
+    function = getattr(type(module), name, None)
+    if not callable(function):
         raise ValueError(
-            f"register_forward_method: expected a method of {type(module).__name__}, got {name!r}."
+            f"register_forward_method: expected a method of {type(module).__name__}, got {name!r}. "
+            "Define it in the class; a function set on the object alone is not bound to it."
         )
-    function = getattr(type(module), name)
 
     @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ def global_norm(
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        parts = communicator.all_gather_slices(parts).view(-1)
+        parts = communicator.all_gather_slices(parts, "norm of gradients").view(-1)
     parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
     return total_norm(parts, norm_type).to(home)
 

@@ -373,7 +373,7 @@ class Gradients(_ByName, Mapping[str, Gradient]):
         ]
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        return communicator.all_gather_slices(mine.to(device).view(1)).sum()
+        return communicator.all_gather_slices(mine.to(device).view(1), "dot of gradients").sum()
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._parameters.items()}

@@ -144,6 +144,11 @@ class Schedule:
             self._after_forward(unit)
         self._drop_prefetched(expected=None)
 
+    def interrupt(self) -> None:
+        """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
+        if self._step.depth > 0 and not torch_internals.is_in_backward():
+            self._recover("a forward")
+
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
         running = self._step.running.get(unit)

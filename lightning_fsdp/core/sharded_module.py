@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Self, cast
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core import optimizer_guard
+from lightning_fsdp.core import optimizer_guard, torch_internals
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.unit import Unit
@@ -60,6 +60,17 @@ class UnshardHandle:
 
 class ShardedModule(nn.Module):
     """Mixed into the class of every module that was sharded."""
+
+    @torch_internals.skip_in_compiling
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``nn.Module.__call__``; a Ctrl-C inside leaves the schedule as an error does."""
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception:
+            raise  # torch has called the forward hook
+        except BaseException:  # after a KeyboardInterrupt it does not
+            self._hooks().schedule.interrupt()
+            raise
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit ahead of its forward.

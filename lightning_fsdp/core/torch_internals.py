@@ -14,13 +14,16 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
@@ -37,6 +40,15 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 # Runs a function as it is inside a compiled caller. ``torch.compiler.disable`` does the same, but
 # imports the compiler at once, which takes seconds.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
+
+
+def skip_in_compiling(function: _Function) -> _Function:
+    """Let the compiler pass over a function, as over ``nn.Module.__call__``, to what it calls."""
+    # As ``torch._dynamo.eval_frame.skip_code``, whose module takes seconds to import.
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, default)  # of the function, of what it calls
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def profiled(step: str, name: str) -> AbstractContextManager[Any]:

@@ -178,10 +178,12 @@ def optimizer_steps_once() -> None:
     def only_once(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def wrapped(self: Optimizer, closure: Any = None) -> Any:
-            if self in have_stepped:
+            on_lists = isinstance(self, torch_internals.OptimizerOnLists)
+            optimizer = self._optimizer if on_lists else self  # else another at every step
+            if optimizer in have_stepped:
                 return None
-            if _has_sharded(_parameters_of(self)):
-                have_stepped.add(self)
+            if _has_sharded(_parameters_of(optimizer)):
+                have_stepped.add(optimizer)
             return step(self, closure)
 
         return wrapped
