@@ -241,6 +241,30 @@ def test_synced_and_unsynced_micro_batches_mix():
     run_on_ranks(_reduced_then_local, 2)
 
 
+def _freeze_between(rank, world_size, plan):
+    model, reference = shard_model(mlp(), PLANS[plan]), mlp()
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    for each in range(world_size):
+        (mlp_loss(reference, mlp_batch(0, 0, each)) / world_size).backward()
+    frozen = next(iter(dict(reference.named_parameters())))
+    for each in (model, reference):
+        each.get_parameter(frozen).requires_grad_(False)
+    mlp_loss(model, mlp_batch(0, 1, rank)).backward()
+    for each in range(world_size):
+        (mlp_loss(reference, mlp_batch(0, 1, each)) / world_size).backward()
+    assert_same_tensors(
+        {name: whole(p.grad) for name, p in model.named_parameters()},
+        {name: whole(p.grad) for name, p in reference.named_parameters()},
+        atol=1e-7,
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_parameter_frozen_between_micro_batches_keeps_the_gradient_that_it_has(plan):
+    run_on_ranks(_freeze_between, 2, plan)
+
+
 # Which ranks use ``bonus``, by step and micro-batch.
 USERS = [[{0}, {1}], [{0}, set()], [set(), {1}], [set(), set()], [{0, 1}, set()]]
 

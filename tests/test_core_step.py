@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import shard_model
+from lightning_fsdp import full_optimizer_state_dict, shard_model
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.ranks import run_on_ranks
@@ -220,3 +220,26 @@ def _derived(rank, world_size):
 
 def test_an_optimizer_derived_from_a_known_one_is_not_given_slices():
     run_on_ranks(_derived, 2)
+
+
+def _set_by_hand(rank, world_size):
+    """Whole state put in place of sharded state between steps counts, and is saved whole."""
+    model, reference = shard_model(mlp()), mlp()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        mlp_loss(model, mlp_batch(step, 0, rank)).backward()
+        for each in range(world_size):
+            (mlp_loss(reference, mlp_batch(step, 0, each)) / world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:  # the state was looked through before
+            for each, optimizer in zip((model, reference), optimizers, strict=True):
+                for parameter in each.parameters():
+                    optimizer.state[parameter]["exp_avg"] = torch.ones(parameter.shape)
+    found, expected = full_optimizer_state_dict(optimizers[0]), optimizers[1].state_dict()
+    torch.testing.assert_close(found["state"], expected["state"])
+
+
+def test_state_set_by_hand_is_that_of_all_ranks():
+    run_on_ranks(_set_by_hand, 2)

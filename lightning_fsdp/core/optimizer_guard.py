@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import warnings
 import weakref
 from typing import Any
@@ -40,8 +41,11 @@ _NEEDS_WHOLE_TENSORS = {
 }
 
 _warned: set[type[Optimizer]] = set()
-# Per optimizer, its state and the number of parameters with some, when it was last looked through.
-_states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[Any, int]] = weakref.WeakKeyDictionary()
+# Per optimizer, which state it had when that was last looked through, and its entries: how many,
+# and how many of them sharded.
+_states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = (
+    weakref.WeakKeyDictionary()
+)
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
@@ -101,20 +105,26 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
 
 
 def _shard_whole_state(optimizer: Optimizer) -> None:
-    """Slice state that was allocated before sharding, or loaded as whole tensors.
-
-    Entries come with a parameter's first step, all at once, or in another ``state`` by loading one.
-    """
-    seen, num_seen = _states_seen.get(optimizer, (None, 0))
-    if seen is optimizer.state and num_seen == len(optimizer.state):
+    """Slice state that was allocated before sharding, loaded as whole tensors, or set by hand."""
+    if _states_seen.get(optimizer) == _summary(optimizer):
         return
-    _states_seen[optimizer] = optimizer.state, len(optimizer.state)
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, ShardedTensor):
             continue
         for key, value in state.items():
             if type(value) is not ShardedTensor and key not in SCALARS:
                 state[key] = slice_state(parameter, key, value)
+    _states_seen[optimizer] = _summary(optimizer)
+
+
+def _summary(optimizer: Optimizer) -> tuple[int, int, int]:
+    kinds = list(
+        map(type, itertools.chain.from_iterable(map(_values_of, optimizer.state.values())))
+    )
+    return id(optimizer.state), len(kinds), kinds.count(ShardedTensor)
+
+
+_values_of = operator.methodcaller("values")
 
 
 def _check_class(optimizer: Optimizer, example: ShardedTensor) -> None:

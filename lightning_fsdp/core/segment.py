@@ -110,6 +110,7 @@ class Segment:
             in_pieces=communicator.takes_pieces,
         )
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
+        self._trained = list(self._trains)  # and whether it did so since the last reduction
         self._hooked: set[int] = set()  # slots whose leaf has its gradient hook
         self._holders: set[object] = set()
         self._gather: Pending | None = None
@@ -170,6 +171,7 @@ class Segment:
         if trains != self._trains[slot]:
             leaf.requires_grad_(trains)
             self._trains[slot] = trains
+        self._trained[slot] |= trains
         if trains and slot not in self._hooked:
             torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
             self._hooked.add(slot)
@@ -178,8 +180,11 @@ class Segment:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter required a gradient when it was last computed with."""
-        return any(self._trains)
+        """Whether any parameter was computed with and required a gradient since the last reduction.
+
+        One that was frozen meanwhile keeps the gradient that it has, as in torch.
+        """
+        return any(self._trained)
 
     @property
     def has_local_gradients(self) -> bool:
@@ -274,12 +279,13 @@ class Segment:
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = self._reduction.wait().to(self.shard.dtype)
             self._reduction = None
-            for trains, parameter in zip(self._trains, self.parameters, strict=True):
-                if trains:
+            for has_trained, parameter in zip(self._trained, self.parameters, strict=True):
+                if has_trained:
                     local = parameter.spec.part_of(shard)
                     for hook in tuple(self.reduced_hooks.values()):
                         hook(parameter, local)
                     self._accumulate(parameter, ShardedTensor(local, parameter.spec))
+        self._trained = list(self._trains)
         self._step(GradientState.REDUCED)
         if self.has_local_gradients:  # they came meanwhile
             self._enter_local()
