@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
     from lightning_fsdp.core.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.gradients import gradients as gradients
-    from lightning_fsdp.core.gradients import weights as weights
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
+    from lightning_fsdp.core.weights import weights as weights
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
@@ -56,7 +56,7 @@ _HOME = {
     "load_full_state_dict": "core.checkpoint",
     "register_forward_method": "core.fully_shard",
     "shard_model": "core.fully_shard",
-    "weights": "core.gradients",
+    "weights": "core.weights",
 }
 
 __all__ = [

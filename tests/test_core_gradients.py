@@ -117,7 +117,7 @@ def _hooks(rank, world_size):
         local = {name: t for (name, micro), t in seen_local.items() if micro == micro_batch}
         assert_same_tensors(local, expected, atol=task.atol, what="on_local")
         mean = _mean_gradients(task, 0, micro_batch, world_size)
-        for name, shard in g._parameters.items():
+        for name, shard in g.parameters.items():
             piece = shard.spec.slice_of(mean[name])
             torch.testing.assert_close(
                 seen_reduced[name, micro_batch], piece, rtol=0, atol=task.atol

@@ -1,4 +1,4 @@
-"""Access to gradients and weights by original name, at any time.
+"""Access to gradients by original name, at any time.
 
     g = gradients(module)
     g["h.0.weight"].state      none: nothing yet; local: this rank's own, not reduced; reduced
@@ -14,7 +14,6 @@ gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
@@ -23,11 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fsdp.core.access import ByName, schedules_in
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grad_norm import global_norm
-from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import GradientHook, Segment
-from lightning_fsdp.core.sharded_module import hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -139,91 +137,7 @@ class Gradient:
         )
 
 
-class Weight:
-    """One parameter."""
-
-    def __init__(self, name: str, parameter: ShardedTensor) -> None:
-        self.name = name
-        self._parameter = parameter
-
-    @property
-    def shard(self) -> Tensor:
-        """This rank's slice, ``(n,)``, main dtype, sharing memory; may be empty."""
-        return self._parameter.to_local().detach()
-
-    def full(self) -> Tensor:
-        """The whole parameter in its original shape, a fresh copy. Collective."""
-        return self._parameter.full_tensor()
-
-
-class _ByName:
-    """The sharded parameters of a module by name, and the segments that they belong to."""
-
-    def __init__(self, module: nn.Module, what: str) -> None:
-        self._module = module
-        self._parameters = _sharded_parameters(module, what)
-
-    def segments(self) -> dict[Segment, list[str]]:
-        """The names of each segment, in order."""
-        segments: dict[Segment, list[str]] = {}
-        for name, parameter in self._parameters.items():
-            reference = parameter.spec.segment
-            segment = None if reference is None else reference()
-            assert segment is not None, "a parameter's segment lives as long as its unit"
-            segments.setdefault(segment, []).append(name)
-        return segments
-
-    def _stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather slices one segment at a time, one collective each."""
-        for segment, names in self.segments().items():
-            present = [name for name in names if name in shards]
-            if not present:
-                continue
-            layout, communicator = segment.layout, segment.communicator
-            home = segment.home
-            region = segment.shard.new_zeros(layout.numel, device=home.compute_device)
-            start, _ = layout.shard_range(communicator.rank)
-            for name in present:
-                slot = self._parameters[name].spec.slot
-                offset = start + layout.offset_in_shard(slot, communicator.rank)
-                home.to_device(shards[name].detach(), region[offset:][: shards[name].numel()])
-            region = home.to_host(
-                communicator.gather(region, segment.name).wait(), may_pin=False
-            ).wait()
-            for name in present:
-                slot = self._parameters[name].spec.slot
-                whole = region[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                if name == present[-1]:  # the caller holds it while the next segment is gathered
-                    whole = whole.clone()
-                    del region
-                yield name, whole
-
-
-class Weights(_ByName, Mapping[str, Weight]):
-    """Parameters by original name. Made by :func:`weights`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, "weights")
-
-    def names(self) -> list[str]:
-        """Original names, as seen from the module that was given."""
-        return list(self._parameters)
-
-    def __getitem__(self, name: str) -> Weight:
-        return Weight(name, _look_up(self._parameters, name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def full(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of each parameter, one segment whole at a time. Collective."""
-        yield from self._stream({name: p.to_local() for name, p in self._parameters.items()})
-
-
-class Gradients(_ByName, Mapping[str, Gradient]):
+class Gradients(ByName, Mapping[str, Gradient]):
     """Gradients by original name. Made by :func:`gradients`."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -231,10 +145,10 @@ class Gradients(_ByName, Mapping[str, Gradient]):
 
     def names(self) -> list[str]:
         """Original names of all trainable parameters, as seen from the module that was given."""
-        return [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
 
     def __getitem__(self, name: str) -> Gradient:
-        parameter = _look_up(self._parameters, name)
+        parameter = self.look_up(name)
         if not parameter.requires_grad:
             raise GradientUnavailable(
                 f"gradient of {name!r}: expected a trainable parameter, got one with "
@@ -256,7 +170,7 @@ class Gradients(_ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
         """
-        yield from self._stream(self.shards(micro_batch))
+        yield from self.stream(self.shards(micro_batch))
 
     def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
         """This rank's slices of all reduced gradients by name, sharing memory; without ``none``.
@@ -271,8 +185,8 @@ class Gradients(_ByName, Mapping[str, Gradient]):
                 continue
             if micro_batch is None or gradient.state == "local":
                 shards[name] = gradient.shard
-            elif micro_batch in _kept(self._parameters[name]):
-                shards[name] = _kept(self._parameters[name])[micro_batch].to_local()
+            elif micro_batch in _kept(self.parameters[name]):
+                shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
         return shards
 
     def on_local(self, function: GradientFunction) -> Handle:
@@ -337,7 +251,7 @@ class Gradients(_ByName, Mapping[str, Gradient]):
         try:
             yield
             if mode == "local":
-                for schedule in _schedules_in(self._module):
+                for schedule in schedules_in(self.module):
                     schedule.reduce_waiting()
         finally:
             for unit, syncs in before.items():
@@ -376,7 +290,7 @@ class Gradients(_ByName, Mapping[str, Gradient]):
         return communicator.all_gather_slices(mine.to(device).view(1), "dot of gradients").sum()
 
     def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self._parameters.items()}
+        return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def _sharded(self) -> list[Tensor]:
         gradients = (self[name] for name in self.names())
@@ -384,11 +298,11 @@ class Gradients(_ByName, Mapping[str, Gradient]):
 
     def _units(self) -> Iterator[Unit]:
         segments = self.segments()
-        for schedule in _schedules_in(self._module):
+        for schedule in schedules_in(self.module):
             yield from (u for u in schedule.units if not segments.keys().isdisjoint(u.segments))
 
     def _communicator(self) -> Communicator:
-        return next(iter(self._parameters.values())).spec.communicator
+        return next(iter(self.parameters.values())).spec.communicator
 
 
 def gradients(module: nn.Module) -> Gradients:
@@ -398,52 +312,6 @@ def gradients(module: nn.Module) -> Gradients:
         ValueError: Nothing in the module is sharded.
     """
     return Gradients(module)
-
-
-def weights(module: nn.Module) -> Weights:
-    """Access to the parameters of a module with sharded parameters inside.
-
-    Raises:
-        ValueError: Nothing in the module is sharded.
-    """
-    return Weights(module)
-
-
-def _sharded_parameters(module: nn.Module, what: str) -> dict[str, ShardedTensor]:
-    """Sharded parameters by name; also while their unit computes and leaves stand for them."""
-    computing = {
-        id(leaf): parameter
-        for schedule in _schedules_in(module)
-        for unit in schedule.units
-        for segment in unit.segments
-        for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True)
-    }
-    found = {}
-    for name, parameter in module.named_parameters():
-        sharded = computing.get(id(parameter), parameter)
-        if isinstance(sharded, ShardedTensor):
-            found[name] = sharded
-    if not found:
-        raise ValueError(
-            f"{what}: expected a module with sharded parameters, got {type(module).__name__} "
-            "without any. Call fully_shard or shard_model first."
-        )
-    return found
-
-
-def _schedules_in(module: nn.Module) -> list[Schedule]:
-    hooks = (hooks_of(inner) for inner in module.modules())
-    return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
-
-
-def _look_up(parameters: Mapping[str, ShardedTensor], name: str) -> ShardedTensor:
-    if name not in parameters:
-        near = difflib.get_close_matches(name, parameters, n=3)
-        raise KeyError(
-            f"{name!r}: expected the original name of a sharded parameter, such as "
-            f"{near or list(parameters)[:3]}."
-        )
-    return parameters[name]
 
 
 def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:

@@ -8,15 +8,14 @@ keeps them.
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fsdp.core.access import unknown
 from lightning_fsdp.core.gradients import (
     GradientFunction,
     GradientSet,
@@ -110,7 +109,8 @@ class NativeGradients(Mapping[str, NativeGradient]):
         return [name for name, p in self._engine.parameters.items() if p.requires_grad]
 
     def __getitem__(self, name: str) -> NativeGradient:
-        look_up(self._engine, name)
+        if name not in self._engine.parameters:
+            raise unknown(name, self._engine.parameters)
         if not self._engine.parameters[name].requires_grad:
             raise GradientUnavailable(
                 f"gradient of {name!r}: expected a trainable parameter, got one with "
@@ -255,7 +255,8 @@ class NativeWeights(Mapping[str, NativeWeight]):
         return list(self._engine.parameters)
 
     def __getitem__(self, name: str) -> NativeWeight:
-        look_up(self._engine, name)
+        if name not in self._engine.parameters:
+            raise unknown(name, self._engine.parameters)
         return NativeWeight(self._engine, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -268,18 +269,3 @@ class NativeWeights(Mapping[str, NativeWeight]):
         """Name and whole value of each parameter, one whole at a time. Collective."""
         for name in self.names():
             yield name, self[name].full()
-
-
-def look_up(engine: NativeEngine, name: str) -> Any:
-    """A parameter by original name.
-
-    Raises:
-        KeyError: There is none; the message names similar ones.
-    """
-    if name not in engine.parameters:
-        near = difflib.get_close_matches(name, engine.parameters, n=3)
-        raise KeyError(
-            f"{name!r}: expected the original name of a sharded parameter, such as "
-            f"{near or list(engine.parameters)[:3]}."
-        )
-    return engine.parameters[name]

@@ -16,10 +16,11 @@ from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core import checkpoint
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.gradients import gradients, weights
+from lightning_fsdp.core.gradients import gradients
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.weights import weights
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
 from lightning_fsdp.engines.undo import give_back
