@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, ScratchFSDPStrategy
+from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from tests.support.counting import CollectiveCounter
 from tests.support.trainer import (
     SHARDED,
@@ -29,6 +31,7 @@ from tests.support.trainer import (
     on_trainer_ranks,
     seeded,
     weights_of,
+    with_options,
 )
 
 
@@ -165,9 +168,7 @@ def test_accumulation_skips_communication_unless_told_to_sum(tmp_path):
 
 
 def _accumulate_by_sum(strategy, folder, rank):
-    if strategy != "ddp":
-        strategy = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), accumulation="sum")
-    return _accumulate(strategy, folder, rank)
+    return _accumulate(with_options(strategy, accumulation="sum"), folder, rank)
 
 
 def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
@@ -177,14 +178,11 @@ def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
 # -- offloading ------------------------------------------------------------------------------------
 
 
-def _offloaded(strategy, folder, rank):
+def _offloaded(strategy, folder, rank, **options):
     """Two fits, the second from the first one's checkpoint."""
     for max_epochs in (1, 2):
-        each = strategy
-        if strategy != "ddp":
-            each = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), cpu_offload=True)
         trainer, model = _fit(
-            each,
+            with_options(strategy, cpu_offload=True, **options),
             folder,
             seeded(_Adamw),
             ckpt_path=folder / "first.ckpt" if max_epochs == 2 else None,
@@ -194,6 +192,10 @@ def _offloaded(strategy, folder, rank):
         )
         trainer.save_checkpoint(folder / "first.ckpt")
     return _outcome(trainer, model)
+
+
+def _offloaded_with_sums(strategy, folder, rank):
+    return _offloaded(strategy, folder, rank, accumulation="sum")
 
 
 def _offloads(rank, world_size, folder):
@@ -208,8 +210,32 @@ def _offloads(rank, world_size, folder):
     return seen
 
 
-def test_an_offloaded_run_and_its_checkpoint_are_those_of_ddp(tmp_path):
-    assert_like_ddp(_offloaded, tmp_path)
+@pytest.mark.parametrize("scenario", [_offloaded, _offloaded_with_sums])
+def test_an_offloaded_run_and_its_checkpoint_are_those_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path)
+
+
+def _offloaded_sums_on_an_accelerator(rank, world_size, folder):
+    class AsOnCuda(FSDP1Engine):
+        def before_backward(self):
+            self._is_offloaded = True
+            super().before_backward()
+
+    for accumulation in ("local", "sum"):
+        strategy = FSDP1Strategy(cpu_offload=True, accumulation=accumulation)
+        strategy.engine.__class__ = AsOnCuda
+        expected = (
+            pytest.raises(NotImplementedError, match=r"'.*weight' has a reduced gradient.*'local'")
+            if accumulation == "sum"
+            else nullcontext()
+        )
+        with expected:
+            _fit(strategy, folder, accumulate_grad_batches=2)
+
+
+def test_sums_that_fsdp1_would_lose_when_it_offloads_are_refused(tmp_path):
+    """torch copies each reduced gradient over the one on the host; seen in its source."""
+    on_trainer_ranks(_offloaded_sums_on_an_accelerator, 2, tmp_path)
 
 
 def test_cpu_offload_brings_each_reduced_gradient_to_the_host(tmp_path):

@@ -58,18 +58,21 @@ class FSDP1Engine(NativeEngine):
         self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
         self._kept_whole: AbstractContextManager[None] | None = None
         self._syncs = True
+        self._is_offloaded = False
 
     @override
     def _shard(
         self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
     ) -> dict[str, nn.Parameter]:
+        # Without an accelerator everything is on the host, and FSDP1 would fail to pin it.
+        self._is_offloaded = self.cpu_offload and device.type != "cpu"
         if steps_inside_forward(module):
             refuse_own_parameters(module, self.name)
             _refuse_tied_children(module)
         options: dict[str, Any] = {
             "sharding_strategy": self._strategy(),
             "mixed_precision": _policy(precision),
-            "cpu_offload": CPUOffload(offload_params=self.cpu_offload),
+            "cpu_offload": CPUOffload(offload_params=self._is_offloaded),
             "use_orig_params": True,
             "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
             "device_id": device,
@@ -116,7 +119,7 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        piece = self.piece(tensor)
+        piece = self.piece(tensor).to(self.device)
         result = piece.new_empty(self.shapes[name].numel())
         for rank, (start, count) in enumerate(self._places[name]):
             if count:
@@ -159,6 +162,19 @@ class FSDP1Engine(NativeEngine):
         if dist.get_world_size() == 1:  # nothing is cut, so that it looks the same
             return self._waits
         return torch_internals.fsdp1_holds_unreduced(self._flat_of[name][0])
+
+    @override
+    def before_backward(self) -> None:
+        super().before_backward()
+        if self._is_offloaded and self._syncs:
+            names = [n for n in self.parameters if self.reduced(n) is not None or n in self._aside]
+            if names:
+                raise NotImplementedError(
+                    f"FSDP1 with cpu_offload on {self.device.type}: expected one reduction per "
+                    f"optimizer step, but {names[0]!r} has a reduced gradient already, which torch "
+                    "would replace instead of adding to it. Use accumulation='local' (no_sync() "
+                    "for all but the last micro-batch), scratch_fsdp or fsdp2."
+                )
 
     @override
     def after_backward(self) -> None:

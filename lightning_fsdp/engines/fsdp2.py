@@ -86,7 +86,7 @@ class FSDP2Engine(NativeEngine):
         if not isinstance(tensor, DTensor):  # state of a parameter without an element here
             tensor = self.cut(name, tensor)
         with torch.no_grad():
-            return cast(DTensor, tensor.detach()).full_tensor().clone()
+            return cast(DTensor, tensor.detach().to(self.device)).full_tensor().clone()
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class NativeEngine(Engine):
             :meth:`make_whole`.
         shapes: Their original shapes.
         form: What the module looked like before, while it is sharded.
+        device: Where this rank computes and communicates; offloaded pieces are elsewhere.
         micro_batch: Backwards since the optimizer's last step.
         keeps_separate: Keep the reduced gradients of each backward apart.
         separate: Those kept, by micro-batch and name.
@@ -54,6 +55,7 @@ class NativeEngine(Engine):
 
     parameters: dict[str, nn.Parameter]
     shapes: dict[str, torch.Size]
+    device: torch.device
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -121,6 +123,7 @@ class NativeEngine(Engine):
     def shard(
         self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
     ) -> None:
+        self.device = device
         agree_on_module(module)
         native_state.materialize_whole(module)
         broadcast_from_rank0(module, device)
@@ -291,8 +294,8 @@ class NativeEngine(Engine):
 
     def norm_of(self, pieces: Sequence[Tensor], norm_type: float) -> Tensor:
         """The norm of pieces of all ranks as one vector; 0-d fp32, equal on all. Collective."""
-        device = next(iter(self.parameters.values())).device
-        return total_norm(self.of_all_ranks(partial_norm(pieces, norm_type, device)), norm_type)
+        mine = partial_norm(pieces, norm_type, self.device)
+        return total_norm(self.of_all_ranks(mine), norm_type)
 
     def of_all_ranks(self, number: Tensor) -> Tensor:
         """``(W,)``: a 0-d tensor of every rank, in rank order, equal on all. Collective."""
