@@ -46,12 +46,6 @@ STRATEGY = SHARDED[0]
             r"checkpoint='sharded'.*checkpoint='full'",
         ),
         ({"checkpoint": "best"}, ValueError, r"checkpoint: expected 'full', got 'best'"),
-        (
-            {"activation_checkpointing": ["Block"]},
-            NotImplementedError,
-            r"activation_checkpointing=\['Block'\].*torch.utils.checkpoint",
-        ),
-        ({"compile": True}, NotImplementedError, r"compile=True is not implemented"),
         ({"accumulation": "separate"}, ValueError, r"accumulation: expected 'local'.*'separate'"),
         ({"units": True}, TypeError, r"units: expected a list of class names.*got True"),
         ({"units": "Block"}, TypeError, r"units: expected a list of class names.*got 'Block'"),

@@ -27,6 +27,16 @@ def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None
             parameter.__dict__.pop(mark, None)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called; torch offers no question."""
+    return module._compiled_call_impl is not None
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Take ``module.compile()`` back, which torch cannot."""
+    module.__dict__.pop("_compiled_call_impl", None)
+
+
 def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     """FSDP2's sharded parameters and its own object for each, where unreduced gradients are."""
     seen = set()
