@@ -104,6 +104,10 @@ class Engine(ABC):
         """Free what :meth:`hold_whole` gathered. No communication."""
 
     @abstractmethod
+    def read_shards_again(self) -> None:
+        """Free whole copies, so that the next forward sees what was written to shards by hand."""
+
+    @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole, plain tensors on the CPU under the original names. Collective.
 

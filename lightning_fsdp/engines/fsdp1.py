@@ -253,6 +253,10 @@ class FSDP1Engine(NativeEngine):
         if kept_whole is not None:
             kept_whole.__exit__(None, None, None)
 
+    @override
+    def read_shards_again(self) -> None:
+        torch_internals.fsdp1_reshard(self._roots)
+
 
 def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
     if isinstance(module, FullyShardedDataParallel):

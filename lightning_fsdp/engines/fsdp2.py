@@ -163,6 +163,11 @@ class FSDP2Engine(NativeEngine):
             module.set_reshard_after_forward(
                 bool(self.plan.reshard_after_forward) and not is_root, recurse=False
             )
+        self.read_shards_again()
+
+    @override
+    def read_shards_again(self) -> None:
+        for module in self._units():
             module.reshard()
 
     def _units(self) -> Iterator[FSDPModule]:

@@ -20,8 +20,8 @@ from lightning_fsdp.strategies.lightning_internals import runs_the_model_on_one_
 
 # Callbacks that read or replace whole parameters between steps, and the nearest thing that works.
 _CALLBACKS: dict[type[pl.Callback], str] = {
-    WeightAveraging: "it would average slices with whole weights. Average the weights of saved "
-    "checkpoints instead",
+    WeightAveraging: "it would average slices with whole weights. lightning_fsdp.ShardedEMA "
+    "averages slices, with the options of EMAWeightAveraging",
     StochasticWeightAveraging: "it would average slices with whole weights. Average the weights of "
     "saved checkpoints instead",
     BaseFinetuning: "it compares whole weights to find those that an optimizer has. Give the "
@@ -40,7 +40,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for kind, reason in _CALLBACKS.items():
-            if isinstance(callback, kind):
+            if isinstance(callback, kind) and not getattr(callback, "averages_shards", False):
                 raise NotImplementedError(
                     f"{type(callback).__name__} does not work with a sharded module: {reason}."
                 )
