@@ -147,8 +147,9 @@ def _refuse_at_setup(rank, world_size, folder):
         make_trainer(STRATEGY, folder).fit(compiled, make_loader())
 
     for kind, name in ((_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon")):
-        with pytest.raises(NotImplementedError, match=f"{name}.*needs whole tensors"):
-            make_trainer(STRATEGY, folder).fit(seeded(kind), make_loader())
+        for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
+            with pytest.raises(NotImplementedError, match=f"{name}.*needs whole tensors"):
+                make_trainer(strategy, folder).fit(seeded(kind), make_loader())
 
     with pytest.raises(ValueError, match=r"expected classes that occur.*got \['Nothing'\]"):
         make_trainer(ScratchFSDPStrategy(units=["Nothing"]), folder).fit(

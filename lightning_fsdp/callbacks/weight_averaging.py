@@ -99,7 +99,6 @@ class ShardedEMA(EMAWeightAveraging):
             before = current.clone()
             current.copy_(average)
             average.copy_(before)
-        _engine(trainer).read_shards_again()
 
     # -- hooks, in the order in which the Trainer calls them ---------------------------------------
 

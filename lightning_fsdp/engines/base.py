@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -140,6 +140,10 @@ class Engine(ABC):
     @abstractmethod
     def weights(self) -> WeightAccess:
         """Parameters by original name."""
+
+    def with_whole_shapes(self) -> AbstractContextManager[Any]:
+        """Inside, the module shows every parameter's whole shape; its values may be missing."""
+        return nullcontext()
 
     def before_backward(self) -> None:
         """Called before every backward."""

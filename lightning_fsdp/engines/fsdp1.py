@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grouping import UnitSelector, find_units
-from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.native import (
     NativeEngine,
     redirected,
@@ -41,7 +41,6 @@ from lightning_fsdp.engines.native import (
     steps_inside_forward,
 )
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
-from lightning_fsdp.engines.native_state import cut_state
 
 
 class FSDP1Engine(NativeEngine):
@@ -205,7 +204,7 @@ class FSDP1Engine(NativeEngine):
         for name in self._of(optimizer):  # state that was allocated before sharding
             values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
             for key, value in values.items():
-                values[key] = cut_state(self, name, value)
+                values[key] = native_state.cut_state(self, name, value)
 
     @override
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -252,6 +251,10 @@ class FSDP1Engine(NativeEngine):
         kept_whole, self._kept_whole = self._kept_whole, None
         if kept_whole is not None:
             kept_whole.__exit__(None, None, None)
+
+    @override
+    def with_whole_shapes(self) -> AbstractContextManager[Any]:
+        return native_state.outlined(self)
 
     @override
     def read_shards_again(self) -> None:

@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grad_norm import partial_norm, scale_to_norm, total_norm
 from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.optimizer_guard import check_class
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.base import (
     OWNER,
@@ -236,6 +237,8 @@ class NativeEngine(Engine):
 
     @override
     def watch_optimizer(self, optimizer: Optimizer) -> None:
+        for name in list(self._of(optimizer))[:1]:
+            check_class(optimizer, name)
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)

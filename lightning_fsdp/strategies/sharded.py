@@ -31,6 +31,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -205,6 +206,7 @@ class ShardedStrategy(ProcessStrategy):
         if is_fitting and not self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
         self.model_to_device()
+        self._let_summaries_count_whole_parameters(trainer, module)
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -215,6 +217,17 @@ class ShardedStrategy(ProcessStrategy):
             self.engine.watch_optimizer(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
+
+    def _let_summaries_count_whole_parameters(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> None:
+        # With an example input the summary also runs the module, which takes more than shapes.
+        if module.example_input_array is not None:
+            return
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                lightning_internals.summarize_within(callback, self.engine.with_whole_shapes())
 
     @override
     def model_to_device(self) -> None:
