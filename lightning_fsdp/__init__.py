@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
@@ -47,6 +48,7 @@ _HOME = {
     "ZERO3": "config",
     "GradientUnavailable": "core.gradients",
     "ScratchFSDPStrategy": "strategies.scratch",
+    "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.sharded_tensor",
     "full_optimizer_state_dict": "core.checkpoint",
     "full_state_dict": "core.checkpoint",
@@ -79,6 +81,7 @@ __all__ = [
     "ScratchFSDPStrategy",
     "FSDP1Strategy",
     "FSDP2Strategy",
+    "ShardedEMA",
 ]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, ScratchFSDPStrategy
+from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from tests.support.counting import CollectiveCounter
 from tests.support.trainer import (
     SHARDED,
@@ -29,6 +31,7 @@ from tests.support.trainer import (
     on_trainer_ranks,
     seeded,
     weights_of,
+    with_options,
 )
 
 
@@ -139,35 +142,47 @@ def test_accumulation_is_that_of_ddp(tmp_path):
     assert_like_ddp(_accumulate, tmp_path)
 
 
-def _reductions(strategy, folder, accumulation, batches_per_step):
+def _reductions(strategy, folder, batches_per_step):
     """Gradient reductions in one optimizer step, counted as they leave for the network."""
-    model = seeded(Regressor)
-    trainer = make_trainer(strategy, folder, accumulate_grad_batches=batches_per_step)
-    with CollectiveCounter() as counter:
-        trainer.fit(model, make_loader(8 * batches_per_step))
+    counters = []
+
+    class Counts(pl.Callback):
+        def on_before_backward(self, trainer, module, loss):
+            counters.append(CollectiveCounter())
+            counters[-1].__enter__()
+
+        def on_after_backward(self, trainer, module):
+            counters[-1].__exit__(None, None, None)
+
+    trainer = make_trainer(
+        strategy, folder, accumulate_grad_batches=batches_per_step, callbacks=[Counts()]
+    )
+    trainer.fit(seeded(Regressor), make_loader(8 * batches_per_step))
     assert trainer.global_step == 1
-    return counter.num_reductions(2)
+    return sum(counter.num_reductions(2) for counter in counters)
 
 
-def _count_reductions(rank, world_size, folder):
-    for stage in (2, 3):
+def _count_reductions(rank, world_size, folder, names):
+    for name in names:
+        if name.startswith("fsdp2"):  # DTensor plans a sum on fake tensors, which take no counter
+            _fit(with_options(name, accumulation="sum"), folder, accumulate_grad_batches=2)
         for accumulation, expected in (("local", 1), ("sum", 4)):
             counts = []
             for batches_per_step in (1, 4):
-                strategy = ScratchFSDPStrategy(zero_stage=stage, accumulation=accumulation)
-                counts.append(_reductions(strategy, folder, accumulation, batches_per_step))
+                strategy = with_options(name, accumulation=accumulation)
+                counts.append(_reductions(strategy, folder, batches_per_step))
             assert counts[0] > 0, "the profiler no longer shows reductions under these names"
-            assert counts[1] == expected * counts[0], (stage, accumulation, counts)
+            assert counts[1] == expected * counts[0], (name, accumulation, counts)
 
 
-def test_accumulation_skips_communication_unless_told_to_sum(tmp_path):
-    on_trainer_ranks(_count_reductions, 2, tmp_path)
+@pytest.mark.parametrize("engine", ["scratch", "fsdp1", "fsdp2"])
+def test_accumulation_skips_communication_unless_told_to_sum(tmp_path, engine):
+    names = [name for name in SHARDED if name.startswith(engine)]
+    on_trainer_ranks(_count_reductions, 2, tmp_path, names)
 
 
 def _accumulate_by_sum(strategy, folder, rank):
-    if strategy != "ddp":
-        strategy = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), accumulation="sum")
-    return _accumulate(strategy, folder, rank)
+    return _accumulate(with_options(strategy, accumulation="sum"), folder, rank)
 
 
 def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
@@ -177,14 +192,11 @@ def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
 # -- offloading ------------------------------------------------------------------------------------
 
 
-def _offloaded(strategy, folder, rank):
+def _offloaded(strategy, folder, rank, **options):
     """Two fits, the second from the first one's checkpoint."""
     for max_epochs in (1, 2):
-        each = strategy
-        if strategy != "ddp":
-            each = ScratchFSDPStrategy(zero_stage=int(strategy[-1]), cpu_offload=True)
         trainer, model = _fit(
-            each,
+            with_options(strategy, cpu_offload=True, **options),
             folder,
             seeded(_Adamw),
             ckpt_path=folder / "first.ckpt" if max_epochs == 2 else None,
@@ -194,6 +206,10 @@ def _offloaded(strategy, folder, rank):
         )
         trainer.save_checkpoint(folder / "first.ckpt")
     return _outcome(trainer, model)
+
+
+def _offloaded_with_sums(strategy, folder, rank):
+    return _offloaded(strategy, folder, rank, accumulation="sum")
 
 
 def _offloads(rank, world_size, folder):
@@ -208,8 +224,32 @@ def _offloads(rank, world_size, folder):
     return seen
 
 
-def test_an_offloaded_run_and_its_checkpoint_are_those_of_ddp(tmp_path):
-    assert_like_ddp(_offloaded, tmp_path)
+@pytest.mark.parametrize("scenario", [_offloaded, _offloaded_with_sums])
+def test_an_offloaded_run_and_its_checkpoint_are_those_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path)
+
+
+def _offloaded_sums_on_an_accelerator(rank, world_size, folder):
+    class AsOnCuda(FSDP1Engine):
+        def before_backward(self):
+            self._is_offloaded = True
+            super().before_backward()
+
+    for accumulation in ("local", "sum"):
+        strategy = FSDP1Strategy(cpu_offload=True, accumulation=accumulation)
+        strategy.engine.__class__ = AsOnCuda
+        expected = (
+            pytest.raises(NotImplementedError, match=r"'.*weight' has a reduced gradient.*'local'")
+            if accumulation == "sum"
+            else nullcontext()
+        )
+        with expected:
+            _fit(strategy, folder, accumulate_grad_batches=2)
+
+
+def test_sums_that_fsdp1_would_lose_when_it_offloads_are_refused(tmp_path):
+    """torch copies each reduced gradient over the one on the host; seen in its source."""
+    on_trainer_ranks(_offloaded_sums_on_an_accelerator, 2, tmp_path)
 
 
 def test_cpu_offload_brings_each_reduced_gradient_to_the_host(tmp_path):
@@ -697,11 +737,15 @@ class _Tied(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def _tied(strategy, folder, rank):
+def _token_loader():
     tokens = torch.randint(0, 11, (32, 5), generator=torch.Generator().manual_seed(3))
-    trainer, model = _fit(strategy, folder, seeded(_Tied), DataLoader(tokens, batch_size=4))
+    return DataLoader(tokens, batch_size=4)
+
+
+def _tied(strategy, folder, rank):
+    trainer, model = _fit(strategy, folder, seeded(_Tied), _token_loader())
     assert model.head.weight is model.embedding.weight
-    trainer, model = _fit(strategy, folder, model, DataLoader(tokens, batch_size=4))
+    trainer, model = _fit(strategy, folder, model, _token_loader())
     assert model.head.weight is model.embedding.weight
     return _outcome(trainer, model)
 
@@ -823,19 +867,70 @@ def test_the_learning_rate_finder_finds_what_it_finds_with_ddp(tmp_path):
     assert_like_ddp(_lr_find, tmp_path)
 
 
-@not_under("fsdp1", reason="the summary counts this rank's pieces")
+class _Summarizes(pl.callbacks.ModelSummary):
+    def _summary(self, trainer, module):
+        self.seen = super()._summary(trainer, module)
+        self.counts = {
+            "total": self.seen.total_parameters,
+            "trainable": self.seen.trainable_parameters,
+            "layers": dict(zip(self.seen.layer_names, self.seen.param_nums, strict=True)),
+        }
+        return self.seen
+
+    def summarize(self, *args, **kwargs):
+        pass
+
+
 def _summary(strategy, folder, rank):
-    seen = {}
+    seen, outcome = {}, {}
 
     class Watch(pl.Callback):
         def on_fit_start(self, trainer, module):
-            summary = ModelSummary(module)
-            seen["total"] = summary.total_parameters
-            seen["trainable"] = summary.trainable_parameters
+            seen["total"] = ModelSummary(module).total_parameters
 
-    _fit(strategy, folder, seeded(_Frozen), callbacks=[Watch()])
-    return seen
+    for kind in (_Frozen, _Tied):
+        summary = _Summarizes(max_depth=-1)
+        loader = make_loader() if kind is _Frozen else _token_loader()
+        options = {"callbacks": [summary, Watch()], "enable_model_summary": True}
+        for _ in range(2):
+            trainer, model = _fit(strategy, folder, seeded(kind), loader, **options)
+            outcome[kind.__name__] = {**summary.counts, **_outcome(trainer, model)}
+        if not strategy.startswith("fsdp1"):  # by hand it counts what FSDP1 shows
+            assert seen["total"] == summary.counts["total"]
+    return outcome
 
 
 def test_the_model_summary_counts_whole_parameters(tmp_path):
     assert_like_ddp(_summary, tmp_path)
+
+
+class _UsesInTurns(Regressor):
+    """One block sits out every other step, on all ranks; one parameter is never used."""
+
+    def __init__(self):
+        super().__init__(num_blocks=3)
+        self.never = nn.Linear(2, 2)
+        self.turn = 0
+
+    def training_step(self, batch, batch_idx):
+        self.turn = batch_idx % 2
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for index, block in enumerate(self.blocks):
+            if index != self.turn:
+                x = block(x)
+        return self.head(x)
+
+
+def _in_turns(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    never = seeded(_UsesInTurns).never.weight.detach().clone()
+    trainer, model = _fit(strategy, folder, seeded(_UsesInTurns), max_epochs=2)
+    assert torch.equal(model.never.weight, never)
+    return _outcome(trainer, model)
+
+
+def test_modules_that_sit_out_a_step_keep_their_weights_as_with_ddp(tmp_path):
+    assert_like_ddp(_in_turns, tmp_path)

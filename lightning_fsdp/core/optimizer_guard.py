@@ -66,7 +66,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     sharded = [p for p in _parameters(optimizer) if isinstance(p, ShardedTensor)]
     if not sharded:
         return None
-    _check_class(optimizer, sharded[0])
+    check_class(optimizer, sharded[0].spec.name)
     _shard_whole_state(optimizer)
     if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
         _check_gradients(sharded)
@@ -127,14 +127,23 @@ def _summary(optimizer: Optimizer) -> tuple[int, int, int]:
 _values_of = operator.methodcaller("values")
 
 
-def _check_class(optimizer: Optimizer, example: ShardedTensor) -> None:
+def check_class(optimizer: Optimizer, example: str) -> None:
+    """Refuse an optimizer that cannot step slices; warn of one that nothing is known of.
+
+    Args:
+        optimizer: Over sharded parameters.
+        example: The name of one of them.
+
+    Raises:
+        NotImplementedError: It needs whole tensors.
+    """
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     name = names[0]
     for ancestor in names:
         if ancestor in _NEEDS_WHOLE_TENSORS:
             raise NotImplementedError(
                 f"{name}: expected an optimizer that updates each element by itself, got one that "
-                f"needs whole tensors ({ancestor}), but {example.spec.name!r} is sharded: each "
+                f"needs whole tensors ({ancestor}), but {example!r} is sharded: each "
                 "rank holds a slice. Use AdamW, SGD or another elementwise optimizer, or leave its "
                 "parameters unsharded with ignored_params."
             )
@@ -148,8 +157,7 @@ def _warn_unknown(cls: type[Optimizer]) -> None:
     _warned.add(cls)
     warnings.warn(
         f"{cls.__module__}.{cls.__name__} is not known to lightning_fsdp. It steps slices of the "
-        "parameters, which is right only if it updates each element by itself; an operation that "
-        "needs a whole tensor raises.",
+        "parameters, which is right only if it updates each element by itself.",
         stacklevel=5,
     )
 

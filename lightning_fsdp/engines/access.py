@@ -6,7 +6,7 @@ what they can through it, and :class:`~lightning_fsdp.GradientUnavailable` for t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -97,6 +97,9 @@ class WeightAccess(Protocol):
         """Original names."""
 
     def __getitem__(self, name: str) -> OneWeight: ...
+
+    def items(self) -> Iterable[tuple[str, OneWeight]]:
+        """Name and parameter, of all."""
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value, one unit at a time. Collective."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -104,6 +104,10 @@ class Engine(ABC):
         """Free what :meth:`hold_whole` gathered. No communication."""
 
     @abstractmethod
+    def read_shards_again(self) -> None:
+        """Free whole copies, so that the next forward sees what was written to shards by hand."""
+
+    @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """Whole, plain tensors on the CPU under the original names. Collective.
 
@@ -136,6 +140,10 @@ class Engine(ABC):
     @abstractmethod
     def weights(self) -> WeightAccess:
         """Parameters by original name."""
+
+    def with_whole_shapes(self) -> AbstractContextManager[Any]:
+        """Inside, the module shows every parameter's whole shape; its values may be missing."""
+        return nullcontext()
 
     def before_backward(self) -> None:
         """Called before every backward."""

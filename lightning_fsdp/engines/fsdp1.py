@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grouping import UnitSelector, find_units
-from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.native import (
     NativeEngine,
     redirected,
@@ -41,7 +41,6 @@ from lightning_fsdp.engines.native import (
     steps_inside_forward,
 )
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
-from lightning_fsdp.engines.native_state import cut_state
 
 
 class FSDP1Engine(NativeEngine):
@@ -58,18 +57,21 @@ class FSDP1Engine(NativeEngine):
         self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
         self._kept_whole: AbstractContextManager[None] | None = None
         self._syncs = True
+        self._is_offloaded = False
 
     @override
     def _shard(
         self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
     ) -> dict[str, nn.Parameter]:
+        # Without an accelerator everything is on the host, and FSDP1 would fail to pin it.
+        self._is_offloaded = self.cpu_offload and device.type != "cpu"
         if steps_inside_forward(module):
             refuse_own_parameters(module, self.name)
             _refuse_tied_children(module)
         options: dict[str, Any] = {
             "sharding_strategy": self._strategy(),
             "mixed_precision": _policy(precision),
-            "cpu_offload": CPUOffload(offload_params=self.cpu_offload),
+            "cpu_offload": CPUOffload(offload_params=self._is_offloaded),
             "use_orig_params": True,
             "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
             "device_id": device,
@@ -116,7 +118,7 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        piece = self.piece(tensor)
+        piece = self.piece(tensor).to(self.device)
         result = piece.new_empty(self.shapes[name].numel())
         for rank, (start, count) in enumerate(self._places[name]):
             if count:
@@ -161,6 +163,19 @@ class FSDP1Engine(NativeEngine):
         return torch_internals.fsdp1_holds_unreduced(self._flat_of[name][0])
 
     @override
+    def before_backward(self) -> None:
+        super().before_backward()
+        if self._is_offloaded and self._syncs:
+            names = [n for n in self.parameters if self.reduced(n) is not None or n in self._aside]
+            if names:
+                raise NotImplementedError(
+                    f"FSDP1 with cpu_offload on {self.device.type}: expected one reduction per "
+                    f"optimizer step, but {names[0]!r} has a reduced gradient already, which torch "
+                    "would replace instead of adding to it. Use accumulation='local' (no_sync() "
+                    "for all but the last micro-batch), scratch_fsdp or fsdp2."
+                )
+
+    @override
     def after_backward(self) -> None:
         super().after_backward()
         self._waits = not self._syncs
@@ -189,7 +204,7 @@ class FSDP1Engine(NativeEngine):
         for name in self._of(optimizer):  # state that was allocated before sharding
             values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
             for key, value in values.items():
-                values[key] = cut_state(self, name, value)
+                values[key] = native_state.cut_state(self, name, value)
 
     @override
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -236,6 +251,14 @@ class FSDP1Engine(NativeEngine):
         kept_whole, self._kept_whole = self._kept_whole, None
         if kept_whole is not None:
             kept_whole.__exit__(None, None, None)
+
+    @override
+    def with_whole_shapes(self) -> AbstractContextManager[Any]:
+        return native_state.outlined(self)
+
+    @override
+    def read_shards_again(self) -> None:
+        torch_internals.fsdp1_reshard(self._roots)
 
 
 def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:

@@ -86,7 +86,7 @@ class FSDP2Engine(NativeEngine):
         if not isinstance(tensor, DTensor):  # state of a parameter without an element here
             tensor = self.cut(name, tensor)
         with torch.no_grad():
-            return cast(DTensor, tensor.detach()).full_tensor().clone()
+            return cast(DTensor, tensor.detach().to(self.device)).full_tensor().clone()
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
@@ -163,6 +163,11 @@ class FSDP2Engine(NativeEngine):
             module.set_reshard_after_forward(
                 bool(self.plan.reshard_after_forward) and not is_root, recurse=False
             )
+        self.read_shards_again()
+
+    @override
+    def read_shards_again(self) -> None:
+        for module in self._units():
             module.reshard()
 
     def _units(self) -> Iterator[FSDPModule]:

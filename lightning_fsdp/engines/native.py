@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grad_norm import partial_norm, scale_to_norm, total_norm
 from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.optimizer_guard import check_class
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.base import (
     OWNER,
@@ -47,6 +48,7 @@ class NativeEngine(Engine):
             :meth:`make_whole`.
         shapes: Their original shapes.
         form: What the module looked like before, while it is sharded.
+        device: Where this rank computes and communicates; offloaded pieces are elsewhere.
         micro_batch: Backwards since the optimizer's last step.
         keeps_separate: Keep the reduced gradients of each backward apart.
         separate: Those kept, by micro-batch and name.
@@ -54,6 +56,7 @@ class NativeEngine(Engine):
 
     parameters: dict[str, nn.Parameter]
     shapes: dict[str, torch.Size]
+    device: torch.device
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -121,6 +124,7 @@ class NativeEngine(Engine):
     def shard(
         self, module: nn.Module, *, device: torch.device, precision: MixedPrecisionPolicy
     ) -> None:
+        self.device = device
         agree_on_module(module)
         native_state.materialize_whole(module)
         broadcast_from_rank0(module, device)
@@ -233,6 +237,8 @@ class NativeEngine(Engine):
 
     @override
     def watch_optimizer(self, optimizer: Optimizer) -> None:
+        for name in list(self._of(optimizer))[:1]:
+            check_class(optimizer, name)
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -291,8 +297,8 @@ class NativeEngine(Engine):
 
     def norm_of(self, pieces: Sequence[Tensor], norm_type: float) -> Tensor:
         """The norm of pieces of all ranks as one vector; 0-d fp32, equal on all. Collective."""
-        device = next(iter(self.parameters.values())).device
-        return total_norm(self.of_all_ranks(partial_norm(pieces, norm_type, device)), norm_type)
+        mine = partial_norm(pieces, norm_type, self.device)
+        return total_norm(self.of_all_ranks(mine), norm_type)
 
     def of_all_ranks(self, number: Tensor) -> Tensor:
         """``(W,)``: a 0-d tensor of every rank, in rank order, equal on all. Collective."""

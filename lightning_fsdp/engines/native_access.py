@@ -222,9 +222,8 @@ class NativeGradients(Mapping[str, NativeGradient]):
             for name in first
             if name in second and first[name].numel()
         ]
-        device = next(iter(self._engine.parameters.values())).device
         mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
-        return self._engine.of_all_ranks(mine.to(device)).sum()
+        return self._engine.of_all_ranks(mine.to(self._engine.device)).sum()
 
 
 class NativeWeight:

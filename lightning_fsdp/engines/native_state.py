@@ -6,6 +6,7 @@ One parameter is whole at a time, beside the result.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -152,6 +153,13 @@ def cut_state(engine: Pieces, name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim() and value.shape == engine.shapes[name]:
         return engine.cut(name, value.to(engine.parameters[name].device))
     return value
+
+
+@contextmanager
+def outlined(engine: Pieces) -> Iterator[None]:
+    """Inside, the module is as it was before sharding, without the memory of its parameters."""
+    with _form(engine).worn(_outlines(engine)):
+        yield
 
 
 def materialize_whole(module: nn.Module) -> None:

@@ -93,6 +93,10 @@ class ScratchEngine(Engine):
         for unit, reshard_after_forward in self._plan_of_held.items():
             unit.reshard_after_forward = reshard_after_forward
         self._plan_of_held.clear()
+        self.read_shards_again()
+
+    @override
+    def read_shards_again(self) -> None:
         for module in self._sharded_modules():
             module.reshard()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import _composable_state
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.optim import Optimizer
 
 
@@ -25,6 +26,16 @@ def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None
     for parameter in parameters:
         for mark in ("_fsdp_flattened", "_fsdp_orig_uid"):
             parameter.__dict__.pop(mark, None)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called; torch offers no question."""
+    return module._compiled_call_impl is not None
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Take ``module.compile()`` back, which torch cannot."""
+    module.__dict__.pop("_compiled_call_impl", None)
 
 
 def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
@@ -76,7 +87,10 @@ def fsdp1_holds_unreduced(flat: Any) -> bool:
 @contextmanager
 def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
-    modules = [m for root in roots for m in FullyShardedDataParallel.fsdp_modules(root)]
+    modules = []
+    for root in roots:
+        _lazy_init(root, root)  # otherwise done by the first forward
+        modules += FullyShardedDataParallel.fsdp_modules(root)
     handles: dict[FullyShardedDataParallel, Any] = {m: m._handle for m in modules}
     sharded = {m: h for m, h in handles.items() if h is not None and h.uses_sharded_strategy}
     before = {handle: handle._sharding_strategy for handle in sharded.values()}

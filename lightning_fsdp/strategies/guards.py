@@ -20,8 +20,8 @@ from lightning_fsdp.strategies.lightning_internals import runs_the_model_on_one_
 
 # Callbacks that read or replace whole parameters between steps, and the nearest thing that works.
 _CALLBACKS: dict[type[pl.Callback], str] = {
-    WeightAveraging: "it would average slices with whole weights. Average the weights of saved "
-    "checkpoints instead",
+    WeightAveraging: "it would average slices with whole weights. lightning_fsdp.ShardedEMA "
+    "averages slices, with the options of EMAWeightAveraging",
     StochasticWeightAveraging: "it would average slices with whole weights. Average the weights of "
     "saved checkpoints instead",
     BaseFinetuning: "it compares whole weights to find those that an optimizer has. Give the "
@@ -40,7 +40,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for kind, reason in _CALLBACKS.items():
-            if isinstance(callback, kind):
+            if isinstance(callback, kind) and not getattr(callback, "averages_shards", False):
                 raise NotImplementedError(
                     f"{type(callback).__name__} does not work with a sharded module: {reason}."
                 )
@@ -69,7 +69,6 @@ def refuse_unsupported_options(
     *,
     checkpoint: str,
     activation_checkpointing: object,
-    compiles: bool,
     accumulation: str,
 ) -> None:
     """Refuse constructor options that do not work yet.
@@ -77,6 +76,7 @@ def refuse_unsupported_options(
     Raises:
         NotImplementedError: A known option without an implementation, with what works instead.
         ValueError: A value that will never be one.
+        TypeError: A kind of value that will never be one.
     """
     if accumulation not in ("local", "sum"):
         raise ValueError(
@@ -90,11 +90,11 @@ def refuse_unsupported_options(
         )
     if checkpoint != "full":
         raise ValueError(f"checkpoint: expected 'full', got {checkpoint!r}.")
-    if activation_checkpointing is not None:
-        raise NotImplementedError(
-            f"activation_checkpointing={activation_checkpointing!r} is not implemented yet. Wrap "
-            "the calls of whole blocks: torch.utils.checkpoint.checkpoint(block, x, "
-            "use_reentrant=False)."
+    is_names = isinstance(activation_checkpointing, (list, tuple)) and all(
+        isinstance(name, str) for name in activation_checkpointing
+    )
+    if not is_names and not isinstance(activation_checkpointing, bool | None):
+        raise TypeError(
+            "activation_checkpointing: expected True (every unit) or a list of class names, got "
+            f"{activation_checkpointing!r}."
         )
-    if compiles:
-        raise NotImplementedError("compile=True is not implemented yet. Leave compile=False.")

@@ -8,6 +8,7 @@ are the interface for subclasses and are overridden where they belong.)
 from __future__ import annotations
 
 import atexit
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -98,6 +100,17 @@ def move_metrics(module: nn.Module, device: torch.device) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.to(device)
+
+
+def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any]) -> None:
+    """Let the summary of the next fit look at the module inside of a context."""
+
+    def on_fit_start(trainer: Any, module: Any) -> None:
+        del callback.__dict__["on_fit_start"]
+        with context:
+            callback.on_fit_start(trainer, module)
+
+    callback.__dict__["on_fit_start"] = on_fit_start
 
 
 def runs_the_model_on_one_rank(logger: Logger) -> bool:

@@ -31,6 +31,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -42,7 +43,7 @@ from typing_extensions import override
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
-from lightning_fsdp.strategies import lightning_internals
+from lightning_fsdp.strategies import lightning_internals, unit_calls
 from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
@@ -67,16 +68,18 @@ class ShardedStrategy(ProcessStrategy):
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
             reduced into the shard.
         checkpoint: ``"full"``: one file of whole tensors.
-        activation_checkpointing: Not implemented yet.
+        activation_checkpointing: ``True``: every unit that encloses no other is computed again in
+            the backward, and only its inputs are kept; or the names of classes to do this for.
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
             rank, and the optimizer steps there; pinned memory beside an accelerator.
-        compile: Not implemented yet.
+        compile: Compile every unit that encloses no other, as ``module.compile()`` does.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Of the process group.
 
     Raises:
         NotImplementedError: An option that does not work yet.
         ValueError: A value that no option has.
+        TypeError: A kind of value that no option has.
     """
 
     engine_class: ClassVar[type[Engine]]
@@ -107,7 +110,6 @@ class ShardedStrategy(ProcessStrategy):
         refuse_unsupported_options(
             checkpoint=checkpoint,
             activation_checkpointing=activation_checkpointing,
-            compiles=compile,
             accumulation=accumulation,
         )
         self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -120,6 +122,8 @@ class ShardedStrategy(ProcessStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
+        self._activation_checkpointing = activation_checkpointing
+        self._compiles = compile
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
@@ -164,6 +168,7 @@ class ShardedStrategy(ProcessStrategy):
             # Where an exception left it sharded, perhaps under another strategy.
             engine = owner_of(self.lightning_module) or self.engine
             engine.make_whole(self.lightning_module)
+            unit_calls.undo(self.lightning_module)
 
     @contextmanager
     @override
@@ -190,11 +195,18 @@ class ShardedStrategy(ProcessStrategy):
         self.precision_plugin.device_type = self.root_device.type
         self.precision_plugin.convert_module(module)
         lightning_internals.move_metrics(module, self.root_device)
+        unit_calls.apply(
+            module,
+            self.engine.units,
+            checkpointing=self._activation_checkpointing,
+            compiles=self._compiles,
+        )
         # Where a sharded parameter does not show its shape, optimizers are built before (decay
         # groups go by it).
         if is_fitting and not self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
         self.model_to_device()
+        self._let_summaries_count_whole_parameters(trainer, module)
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -205,6 +217,17 @@ class ShardedStrategy(ProcessStrategy):
             self.engine.watch_optimizer(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
+
+    def _let_summaries_count_whole_parameters(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> None:
+        # With an example input the summary also runs the module, which takes more than shapes.
+        if module.example_input_array is not None:
+            return
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, ModelSummary):
+                lightning_internals.summarize_within(callback, self.engine.with_whole_shapes())
 
     @override
     def model_to_device(self) -> None:
@@ -337,6 +360,7 @@ class ShardedStrategy(ProcessStrategy):
         if self.lightning_module is not None and not self._is_interrupted:
             self.engine.broadcast_buffers()  # the same module on all ranks, statistics included
             self.engine.make_whole(self.lightning_module)
+            unit_calls.undo(self.lightning_module)
             self.lightning_module.cpu()
             if self._layer_sync is not None:
                 self._layer_sync.revert(self.lightning_module)

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_fsdp
+from lightning_fsdp.strategies.registry import NAMES
 from tests.support.ranks import run_on_ranks
 
 SHARDED = (
@@ -99,6 +101,14 @@ def _compare(
             rtol=rtol,
             msg=lambda text, s=strategy: f"rank {rank}, {s} against {oracle}: {text}",
         )
+
+
+def with_options(strategy: str, **options: Any) -> Any:
+    """A sharded strategy of that name with options; another name, such as ``ddp``, as it is."""
+    if strategy not in NAMES:
+        return strategy
+    name, _description, arguments = NAMES[strategy]
+    return getattr(lightning_fsdp, name)(**arguments, **options)
 
 
 def _subfolder(folder: str, strategy: str, rank: int) -> Path:

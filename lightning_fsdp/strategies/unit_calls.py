@@ -1,0 +1,115 @@
+"""Recomputes units in the backward, and compiles them: before sharding, whatever the engine.
+
+    activation_checkpointing   ``forward`` of a unit keeps its inputs alone, and runs again later
+    compile                    ``module.compile()``, hooks of sharding included
+
+No module is wrapped, so that names stay what they are. A unit that encloses other units is left
+alone: its forward is theirs, and would be computed once more for each level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.engines import torch_internals
+
+_MARK = "_lightning_fsdp_call"  # on each module that was changed here
+
+
+@dataclass
+class _Change:
+    """What :func:`undo` takes back from a module."""
+
+    has_forward: bool = False  # an own ``forward`` of this file
+    forward: Callable[..., Any] | None = None  # that of the user, if the module had an own one
+    is_compiled: bool = False
+
+
+def apply(
+    root: nn.Module,
+    units: UnitSelector,
+    *,
+    checkpointing: Sequence[str] | bool | None,
+    compiles: bool,
+) -> None:
+    """Change how units are called.
+
+    Args:
+        root: The module, whole.
+        units: How units are found.
+        checkpointing: ``True``: every unit; or the names of classes.
+        compiles: Compile every unit; one that is compiled already is left so.
+
+    Raises:
+        ValueError: There is no module of such a class; or one would count its batches twice.
+    """
+    if not checkpointing and not compiles:
+        return
+    found = {module: None for _, modules in find_units(root, units) for module in modules}
+    innermost = [m for m in found if sum(inner in found for inner in m.modules()) == 1]
+    recomputed = innermost if checkpointing is True else _of_classes(root, checkpointing or ())
+    _refuse_running_statistics(root, recomputed)
+    for module in recomputed:
+        change = module.__dict__.setdefault(_MARK, _Change())
+        change.has_forward, change.forward = True, module.__dict__.get("forward")
+        # A bound method, so that a deep copy of the module calls itself.
+        module.__dict__["forward"] = MethodType(_recomputing(change.forward), module)
+    for module in innermost if compiles else ():
+        if not torch_internals.is_compiled(module):
+            module.__dict__.setdefault(_MARK, _Change()).is_compiled = True
+            module.compile()
+
+
+def undo(root: nn.Module) -> None:
+    """Take back what :func:`apply` did; nothing happens to a module without."""
+    for module in root.modules():
+        change: _Change | None = module.__dict__.pop(_MARK, None)
+        if change is None:
+            continue
+        if change.has_forward:
+            del module.__dict__["forward"]
+        if change.forward is not None:
+            module.__dict__["forward"] = change.forward
+        if change.is_compiled:
+            torch_internals.forget_compiled(module)
+
+
+def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if own is not None:
+            return checkpoint(own, *args, use_reentrant=False, **kwargs)
+        return checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
+
+    return forward
+
+
+def _of_classes(root: nn.Module, names: Sequence[str] | bool) -> list[nn.Module]:
+    wanted = set(names) if not isinstance(names, bool) else set()
+    chosen = [module for module in root.modules() if type(module).__name__ in wanted]
+    missing = wanted - {type(module).__name__ for module in chosen}
+    if missing:
+        present = sorted({type(module).__name__ for module in root.modules() if module is not root})
+        raise ValueError(
+            f"activation_checkpointing: expected classes that occur in {type(root).__name__}, got "
+            f"{sorted(missing)}. Choose from {present}."
+        )
+    return chosen
+
+
+def _refuse_running_statistics(root: nn.Module, recomputed: Sequence[nn.Module]) -> None:
+    inside = {inner for module in recomputed for inner in module.modules()}
+    for name, module in root.named_modules():
+        if module in inside and isinstance(module, _NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"activation_checkpointing: {name!r} ({type(module).__name__}) would take each "
+                "batch into its running statistics twice, as its forward runs twice. Name the "
+                "classes to recompute without it: activation_checkpointing=[...]."
+            )

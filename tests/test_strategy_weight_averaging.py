@@ -1,0 +1,191 @@
+"""An average of shards is that of whole weights: Lightning's own callback under DDP."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from torch.utils.data import DataLoader, Subset
+
+from lightning_fsdp import ShardedEMA
+from tests.support.counting import CollectiveCounter
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    assert_like_ddp,
+    make_data,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+    with_options,
+)
+
+
+class _Net(Regressor):
+    """With a buffer that moves, a frozen and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+        self.inlet.bias.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.validated = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += torch.tensor([1.0, 2.0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.loss(batch) + self.seen.sum())
+
+
+def _ema(strategy, **options):
+    kind = EMAWeightAveraging if strategy == "ddp" else ShardedEMA
+    return kind(decay=0.6, **options)
+
+
+def _fit(strategy, folder, model, *, ema=None, ckpt_path=None, callbacks=(), val=None, **options):
+    averaging = _ema(strategy, **(ema or {}))
+    trainer = make_trainer(
+        with_options(strategy, **options.pop("engine", {})),
+        folder,
+        callbacks=[averaging, *callbacks],
+        enable_checkpointing=bool(callbacks),
+        **{"max_epochs": 2, **options},
+    )
+    trainer.fit(model, make_loader(), val or make_loader(16, seed=1), ckpt_path=ckpt_path)
+    return trainer
+
+
+def _outcome(model):
+    return {"weights": weights_of(model), "losses": model.losses, "validated": model.validated}
+
+
+def _plain(strategy, folder, rank):
+    model = seeded(_Net)
+    _fit(strategy, folder, model)
+    return _outcome(model)
+
+
+def _between_micro_batches(strategy, folder, rank):
+    """Validates in the middle of an accumulation, when units may be whole."""
+    model = seeded(_Net)
+    _fit(strategy, folder, model, accumulate_grad_batches=2, val_check_interval=1)
+    return _outcome(model)
+
+
+def _seldom(strategy, folder, rank):
+    model = seeded(_Net)
+    options = {"update_every_n_steps": 2, "update_starting_at_step": 3, "use_buffers": False}
+    _fit(strategy, folder, model, ema={**options, "update_starting_at_epoch": 1}, max_epochs=3)
+    return _outcome(model)
+
+
+def _offloaded_and_recomputed(strategy, folder, rank):
+    model = seeded(_Net)
+    _fit(strategy, folder, model, engine={"cpu_offload": True, "activation_checkpointing": True})
+    return _outcome(model)
+
+
+def _uneven(strategy, folder, rank):
+    """Every unit is kept whole for the rank that has more batches."""
+    model = seeded(_Net)
+    data = Subset(make_data(16, 1), range(4 * (1 + rank)))
+    loader = DataLoader(data, batch_size=4)
+    _fit(strategy, folder, model, val=loader, use_distributed_sampler=False)
+    return _outcome(model)
+
+
+@pytest.mark.parametrize(
+    "scenario", [_plain, _between_micro_batches, _seldom, _offloaded_and_recomputed, _uneven]
+)
+def test_the_average_is_that_of_whole_weights_and_validation_uses_it(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path)
+
+
+def _file(path):
+    file = torch.load(path, weights_only=True)
+    return {name: file[name] for name in ("state_dict", "current_model_state", "averaging_state")}
+
+
+def _resumed(strategy, folder, rank):
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    uninterrupted = seeded(_Net)
+    trainer = _fit(strategy, folder, uninterrupted, callbacks=[keep], max_epochs=3)
+    trainer.save_checkpoint(folder / "after.ckpt")
+    outcome = {"files": [_file(folder / f"{name}.ckpt") for name in ("step=3", "after")]}
+    for name in ("step=3", "after"):
+        model = seeded(_Net, seed=7)
+        _fit(strategy, folder, model, ckpt_path=folder / f"{name}.ckpt", max_epochs=4)
+        outcome[name] = _outcome(model)
+    model = seeded(_Net, seed=7)
+    trainer = make_trainer(strategy, folder)
+    trainer.validate(model, make_loader(16, seed=1), folder / "step=3.ckpt", verbose=False)
+    outcome["validated"] = model.validated
+    return outcome
+
+
+def test_an_average_is_saved_and_goes_on(tmp_path):
+    assert_like_ddp(_resumed, tmp_path)
+
+
+def _across(rank, world_size, folder):
+    """A file of Lightning's callback under DDP, resumed by shards, and the reverse."""
+    for writer, reader in (("ddp", SHARDED[0]), ("ddp", "fsdp1_zero3"), ("fsdp2_zero3", "ddp")):
+        trainer = _fit(writer, folder, seeded(_Net), max_epochs=1)
+        keep = ModelCheckpoint(folder / writer, filename="one", every_n_epochs=1)
+        trainer = _fit(writer, folder, seeded(_Net), callbacks=[keep], max_epochs=1)
+        expected, found = seeded(_Net), seeded(_Net, seed=8)
+        _fit(reader, folder, expected)
+        _fit(reader, folder, found, ckpt_path=keep.best_model_path)
+        torch.testing.assert_close(weights_of(found), weights_of(expected), atol=1e-6, rtol=1e-5)
+        assert trainer.global_step == 4
+
+
+def test_a_run_may_change_its_strategy_and_keep_its_average(tmp_path):
+    on_trainer_ranks(_across, 2, tmp_path)
+
+
+class _Counting(ShardedEMA):
+    def on_train_batch_end(self, *args):
+        with CollectiveCounter() as counter:
+            super().on_train_batch_end(*args)
+        assert self._num_averaged > 0
+        assert not counter.calls
+
+    def on_train_start(self, trainer, module):
+        whole = sum(p.numel() for p in seeded(_Net).parameters())
+        mine = sum(a.numel() for n, a in self._average.items() if n != "seen")
+        assert 0 < mine < 0.6 * whole + 32
+
+
+def _counted(rank, world_size, folder):
+    for strategy in SHARDED:
+        model = seeded(_Net)
+        make_trainer(strategy, folder, callbacks=[_Counting(0.9)]).fit(model, make_loader())
+
+
+def test_averaging_takes_a_share_of_the_memory_and_no_communication(tmp_path):
+    on_trainer_ranks(_counted, 2, tmp_path)
+
+
+def _refusals(rank, world_size, folder):
+    with pytest.raises(TypeError, match=r"expected a strategy of lightning_fsdp, got DDPStrategy"):
+        make_trainer("ddp", folder, callbacks=[ShardedEMA()]).fit(seeded(_Net), make_loader())
+    trainer = make_trainer("ddp", folder)
+    trainer.fit(seeded(_Net), make_loader())
+    trainer.save_checkpoint(folder / "plain.ckpt")
+    warns = pytest.warns(UserWarning, match="saved without an average")
+    with warns if rank == 0 else nullcontext():
+        _fit(SHARDED[0], folder, seeded(_Net), ckpt_path=folder / "plain.ckpt")
+
+
+def test_without_sharding_or_an_average_in_the_file_it_says_so(tmp_path):
+    on_trainer_ranks(_refusals, 2, tmp_path)
+
+
+def test_a_decay_outside_of_0_to_1_is_refused():
+    with pytest.raises(ValueError, match=r"decay: expected a number between 0 and 1, got 1\.5"):
+        ShardedEMA(1.5)
