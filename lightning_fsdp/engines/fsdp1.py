@@ -161,6 +161,15 @@ class FSDP1Engine(NativeEngine):
         return torch_internals.fsdp1_holds_unreduced(self._flat_of[name][0])
 
     @override
+    def before_backward(self) -> None:
+        super().before_backward()
+        # What was put aside, torch notices in the root's hook: after that of a unit whose output is
+        # the root's own, where it would be added to.
+        for flat, originals in self._flat_of.values():
+            if all(p.grad is None for p in originals):
+                flat.grad = None
+
+    @override
     def after_backward(self) -> None:
         super().after_backward()
         self._waits = not self._syncs
