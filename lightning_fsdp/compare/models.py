@@ -25,7 +25,7 @@ class Sizes:
     """
 
     width: int = 13
-    depth: int = 3
+    depth: int = 2
 
 
 class _Layer(nn.Module):

@@ -144,16 +144,22 @@ def _rank(plan: Plan, rank: int) -> None:
                     ended = type(error).__name__
                     outcome = {"error": f"{ended}: {error}", "traceback": traceback.format_exc()}
                 seconds = time.perf_counter() - start
-                line = {**place, "event": "end", "seconds": round(seconds, 4), **outcome}
+                line = {**place, "event": "end", "ended": ended, "at": time.time(), **outcome}
+                line["seconds"] = round(seconds, 4)
                 stream.write(json.dumps(line) + "\n")
                 every = _outcomes(said, f"{case.name}/{row}", ended, plan.world_size)
-                if len(every - {"passed", "failed"}) != (ended not in ("passed", "failed")):
+                if not ended_alike(every):
                     stream.flush()
                     os._exit(1)  # without the process group's farewell, for which nobody is left
                 if every != {"passed"}:
                     subject = None  # in whatever state it is, it is no base for another test
         faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
+
+
+def ended_alike(every: set[str]) -> bool:
+    """Whether a test that ended in these ways leaves all ranks at the same place."""
+    return every <= {"passed", "failed"} or len(every) == 1
 
 
 def _as_json(findings: Findings) -> dict[str, Any]:

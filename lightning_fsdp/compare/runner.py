@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lightning_fsdp.compare.cases import Case
 from lightning_fsdp.compare.models import build
-from lightning_fsdp.compare.ranks import Plan
+from lightning_fsdp.compare.ranks import Plan, ended_alike
 from lightning_fsdp.compare.rows import PARTS, ROWS
 from lightning_fsdp.harness.processes import run_command
 
@@ -171,7 +171,7 @@ def _began(case: Case, told: _Told) -> bool:
 def _cell(case: Case, world_size: int, row: str, told: _Told) -> Cell | None:
     """``None``: not every rank came to the end of it, or they did not end in the same way."""
     ends = told.ends.get((case.name, row), {})
-    if len(ends) < world_size or len({"error" in end for end in ends.values()}) > 1:
+    if len(ends) < world_size or not ended_alike({end["ended"] for end in ends.values()}):
         return None
     items = items_of(case, row)
     wrong: dict[str, str] = {}
@@ -215,14 +215,17 @@ def _crashed(
 
 
 def _reason(case: Case, told: _Told, failure: str) -> str:
-    """The words of the rank that left first, or how it left."""
+    """What happened first: a rank's death without a word, or the earliest error of a rank."""
     if told.exit is None:
         return failure
     rank, code = told.exit["rank"], told.exit["exitcode"]
     errors = [
-        ends[rank]["error"]
+        (end["at"], f"rank {who}: {end['error']}")
         for (name, _), ends in told.ends.items()
-        if name == case.name and "error" in ends.get(rank, {})
+        for who, end in ends.items()
+        if name == case.name and "error" in end
     ]
+    if errors and code > 0:
+        return min(errors)[1]
     how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    return f"rank {rank} left ({how})" + (f": {errors[-1]}" if errors else f"; {failure}")
+    return f"rank {rank} left ({how}); {failure}"
