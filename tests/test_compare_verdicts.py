@@ -92,7 +92,17 @@ def test_what_is_recorded_not_to_work_is_no_surprise_and_everything_else_is():
     (other,) = surprises([cell("fsdp2", status="failed")], KNOWN)
     assert "fsdp2_zero3_fp32_mlp, gradients with sync: failed at W=2" in other
     (repaired,) = surprises([cell("fsdp2", dtype="bf16")], KNOWN)
-    assert repaired.endswith("works, but is recorded not to")
+    assert repaired.endswith("works at W=2, but is recorded not to")
+
+
+def test_what_is_recorded_at_one_number_of_ranks_is_expected_at_no_other():
+    known = [{"engine": "fsdp2", "row": "synced", "world_size": 1}]
+    cells = [cell("fsdp2", 1, "failed"), cell("fsdp2", 2), cell("fsdp1", 1), cell("fsdp1", 2)]
+    assert surprises(cells, known) == []
+    (comparison,) = compare(cells, known)
+    assert comparison.verdict == comparison.expected == "regression"
+    (other,) = surprises([cell("fsdp2", 2, "failed")], known)
+    assert "failed at W=2" in other
 
 
 def test_a_crash_is_always_a_surprise():
