@@ -8,6 +8,7 @@ READY := $(VENV)/.installed
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 BENCH_ARGS ?=
+COMPARE_ARGS ?=
 TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
 TRAIN_ARGS ?=
 TEST_ARGS ?=
@@ -16,7 +17,7 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench train test check format tensorboard clean distclean
+.PHONY: help install bench compare train test check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -25,6 +26,9 @@ install: $(READY) ## Create .venv and install the pinned versions into it
 
 bench: $(READY) ## Compare the engines on two CPU processes; table, CSV and JSON in runs/bench
 	$(RUN) lightning_fsdp.bench --out runs/bench $(BENCH_ARGS)
+
+compare: $(READY) ## Judge by value what each engine lets one read; report in runs/compare
+	$(RUN) lightning_fsdp.compare --out runs/compare $(COMPARE_ARGS)
 
 train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this Python's own sources
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_fsdp import ZERO2, ZERO3, shard_model
-from lightning_fsdp.bench.report import environment
+from lightning_fsdp.harness.environment import environment
 
 CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
 VOCABULARY = 8192

@@ -53,9 +53,9 @@ from torch.testing._internal.distributed import fake_pg  # registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import ZERO3, fully_shard, shard_model
-from lightning_fsdp.bench.report import environment
 from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
 from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.harness.environment import environment
 
 GIB = 2**30
 PADDING_WORLD_SIZE = 1024

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_fsdp import fully_shard
-from lightning_fsdp.bench.report import environment
+from lightning_fsdp.harness.environment import environment
 
 NUM_UNITS = 100
 NUM_PARAMETERS = 300

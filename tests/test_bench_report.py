@@ -7,8 +7,9 @@ import pytest
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.measure import RankMeasurement
-from lightning_fsdp.bench.report import LOSS_TOLERANCE, environment, format_table, summarize, write
+from lightning_fsdp.bench.report import LOSS_TOLERANCE, format_table, summarize, write
 from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
     config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=1, timed_steps=3,

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lightning_fsdp.bench.arms import ENGINES, Workload, choose_arms
-from lightning_fsdp.bench.report import describe, environment, format_table, summarize, write
+from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import run_arms
+from lightning_fsdp.harness.environment import describe, environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

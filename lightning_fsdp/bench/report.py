@@ -5,19 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.harness.environment import describe
+from lightning_fsdp.harness.tables import markdown_table
 
 LOSS_TOLERANCE = 2e-3
 """Largest difference of a loss from the reference's that rounding explains, in nats."""
@@ -127,13 +124,7 @@ def format_table(rows: Sequence[Row]) -> str:
         "arm", "ranks", "loss first", "loss last", "tokens/s", "step ms (quartiles)",
         "peak MB per rank", "resting MB per rank", "collectives per step", "MB per step",
     ]  # fmt: skip
-    body = [_cells(row) for row in rows]
-    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    lines = [
-        " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) for line in [head, *body]
-    ]
-    lines.insert(1, " | ".join("-" * width for width in widths))
-    return "\n".join(f"| {line} |" for line in lines)
+    return markdown_table(head, [_cells(row) for row in rows])
 
 
 def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[str, Any]) -> None:
@@ -160,29 +151,6 @@ def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[st
     }
     (out / "results.json").write_text(json.dumps(results, indent=1))
     (out / "report.md").write_text(f"{describe(document)}\n\n{format_table(rows)}\n")
-
-
-def environment() -> dict[str, Any]:
-    """Versions, machine and commit, for a reader of the results."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    packages = ("torch", "lightning", "transformers")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
-        "versions": {name: version(name) for name in packages},
-        "machine": {"processor": _processor(), "cores": os.cpu_count()},
-    }
-
-
-def describe(document: dict[str, Any]) -> str:
-    """One sentence about where and how the figures came about."""
-    machine, versions = document["machine"], document["versions"]
-    return (
-        f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores; torch "
-        f"{versions['torch']}, Lightning {versions['lightning']}; `{document['command']}`"
-    )
 
 
 def _cells(row: Row) -> list[str]:
@@ -227,12 +195,3 @@ def _distance(losses: list[float], reference: list[float]) -> float:
 
 def _replace(row: Row, **changes: Any) -> Row:
     return Row(**{**asdict(row), **changes})
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +14,7 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.measure import RankMeasurement
+from lightning_fsdp.harness.processes import run_command
 
 
 @dataclass
@@ -66,23 +64,7 @@ def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float)
     log = folder / "log.txt"
     command = [sys.executable, "-m", "recipes.train", *arm.recipe_arguments(workload, folder)]
     start = time.perf_counter()
-    with log.open("wb") as stream:
-        # A session of its own, so that ending it also ends the ranks that the script starts.
-        process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            env=_environment(),
-        )
-        try:
-            code = process.wait(timeout_s)
-            failure = None if code == 0 else f"exit code {code}: {_last_line(log)}"
-        except subprocess.TimeoutExpired:
-            failure = f"took longer than {timeout_s:.0f} s"
-        finally:
-            _end(process)
+    failure = run_command(command, log=log, timeout_s=timeout_s)
     run = Run(arm, repeat, time.perf_counter() - start, log, failure=failure)
     if failure is None:
         files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
@@ -92,29 +74,3 @@ def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float)
         else:
             run.ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
     return run
-
-
-def _environment() -> dict[str, str]:
-    # One thread per rank: more would let the arms with fewer processes use more of the machine.
-    inherited = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    for kind, grace_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, kind)
-        except ProcessLookupError:
-            break
-        deadline = time.perf_counter() + grace_s
-        while time.perf_counter() < deadline and process.poll() is None:
-            time.sleep(0.05)
-    process.wait()
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    return lines[-1] if lines else "no output"

@@ -174,6 +174,11 @@ class FSDP1Engine(NativeEngine):
                     "would replace instead of adding to it. Use accumulation='local' (no_sync() "
                     "for all but the last micro-batch), scratch_fsdp or fsdp2."
                 )
+        # What was put aside, torch notices in the root's hook: after that of a unit whose output is
+        # the root's own, where it would be added to.
+        for flat, originals in self._flat_of.values():
+            if all(p.grad is None for p in originals):
+                flat.grad = None
 
     @override
     def after_backward(self) -> None:

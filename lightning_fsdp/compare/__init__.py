@@ -1,0 +1,1 @@
+"""``python -m lightning_fsdp.compare``: which weights and gradients each engine lets one read."""

@@ -1,0 +1,104 @@
+"""Command line of the comparison; see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lightning_fsdp.compare.cases import DTYPES, ENGINES, Case, choose_cases
+from lightning_fsdp.compare.controls import run_controls
+from lightning_fsdp.compare.models import MODELS, Sizes
+from lightning_fsdp.compare.report import describe_environment, format_report, make_report, write
+from lightning_fsdp.compare.rows import ROWS
+from lightning_fsdp.compare.runner import Cell, Setup, run_cases, skip_cases
+from lightning_fsdp.compare.verdicts import expectation
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tests, print the table, write the files.
+
+    Returns:
+        Exit code: 0 if everything came out as recorded for this torch, and everything was run.
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    sizes = Sizes(width=args.width, depth=args.depth)
+    try:
+        cases = choose_cases(
+            engines=args.engines,
+            zero_stages=args.stages,
+            dtypes=args.dtypes,
+            models=args.models,
+            sizes=sizes,
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if any(size < 1 for size in args.world_sizes) or args.timeout <= 0:
+        parser.error("--world-sizes: at least 1; --timeout: more than 0")
+    if args.expected is not None and not args.expected.is_file():
+        parser.error(f"--expected: no file {str(args.expected)!r}")
+    command = shlex.join(["python", "-m", "lightning_fsdp.compare", *(arguments or sys.argv[1:])])
+    document = describe_environment(args.engines, command)
+    missing = [engine for engine, why in document["engines"].items() if why]
+    setup = Setup(rows=args.tests, device=args.device, timeout_s=args.timeout, out=args.out)
+    start = time.perf_counter()
+    cells: list[Cell] = []
+    for world_size in dict.fromkeys(args.world_sizes):
+        cells += _at(world_size, cases, setup, missing)
+    report = make_report(
+        document,
+        cells,
+        run_controls(Case(engine="none", zero_stage=3, dtype="fp32", model="mlp", sizes=sizes)),
+        expected=expectation(document["versions"]["torch"], args.expected),
+        seconds=time.perf_counter() - start,
+    )
+    write(report, args.out)
+    print(f"\n{format_report(report)}\nWritten to {args.out}/: report.md, report.json, logs/")
+    return 1 if report.problems else 0
+
+
+def _at(world_size: int, cases: Sequence[Case], setup: Setup, missing: Sequence[str]) -> list[Cell]:
+    """All cases at one number of ranks, in order, as far as engines and devices go."""
+    present = [case for case in cases if case.engine not in missing]
+    absent = [case for case in cases if case.engine in missing]
+    cells = skip_cases(absent, world_size, setup, "this torch has no such engine")
+    num_devices = torch.cuda.device_count()
+    if setup.device == "cuda" and num_devices < world_size:
+        reason = f"W={world_size} needs {world_size} GPUs, this machine has {num_devices}"
+        return cells + skip_cases(present, world_size, setup, reason)
+    return cells + run_cases(present, world_size, setup)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_fsdp.compare",
+        description="Read every weight and gradient under each engine, and judge them by value.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "--engines", nargs="+", default=list(ENGINES), help="or your own, as module:Class"
+    )
+    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4], help="ranks")
+    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="compute-reduction")
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--tests", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--width", type=int, default=Sizes().width, help="of the MLP")
+    parser.add_argument("--depth", type=int, default=Sizes().depth, help="of the MLP")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per test")
+    parser.add_argument(
+        "--expected", type=Path, help="another record of what does not work, as expected.json"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,261 @@
+"""Turns cells into ``report.json``, ``report.md`` and a log per configuration."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_fsdp.compare.cases import Case, load_engine
+from lightning_fsdp.compare.controls import Control
+from lightning_fsdp.compare.rows import ROWS
+from lightning_fsdp.compare.runner import Cell
+from lightning_fsdp.compare.verdicts import (
+    Comparison,
+    Known,
+    compare,
+    ratios_of,
+    surprises,
+    works,
+)
+from lightning_fsdp.harness.environment import describe, environment
+from lightning_fsdp.harness.tables import markdown_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything that a comparison has found.
+
+    Attributes:
+        document: Environment and command; JSON.
+        cells: Every test of every case at every number of ranks.
+        comparisons: Engines against each other.
+        controls: What the judge made of broken values.
+        expected_of: The torch version whose expectation was used.
+        seconds: Wall time of all groups of ranks.
+        problems: Why the exit code is not 0; empty if it is.
+    """
+
+    document: dict[str, Any]
+    cells: Sequence[Cell]
+    comparisons: Sequence[Comparison]
+    controls: Sequence[Control]
+    expected_of: str
+    seconds: float
+    problems: Sequence[str]
+
+
+def make_report(
+    document: dict[str, Any],
+    cells: Sequence[Cell],
+    controls: Sequence[Control],
+    *,
+    expected: tuple[str, Known],
+    seconds: float,
+) -> Report:
+    """Judge the whole."""
+    version, known = expected
+    problems = [
+        f"negative control {c.name!r}: the judge said {c.complaint or 'right'!r}"
+        for c in controls
+        if not c.is_as_it_should_be
+    ]
+    skipped = Counter(cell.reason for cell in cells if cell.status == "skipped")
+    problems += [f"{count} tests not run: {reason}" for reason, count in skipped.items()]
+    problems += surprises(cells, known)
+    return Report(
+        document=document,
+        cells=cells,
+        comparisons=compare(cells, known),
+        controls=controls,
+        expected_of=version,
+        seconds=seconds,
+        problems=problems,
+    )
+
+
+def describe_environment(engines: Sequence[str], command: str) -> dict[str, Any]:
+    """Python, torch, devices, and which engines this torch has."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "command": command,
+        **environment(),
+        "python": platform.python_version(),
+        "cuda_devices": devices,
+        "engines": {engine: _why_not(engine) for engine in engines},
+    }
+
+
+def format_report(report: Report) -> str:
+    """Markdown, good to be pasted into an issue."""
+    document = report.document
+    devices = Counter(document["cuda_devices"])
+    engines = [f"{e} ({why})" if why else e for e, why in document["engines"].items()]
+    controls = [control for control in report.controls if not control.should_pass]
+    noticed = sum(control.complaint is not None for control in controls)
+    lines = [
+        f"{describe(document)}",
+        "",
+        f"- Python {document['python']}; "
+        + ("no GPU" if not devices else ", ".join(f"{n} x {name}" for name, n in devices.items())),
+        f"- engines: {', '.join(engines)}",
+        f"- {len(report.cells)} tests at W = {_numbers(report.cells)} in {report.seconds:.0f} s: "
+        + ", ".join(f"{n} {s}" for s, n in Counter(c.status for c in report.cells).items()),
+        f"- negative controls: {noticed} of {len(controls)} called wrong by the judge ("
+        + ", ".join(control.name for control in controls)
+        + ")",
+        f"- expectation: as recorded for torch {report.expected_of}",
+        "",
+        _table_of_tests(report),
+        "",
+        *_exceptions(report),
+        f"<details><summary>Right of all, in per cent, at W = {_numbers(report.cells)}</summary>",
+        "",
+        _table_of_ratios(report.cells),
+        "",
+        "</details>",
+        "",
+        "Nothing unexpected." if not report.problems else "Unexpected:",
+        *[f"- {problem}" for problem in report.problems],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write(report: Report, out: Path) -> None:
+    """Write ``report.json``, ``report.md`` and ``logs/``."""
+    out.mkdir(parents=True, exist_ok=True)
+    groups = _by_configuration(report.cells)
+    as_json = {
+        **report.document,
+        "expected_of": report.expected_of,
+        "seconds": report.seconds,
+        "controls": [asdict(control) for control in report.controls],
+        "verdicts": [asdict(comparison) for comparison in report.comparisons],
+        "ratios": [
+            {**_facts(case, size), **asdict(ratios_of(cells))}
+            for (case, size), cells in groups.items()
+        ],
+        "cells": [{**_facts(cell.case, cell.world_size), **_plain(cell)} for cell in report.cells],
+        "problems": list(report.problems),
+    }
+    (out / "report.json").write_text(json.dumps(as_json, indent=1))
+    (out / "report.md").write_text(format_report(report))
+    (out / "logs").mkdir(exist_ok=True)
+    for (case, size), cells in groups.items():
+        text = "\n".join(_log_line(cell) for cell in cells)
+        (out / "logs" / f"{case.name}_w{size}.txt").write_text(f"{case} W={size}\n{text}\n")
+
+
+def _why_not(engine: str) -> str | None:
+    try:
+        load_engine(engine)
+    except (ImportError, TypeError) as error:
+        return f"missing: {error}"
+    return None
+
+
+def _table_of_tests(report: Report) -> str:
+    """A line per test: in how many cases each engine works, and what that makes of each pair."""
+    engines = list(dict.fromkeys(cell.case.engine for cell in report.cells))
+    pairs = list(dict.fromkeys((c.before, c.after) for c in report.comparisons))
+    body = []
+    for row in dict.fromkeys(cell.row for cell in report.cells):
+        line = [ROWS[row].name]
+        for engine in engines:
+            of_case: dict[Case, list[Cell]] = {}
+            for cell in report.cells:
+                if cell.row == row and cell.case.engine == engine:
+                    of_case.setdefault(cell.case, []).append(cell)
+            outcomes = [works(cells) for cells in of_case.values()]
+            line.append(f"{outcomes.count(True)}/{len(outcomes)}")
+        for pair in pairs:
+            verdicts = Counter(
+                c.verdict
+                for c in report.comparisons
+                if c.row == row and (c.before, c.after) == pair
+            )
+            is_one = len(verdicts) == 1
+            line.append(", ".join(v if is_one else f"{n} {v}" for v, n in verdicts.items()))
+        body.append(line)
+    return markdown_table(["test", *engines, *(f"{a} to {b}" for a, b in pairs)], body)
+
+
+def _exceptions(report: Report) -> list[str]:
+    """Each test of a case that did not pass everywhere, with the first reason; same ones once."""
+    first: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in report.cells:
+        if cell.status in ("failed", "crashed"):
+            first.setdefault((cell.case.engine, cell.row, cell.status), []).append(cell)
+    if not first:
+        return []
+    lines = ["What does not work, and the first reason given:", ""]
+    for (engine, row, status), cells in first.items():
+        sizes = _numbers(cells)
+        cases = len({cell.case for cell in cells})
+        lines.append(
+            f"- {engine}, {ROWS[row].name}: {status} in {cases} cases (W = {sizes}). "
+            f"{cells[0].case.name}: {cells[0].reason}"
+        )
+    return [*lines, ""]
+
+
+def _table_of_ratios(cells: Sequence[Cell]) -> str:
+    by_case: dict[Case, dict[int, list[Cell]]] = {}
+    for (case, size), mine in _by_configuration(cells).items():
+        by_case.setdefault(case, {})[size] = mine
+    body = []
+    for case, by_size in by_case.items():
+        ratios = [ratios_of(mine) for mine in by_size.values()]
+        body.append(
+            [
+                case.engine,
+                str(case.zero_stage),
+                case.dtype,
+                case.model,
+                " ".join(_percent(r.parameters) for r in ratios),
+                " ".join(_percent(r.gradients) for r in ratios),
+                " ".join(_percent(r.micro_batches) for r in ratios),
+            ]
+        )
+    head = ["engine", "stage", "dtype", "model", "parameters", "gradients", "micro-batches"]
+    return markdown_table(head, body)
+
+
+def _by_configuration(cells: Sequence[Cell]) -> dict[tuple[Case, int], list[Cell]]:
+    groups: dict[tuple[Case, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.case, cell.world_size), []).append(cell)
+    return groups
+
+
+def _facts(case: Case, world_size: int) -> dict[str, Any]:
+    return {**asdict(case), "world_size": world_size}
+
+
+def _plain(cell: Cell) -> dict[str, Any]:
+    return {k: v for k, v in vars(cell).items() if k not in ("case", "world_size")}
+
+
+def _log_line(cell: Cell) -> str:
+    ulps = "" if cell.ulps is None else f", differs by {cell.ulps:.3g} ulps at most"
+    seconds = "" if cell.seconds is None else f", {cell.seconds:.2f} s"
+    line = f"{ROWS[cell.row].name}: {cell.status}, {cell.right} of {cell.total}{ulps}{seconds}"
+    return line + (f"\n  {cell.reason}" if cell.reason else "") + _indented(cell.traceback)
+
+
+def _indented(text: str) -> str:
+    return "".join(f"\n    {line}" for line in text.splitlines())
+
+
+def _numbers(cells: Sequence[Cell]) -> str:
+    return ", ".join(str(n) for n in dict.fromkeys(cell.world_size for cell in cells))
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{100 * ratio:.0f}"

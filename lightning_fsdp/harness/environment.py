@@ -1,0 +1,43 @@
+"""Versions, machine and commit, for a reader of results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Where and with what a result came about; JSON."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    packages = ("torch", "lightning", "transformers")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit or None,
+        "versions": {name: version(name) for name in packages},
+        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+    }
+
+
+def describe(document: dict[str, Any]) -> str:
+    """One sentence about where and how the figures came about."""
+    machine, versions = document["machine"], document["versions"]
+    return (
+        f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores; torch "
+        f"{versions['torch']}, Lightning {versions['lightning']}; `{document['command']}`"
+    )
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,66 @@
+"""Runs a command together with all the processes that it starts, and ends all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> str | None:
+    """Run a command; nothing that it started outlives the call.
+
+    Args:
+        command: Program and arguments.
+        log: File for everything that its processes print.
+        timeout_s: Wall time after which all of them are ended.
+
+    Returns:
+        Why it failed, in words, or ``None``.
+    """
+    with log.open("wb") as stream:
+        # A session of its own, so that ending it also ends the ranks that the command starts.
+        process = subprocess.Popen(
+            command,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=_environment(),
+        )
+        try:
+            code = process.wait(timeout_s)
+            return None if code == 0 else f"exit code {code}: {_last_line(log)}"
+        except subprocess.TimeoutExpired:
+            return f"took longer than {timeout_s:.0f} s"
+        finally:
+            _end(process)
+
+
+def _environment() -> dict[str, str]:
+    # One thread per rank: more would let the arms with fewer processes use more of the machine.
+    inherited = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for kind, grace_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, kind)
+        except ProcessLookupError:
+            break
+        deadline = time.perf_counter() + grace_s
+        while time.perf_counter() < deadline and process.poll() is None:
+            time.sleep(0.05)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    return lines[-1] if lines else "no output"

@@ -1,0 +1,122 @@
+"""The comparison as a command: a real run, what it does about trouble, and engines that are broken.
+
+Ranks are started by the command itself, so that these take the time of several imports of torch.
+"""
+
+import json
+
+import pytest
+
+from lightning_fsdp.compare.__main__ import main
+from lightning_fsdp.compare.rows import ROWS
+
+BROKEN = "tests.support.broken_engines:"
+
+# What each broken engine must turn red at W=2; everything else must stay green.
+_READ_REDUCED = {"after-forward", "synced", "unsynced", "before-step", "on-reduced", "apart"}
+RED = {
+    "OwnShardRepeated": set(ROWS) - {"on-local"},
+    "NoDivision": {*_READ_REDUCED, "after-step", "reduced-once"},
+    # A test that looks once can notice nothing.
+    "StaleGradient": {*_READ_REDUCED, "on-local", "reduced-once"} - {"after-forward"},
+}
+
+
+def compare(out, *arguments):
+    """Exit code and ``report.json``."""
+    code = main([*arguments, "--out", str(out)])
+    return code, json.loads((out / "report.json").read_text())
+
+
+def test_every_cell_of_one_configuration_is_right(tmp_path, capsys):
+    code, report = compare(
+        tmp_path,
+        *("--engines", "scratch", "fsdp1", "fsdp2", "--stages", "3", "--dtypes", "fp32"),
+        *("--models", "mlp", "--world-sizes", "2", "--width", "6", "--depth", "2"),
+    )
+    assert report["problems"] == []
+    assert code == 0
+    cells = {(cell["engine"], cell["row"]): cell for cell in report["cells"]}
+    assert len(cells) == 3 * len(ROWS)
+    for (engine, row), cell in cells.items():
+        is_refused = row == "reduced-once" and engine != "scratch"
+        assert cell["status"] == ("failed" if is_refused else "passed"), cell
+        assert cell["right"] == (0 if is_refused else cell["total"])
+        assert cell["ulps"] == (None if is_refused else 0), "exact at W=2, and looked at"
+    assert all(control["complaint"] for control in report["controls"][1:])
+    printed = capsys.readouterr().out
+    assert (tmp_path / "report.md").read_text() in printed
+    assert "Nothing unexpected." in printed
+
+
+@pytest.mark.slow
+def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
+    (tmp_path / "nothing.json").write_text(json.dumps({"2.13": []}))
+    code, report = compare(
+        tmp_path,
+        *("--engines", "fsdp2", "--stages", "3", "--dtypes", "fp32", "--models", "mlp"),
+        *("--world-sizes", "1", "--tests", "initial", "reduced-once"),
+        *("--expected", str(tmp_path / "nothing.json")),
+    )
+    assert code == 1
+    (problem,) = report["problems"]
+    assert "micro-batches reduced once: failed at W=1: rank 0: micro-batch 0: Grad" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path):
+    code, report = compare(
+        tmp_path,
+        *("--engines", BROKEN + "Trouble", "nowhere.at.all:Engine", "--models", "mlp"),
+        *("--world-sizes", "2", "--tests", "initial", "synced", "--timeout", "16"),
+    )
+    assert code == 1
+    cells = {
+        (cell["zero_stage"], cell["dtype"], cell["row"]): cell
+        for cell in report["cells"]
+        if "Trouble" in cell["engine"]
+    }
+    killed, raised = cells[2, "fp32", "initial"], cells[2, "bf16", "initial"]
+    assert killed["status"] == raised["status"] == "crashed"
+    assert "rank 1 left (killed by signal 9)" in killed["reason"]
+    assert raised["reason"] == "rank 1: ValueError: only here", "not its echo on rank 0"
+    assert cells[2, "bf16-fp32", "initial"]["status"] == "crashed", "a hang"
+    assert cells[2, "fp32", "synced"]["reason"] == "not reached: 'initial' crashed"
+    refused = cells[3, "fp32", "initial"]
+    assert refused["status"] == "failed", "all ranks agree, and go on together"
+    assert "NotImplementedError: nowhere" in refused["reason"]
+    for dtype in ("bf16", "bf16-fp32"):
+        for row in ("initial", "synced"):
+            assert cells[3, dtype, row]["status"] == "passed"
+    absent = [cell for cell in report["cells"] if "nowhere" in cell["engine"]]
+    assert {cell["status"] for cell in absent} == {"skipped"}
+    assert "nowhere" in report["engines"]["nowhere.at.all:Engine"]
+    assert any("no such engine" in problem for problem in report["problems"])
+
+
+def test_missing_gpus_are_said(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    code, report = compare(tmp_path, "--device", "cuda", "--world-sizes", "2", "--tests", "initial")
+    assert code == 1
+    assert {cell["status"] for cell in report["cells"]} == {"skipped"}
+    assert "W=2 needs 2 GPUs, this machine has 0" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", RED)
+def test_a_broken_engine_turns_every_row_red_that_should_be(tmp_path, engine):
+    code, report = compare(
+        tmp_path,
+        *("--engines", BROKEN + engine, "--dtypes", "fp32", "--world-sizes", "2"),
+    )
+    assert code == 1
+    for stage in (2, 3):
+        for model in ("mlp", "transformer"):
+            cells = [
+                cell
+                for cell in report["cells"]
+                if (cell["zero_stage"], cell["model"]) == (stage, model)
+            ]
+            assert {cell["status"] for cell in cells} <= {"passed", "failed"}
+            assert {cell["row"] for cell in cells if cell["status"] == "failed"} == RED[engine]
