@@ -1,0 +1,1 @@
+"""What a training run shows of its gradients, its memory and its time, under every strategy."""
