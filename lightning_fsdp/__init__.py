@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CPUOffloadPolicy": "config",
     "FSDP1Strategy": "strategies.fsdp1",
+    "GradientNoiseScale": "callbacks.noise_scale",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ShardingPlan": "config",
@@ -79,6 +81,7 @@ __all__ = [
     "ScratchFSDPStrategy",
     "FSDP1Strategy",
     "FSDP2Strategy",
+    "GradientNoiseScale",
 ]
 
 
