@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    from lightning_fsdp.callbacks.microbatch_isolation import (
+        MicrobatchIsolationProbe as MicrobatchIsolationProbe,
+    )
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
@@ -42,6 +45,7 @@ _HOME = {
     "CPUOffloadPolicy": "config",
     "FSDP1Strategy": "strategies.fsdp1",
     "GradientNoiseScale": "callbacks.noise_scale",
+    "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ShardingPlan": "config",
@@ -82,6 +86,7 @@ __all__ = [
     "FSDP1Strategy",
     "FSDP2Strategy",
     "GradientNoiseScale",
+    "MicrobatchIsolationProbe",
 ]
 
 
