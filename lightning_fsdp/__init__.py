@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    from lightning_fsdp.callbacks.gradient_access import GradientAccessProbe as GradientAccessProbe
     from lightning_fsdp.callbacks.microbatch_isolation import (
         MicrobatchIsolationProbe as MicrobatchIsolationProbe,
     )
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CPUOffloadPolicy": "config",
     "FSDP1Strategy": "strategies.fsdp1",
+    "GradientAccessProbe": "callbacks.gradient_access",
     "GradientNoiseScale": "callbacks.noise_scale",
     "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
@@ -85,6 +87,7 @@ __all__ = [
     "ScratchFSDPStrategy",
     "FSDP1Strategy",
     "FSDP2Strategy",
+    "GradientAccessProbe",
     "GradientNoiseScale",
     "MicrobatchIsolationProbe",
 ]
