@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    from lightning_fsdp.callbacks.gradient_access import GradientAccessProbe as GradientAccessProbe
+    from lightning_fsdp.callbacks.microbatch_isolation import (
+        MicrobatchIsolationProbe as MicrobatchIsolationProbe,
+    )
+    from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
@@ -41,6 +46,9 @@ if TYPE_CHECKING:
 _HOME = {
     "CPUOffloadPolicy": "config",
     "FSDP1Strategy": "strategies.fsdp1",
+    "GradientAccessProbe": "callbacks.gradient_access",
+    "GradientNoiseScale": "callbacks.noise_scale",
+    "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ShardingPlan": "config",
@@ -81,6 +89,9 @@ __all__ = [
     "ScratchFSDPStrategy",
     "FSDP1Strategy",
     "FSDP2Strategy",
+    "GradientAccessProbe",
+    "GradientNoiseScale",
+    "MicrobatchIsolationProbe",
     "ShardedEMA",
 ]
 

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
-from lightning_fsdp.bench.storages import Observer, nbytes_of, resting_tensors
+from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
 
 
 @dataclass

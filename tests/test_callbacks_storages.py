@@ -3,7 +3,7 @@ import gc
 import torch
 from torch import nn
 
-from lightning_fsdp.bench.storages import Observer, nbytes_of, resting_tensors
+from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
 from tests.support.ranks import run_on_ranks
 
 KIB = 1024

@@ -1,0 +1,190 @@
+"""Gradients by original name for every strategy: those of the engines, or plain ones of stock DDP.
+
+Under DDP and on a single device parameters are whole and ``.grad`` is at hand; what is missing is
+which of them were reduced, and each micro-batch's own gradient before it is added to the others.
+Both are seen by hooks on the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fsdp.core.gradients import GradientFunction, GradientState, GradientUnavailable
+from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
+
+
+class ReadableGradients(Protocol):
+    """The part of :class:`~lightning_fsdp.engines.access.GradientAccess` that callbacks use."""
+
+    def names(self) -> list[str]:
+        """Original names of all trainable parameters."""
+
+    def __getitem__(self, name: str) -> OneGradient: ...
+
+    def on_local(self, function: GradientFunction) -> Removable:
+        """See each local gradient on arrival."""
+
+
+class PlainGradient:
+    """The gradient of one whole parameter."""
+
+    def __init__(self, owner: PlainGradients, name: str) -> None:
+        self.name = name
+        self._owner = owner
+
+    @property
+    def state(self) -> GradientState:
+        """``none``; ``local``: of a backward that did not reduce; ``reduced``."""
+        if self._owner.parameters[self.name].grad is None:
+            return "none"
+        return "local" if self.name in self._owner.unreduced else "reduced"
+
+    def local(self) -> Tensor:
+        """This rank's own gradient.
+
+        Raises:
+            GradientUnavailable: There is none, or it was reduced already.
+        """
+        return self._in_state("local")
+
+    @property
+    def shard(self) -> Tensor:
+        """``(n,)``: the part of the reduced gradient that this rank stands for.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient.
+        """
+        pieces = self._in_state("reduced").reshape(-1).tensor_split(self._owner.world_size)
+        return pieces[self._owner.rank]
+
+    def full(self, micro_batch: int | None = None) -> Tensor:
+        """The reduced gradient, a fresh copy.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient, or one micro-batch is asked for.
+        """
+        if micro_batch is not None:
+            raise GradientUnavailable(
+                f"gradient of {self.name!r}: expected to read the sum of all micro-batches, got "
+                f"micro_batch={micro_batch}, which a stock strategy does not keep."
+            )
+        return self._in_state("reduced").clone()
+
+    def _in_state(self, state: GradientState) -> Tensor:
+        gradient = self._owner.parameters[self.name].grad
+        if gradient is None or self.state != state:
+            raise GradientUnavailable(
+                f"gradient of {self.name!r} (rank {self._owner.rank}): expected the {state} one, "
+                f"got state {self.state!r}."
+            )
+        return gradient.detach()
+
+
+class PlainGradients:
+    """Gradients of a module that is whole on every rank.
+
+    Attributes:
+        parameters: Trainable ones, by name.
+        unreduced: Names of gradients that the last backward left on this rank.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: nn.Module) -> None:
+        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self.unreduced: set[str] = set()
+        self.rank, self.world_size = trainer.global_rank, trainer.world_size
+        self._wrapper = trainer.strategy.model
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._noting(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self.parameters.items()
+        ]
+
+    def names(self) -> list[str]:
+        """Names of all trainable parameters."""
+        return list(self.parameters)
+
+    def __getitem__(self, name: str) -> PlainGradient:
+        return PlainGradient(self, name)
+
+    def on_local(self, function: GradientFunction) -> Removable:
+        """Call ``function(name, gradient, micro_batch)`` before a gradient is added to ``.grad``.
+
+        ``micro_batch`` counts the gradients that came before since ``.grad`` was cleared.
+        """
+        counts: dict[str, int] = {}
+
+        def calling(name: str) -> Callable[[Tensor], None]:
+            def hook(gradient: Tensor) -> None:
+                is_first = self.parameters[name].grad is None
+                counts[name] = 0 if is_first else counts.get(name, 0) + 1
+                function(name, gradient, counts[name])
+
+            return hook
+
+        handles = [
+            parameter.register_hook(calling(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self.parameters.items()
+        ]
+        return _Handles(handles)
+
+    def close(self) -> None:
+        """Take all hooks off."""
+        _Handles(self._handles).remove()
+
+    def _noting(self, name: str) -> Callable[[Tensor], None]:
+        def hook(_parameter: Tensor) -> None:
+            wrapper = self._wrapper
+            reduces = (
+                not isinstance(wrapper, DistributedDataParallel)
+                or wrapper.require_backward_grad_sync
+            )
+            (self.unreduced.discard if reduces else self.unreduced.add)(name)
+
+        return hook
+
+
+class _Handles:
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def gradients_of(trainer: pl.Trainer, module: pl.LightningModule) -> ReadableGradients:
+    """Access to the gradients of the running fit, to be given back with :func:`close`.
+
+    Raises:
+        NotImplementedError: A strategy that shards in a way of its own, named.
+    """
+    access: GradientAccess | None = getattr(trainer.strategy, "gradients", None)
+    if access is not None:
+        return access
+    if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        return PlainGradients(trainer, module)
+    raise NotImplementedError(
+        f"{type(trainer.strategy).__name__}: expected a strategy whose gradients can be read by "
+        "name. Use scratch_fsdp_zero3, fsdp1_zero3, fsdp2_zero3 (or their zero2), ddp, or a single "
+        "device."
+    )
+
+
+def close(access: ReadableGradients | None) -> None:
+    """End what :func:`gradients_of` began."""
+    if isinstance(access, PlainGradients):
+        access.close()
+
+
+def square_of(gradient: Tensor) -> Tensor:
+    """The sum of squares, 0-d fp64, summed in at least fp32; no waiting for the device."""
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
+    return norm.double().square()

@@ -1,0 +1,82 @@
+"""What all callbacks share: when they look, how ranks agree on numbers, where numbers go."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+
+Steps = int | Collection[int]
+"""Every so many optimizer steps, from the first on; or the numbers of those steps, from 0."""
+
+
+def checked_steps(steps: Steps, owner: object) -> Steps:
+    """The same, if it chooses any step.
+
+    Raises:
+        ValueError: A period below 1.
+    """
+    if isinstance(steps, int) and steps < 1:
+        raise ValueError(
+            f"{type(owner).__name__}(steps=...): expected a period of at least 1 or a collection "
+            f"of step numbers, got {steps}."
+        )
+    return steps
+
+
+def is_chosen(steps: Steps, step: int) -> bool:
+    """Whether an optimizer step, counted from 0, is one of them; the same on every rank."""
+    return step % steps == 0 if isinstance(steps, int) else step in steps
+
+
+def refuse_manual_optimization(callback: pl.Callback, module: pl.LightningModule) -> None:
+    """For callbacks that rely on Lightning's own order of micro-batches and its loss division.
+
+    Raises:
+        NotImplementedError: The module steps by hand.
+    """
+    if not module.automatic_optimization:
+        raise NotImplementedError(
+            f"{type(callback).__name__}: expected automatic optimization, got "
+            f"{type(module).__name__} with automatic_optimization=False, where nothing tells which "
+            "backwards make up a step. Look from your training_step, with "
+            "self.trainer.strategy.gradients.on_local()."
+        )
+
+
+def loss_scale(trainer: pl.Trainer) -> float:
+    """By how much a gradient is too large between its backward and the step: fp16's scaling."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def of_every_rank(trainer: pl.Trainer, numbers: Sequence[float]) -> list[list[float]]:
+    """The numbers of each rank, in rank order, equal on all ranks. Collective.
+
+    Args:
+        trainer: Whose default process group is asked.
+        numbers: As many on every rank.
+    """
+    if trainer.world_size == 1:
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.float64, device=trainer.strategy.root_device)
+    every = [torch.empty_like(mine) for _ in range(trainer.world_size)]
+    dist.all_gather(every, mine)
+    return [theirs.tolist() for theirs in every]
+
+
+def log(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:
+    """Hand numbers that all ranks agree on to every logger, on rank 0. No communication."""
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(dict(metrics), step=step)
+
+
+def tensorboards(trainer: pl.Trainer) -> list[TensorBoardLogger]:
+    """Loggers that take pictures and histograms, on rank 0; none elsewhere."""
+    if not trainer.is_global_zero:
+        return []
+    return [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]

@@ -1,0 +1,153 @@
+"""The probe against plain gradients, and against gradients that leak on purpose."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_fsdp import MicrobatchIsolationProbe
+from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
+from tests.support.trainer import weights_of as weights_of_module
+
+STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
+
+
+def _strategy(name):
+    """A strategy by name; with ``+sum`` one that reduces every micro-batch."""
+    if not name.endswith("+sum"):
+        return name
+    import lightning_fsdp
+
+    return lightning_fsdp.ScratchFSDPStrategy(zero_stage=3, accumulation="sum")
+
+
+class _PlainNorms(pl.Callback):
+    """Norms and cosines of this rank's micro-batches from a plain copy of the model, in fp64."""
+
+    def __init__(self):
+        self.steps, self.parts = [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        model = seeded(Regressor).double()
+        access = getattr(trainer.strategy, "weights", None)
+        weights = dict(module.named_parameters()) if access is None else dict(access.full())
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        (model.loss([t.double() for t in batch]) / trainer.accumulate_grad_batches).backward()
+        self.parts.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        total = sum(self.parts)
+        cosines = [torch.cosine_similarity(g, total, dim=0).item() for g in self.parts]
+        self.steps.append(([g.norm().item() for g in self.parts], cosines))
+        self.parts = []
+
+
+def _watched(rank, world_size, strategy, precision, folder):
+    weights = []
+    for is_watched in (False, True):
+        probe, plain = MicrobatchIsolationProbe(steps=2), _PlainNorms()
+        model = seeded(Regressor)
+        trainer = make_trainer(
+            _strategy(strategy),
+            Path(folder),
+            precision=precision,
+            accumulate_grad_batches=3,
+            max_epochs=2,
+            callbacks=[probe, plain] if is_watched else [],
+        )
+        trainer.fit(model, make_loader(56))  # 7 micro-batches on a rank: 3 3 1
+        weights.append(weights_of_module(model))
+    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=0)
+    assert [report.step for report in probe.reports] == list(range(0, trainer.global_step, 2))
+    tolerance = 1e-4 if precision == "32-true" else 0.05
+    for report in probe.reports:
+        norms, cosines = plain.steps[report.step]
+        torch.testing.assert_close(report.norms[rank], norms, rtol=tolerance, atol=0)
+        torch.testing.assert_close(report.cosines[rank], cosines, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "scratch_fsdp_zero3+sum"])
+def test_norms_and_cosines_are_right_and_training_ends_in_the_same_bits(tmp_path, strategy):
+    on_trainer_ranks(_watched, 2, strategy, "32-true", str(tmp_path))
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"])
+def test_rounding_is_no_leak(tmp_path, strategy, precision):
+    on_trainer_ranks(_watched, 2, strategy, precision, str(tmp_path))
+
+
+def test_a_single_device_works(tmp_path):
+    on_trainer_ranks(_watched, 1, "auto", "32-true", str(tmp_path))
+
+
+# -- leaks -----------------------------------------------------------------------------------------
+
+
+class _Leaks(Regressor):
+    """Does something to a gradient that training without the probe would not notice."""
+
+    leak = ""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.batch_idx = batch_idx
+
+    def on_before_backward(self, loss):
+        """After the probe has looked; what is added now counts to nobody."""
+        if self.leak == "micro-batch" and self.batch_idx == 1 and self.trainer.global_rank == 1:
+            waiting = self.trainer.strategy.gradients["head.weight"].local()
+            waiting.add_(waiting)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if self.leak == "step" and batch_idx > 0:
+            return  # as when nobody clears
+        optimizer.zero_grad()
+        if self.leak == "parameter" and batch_idx > 0:
+            parameter = dict(self.named_parameters())["blocks.1.up.bias"]
+            parameter.grad = self.kept
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.leak == "parameter":
+            self.kept = dict(self.named_parameters())["blocks.1.up.bias"].grad
+
+
+def _leaking(rank, world_size, strategy, leak, message, folder):
+    from lightning_fsdp.callbacks.microbatch_isolation import GradientsLeaked
+
+    model = seeded(_Leaks)
+    model.leak = leak
+    trainer = make_trainer(
+        strategy,
+        Path(folder),
+        accumulate_grad_batches=2,
+        callbacks=[MicrobatchIsolationProbe()],
+    )
+    with pytest.raises(GradientsLeaked, match=message) as caught:
+        trainer.fit(model, make_loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp2_zero3"])
+def test_a_micro_batch_that_leaks_into_the_next_is_named(tmp_path, strategy):
+    message = r"'head.weight' \(rank 0, step 0\): expected the sum of micro-batches \[0, 1\]"
+    first, second = on_trainer_ranks(
+        _leaking, 2, strategy, "micro-batch", message, str(tmp_path), timeout_s=40
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("strategy", "leak"),
+    [(strategy, "step") for strategy in STRATEGIES]
+    + [(strategy, "parameter") for strategy in STRATEGIES if strategy != "fsdp1_zero3"],
+)  # FSDP1 does not show single gradients under their names
+def test_a_step_that_leaks_into_the_next_is_named(tmp_path, strategy, leak):
+    name = {"step": "", "parameter": "blocks.1.up.bias"}[leak]
+    message = rf"{name}' \(rank 0, step 1\): expected nothing before the first micro-batch"
+    first, second = on_trainer_ranks(
+        _leaking, 2, strategy, leak, message, str(tmp_path), timeout_s=40
+    )
+    assert first == second

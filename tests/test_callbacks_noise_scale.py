@@ -1,0 +1,176 @@
+"""The noise scale of a problem that has it in closed form.
+
+A linear loss w . x has the gradient x, whatever w is. With x drawn from N(mu, sigma^2 I) in d
+dimensions, |G|^2 = |mu|^2, tr(Sigma) = d sigma^2, and their ratio is the simple noise scale.
+"""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_fsdp import GradientNoiseScale
+from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
+
+DIMENSIONS, SIGMA, SIGNAL = 40, 0.5, 0.4
+NOISE = DIMENSIONS * SIGMA**2  # tr(Sigma) = 10, so that the noise scale is 25 samples
+
+
+class _Linear(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Linear(DIMENSIONS, 1, bias=False)
+
+    def training_step(self, batch, batch_idx):
+        return self.weight(batch[0]).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def _samples(num):
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.full((DIMENSIONS,), (SIGNAL / DIMENSIONS) ** 0.5)
+    return mean + SIGMA * torch.randn(num, DIMENSIONS, generator=generator)
+
+
+def _plain_estimates(batches):
+    """Of one step, from the gradients of its micro-batches, which are the means of its samples."""
+    means = torch.stack([batch.double().mean(0) for batch in batches])
+    small = means.square().sum(1).mean()
+    big = means.mean(0).square().sum()
+    b = len(batches) / sum(1 / len(batch) for batch in batches)
+    n = len(batches)
+    signal = (n * b * big - b * small) / (n * b - b)
+    noise = (small - big) / (1 / b - 1 / (n * b))
+    return signal.item(), noise.item()
+
+
+def _known(rank, world_size, strategy, folder, accumulate):
+    batch, steps = 4, 300
+    samples = _samples(world_size * accumulate * batch * steps)
+    probe = GradientNoiseScale(smoothing=0.999)
+    trainer = make_trainer(
+        strategy,
+        Path(folder),
+        accumulate_grad_batches=accumulate,
+        callbacks=[probe],
+        gradient_clip_val=1e-3,
+        use_distributed_sampler=False,
+    )
+    loader = DataLoader(TensorDataset(samples[rank::world_size]), batch_size=batch)
+    trainer.fit(seeded(_Linear), loader)
+    assert trainer.global_step == steps
+    mine = [samples[r::world_size].split(batch) for r in range(world_size)]
+    averages, weight = [0.0, 0.0], 0.0
+    for step in range(steps):
+        parts = [m for r in mine for m in r[step * accumulate : (step + 1) * accumulate]]
+        estimates = _plain_estimates(parts)
+        averages = [0.999 * a + 0.001 * e for a, e in zip(averages, estimates, strict=True)]
+        weight = 0.999 * weight + 0.001
+    found = probe.estimate()
+    expected = [average / weight for average in averages]
+    torch.testing.assert_close([found.signal, found.noise], expected, rtol=1e-4, atol=0)
+    return found.signal, found.noise, found.simple
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ("scratch_fsdp_zero2", 2),
+        ("scratch_fsdp_zero3", 1),
+        ("fsdp1_zero3", 2),
+        ("fsdp2_zero3", 1),
+        ("fsdp2_zero3", 2),
+        ("ddp", 2),
+    ],
+)
+def test_a_known_noise_scale_is_found(tmp_path, strategy, accumulate):
+    first, second = on_trainer_ranks(_known, 2, strategy, str(tmp_path), accumulate)
+    assert first == second
+    signal, noise, simple = first
+    assert signal == pytest.approx(SIGNAL, rel=0.15)
+    assert noise == pytest.approx(NOISE, rel=0.05)
+    assert simple == pytest.approx(NOISE / SIGNAL, rel=0.2)
+
+
+def test_one_device_with_accumulation_is_enough(tmp_path):
+    on_trainer_ranks(_known, 1, "auto", str(tmp_path), 3)
+
+
+class _Sizes(pl.Callback):
+    """Asserts the estimates of each step with micro-batches of unequal number and size."""
+
+    def __init__(self, probe):
+        self.probe, self.parts, self.found = probe, [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.parts.append(batch[0].clone())
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step > len(self.found):
+            self.found.append(self.probe.estimate())
+            signal, noise = _plain_estimates(self.parts)
+            assert self.found[-1].signal == pytest.approx(signal, rel=1e-3)
+            assert self.found[-1].noise == pytest.approx(noise, rel=1e-3)
+            self.parts = []
+
+
+def test_a_last_step_of_fewer_and_smaller_micro_batches_is_right(tmp_path):
+    probe = GradientNoiseScale(smoothing=0.0)
+    sizes = _Sizes(probe)
+    trainer = make_trainer(
+        "auto", tmp_path, devices=1, accumulate_grad_batches=3, callbacks=[probe, sizes]
+    )
+    loader = DataLoader(TensorDataset(_samples(18)), batch_size=4)  # 4 4 4 | 4 2
+    trainer.fit(seeded(_Linear), loader)
+    assert len(sizes.found) == 2
+
+
+def _logged(rank, world_size, folder):
+    logger = TensorBoardLogger(folder, name=None, version="run")
+    trainer = make_trainer(
+        "scratch_fsdp_zero3",
+        Path(folder),
+        logger=logger,
+        callbacks=[GradientNoiseScale(every_n_steps=2)],
+    )
+    trainer.fit(seeded(Regressor), make_loader())
+
+
+def test_tensorboard_shows_it(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    on_trainer_ranks(_logged, 2, str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    batch_sizes = events.Scalars("noise_scale/batch_size")
+    assert [(event.step, event.value) for event in batch_sizes] == [(0, 8.0), (2, 8.0)]
+    assert all(event.value > 0 for event in events.Scalars("noise_scale/noise"))
+
+
+def test_what_cannot_be_told_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="smoothing"):
+        GradientNoiseScale(smoothing=1.0)
+    with pytest.raises(ValueError, match="period of at least 1"):
+        GradientNoiseScale(every_n_steps=0)
+    trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[GradientNoiseScale()])
+    with pytest.raises(ValueError, match="two micro-batches"):
+        trainer.fit(seeded(_Linear), make_loader())
+    module = seeded(_Linear)
+    module.automatic_optimization = False
+    trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[GradientNoiseScale()])
+    with pytest.raises(NotImplementedError, match="automatic_optimization=False"):
+        trainer.fit(module, make_loader())
+
+
+def test_the_strategy_of_lightning_that_hides_gradients_is_refused_by_name(tmp_path):
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    trainer = make_trainer("auto", tmp_path, devices=1, accumulate_grad_batches=2)
+    trainer.strategy.__class__ = FSDPStrategy
+    with pytest.raises(NotImplementedError, match="FSDPStrategy: expected a strategy whose"):
+        GradientNoiseScale().on_train_start(trainer, seeded(_Linear))
