@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -309,6 +310,33 @@ def _gradients_in_hook(strategy, folder, rank):
 
 def test_gradients_are_final_in_the_hooks_before_the_step(tmp_path):
     assert_like_ddp(_gradients_in_hook, tmp_path)
+
+
+def _grad_norm(strategy, folder, rank):
+    """What Lightning's ``grad_norm`` says under DDP, by the way that is right under sharding."""
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            if strategy == "ddp":
+                norms = grad_norm(module, 2)
+                total = norms.pop("grad_2.0_norm_total")
+                each = {name.removeprefix("grad_2.0_norm/"): norm for name, norm in norms.items()}
+            else:
+                gradients = trainer.strategy.gradients
+                total = gradients.norm()
+                each = {name: whole.norm() for name, whole in gradients.full()}
+                if not strategy.startswith("fsdp1"):  # where it gives the norm of this rank's own
+                    with pytest.raises(Exception, match=r"whole tensor|not allocated"):
+                        grad_norm(module, 2)
+            seen.append({"total": total, **each})
+
+    _fit(strategy, folder, callbacks=[Watch()], accumulate_grad_batches=2)
+    return {"seen": seen}
+
+
+def test_grad_norm_is_that_of_ddp_by_access_and_refused_where_it_can_be(tmp_path):
+    assert_like_ddp(_grad_norm, tmp_path)
 
 
 # -- precision -------------------------------------------------------------------------------------
