@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_fsdp.compare.judge import Finding, Findings, judge, merge, summed_up
 from lightning_fsdp.compare.reference import Values
-from lightning_fsdp.compare.subject import LEARNING_RATE, Subject, join, shown
+from lightning_fsdp.compare.subject import Subject, join, shown
 
 Kind = Literal["parameters", "gradients", "micro-batches"]
 
@@ -67,13 +67,11 @@ def parameters_after_step(subject: Subject) -> Findings:
     """Two steps; the second starts from what the first has given."""
     findings = []
     for index in (0, 1):
-        before, mean = subject.reference.weights, subject.reference.mean([index])
-        right = {name: before[name] - LEARNING_RATE * mean[name] for name in mean}
+        before = {name: weight.clone() for name, weight in subject.reference.weights.items()}
         subject.train(index)
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
+        right = subject.step(index)
         findings.append(subject.look_at_weights(right, subject.tolerance, since=before))
-        subject.reference.move_to(dict(subject.engine.weights.full()))
+        subject.follow(right)
     return merge(*findings)
 
 
@@ -122,9 +120,7 @@ def gradients_before_step(subject: Subject) -> Findings:
     handle = subject.optimizer.register_step_pre_hook(look)
     for index in (0, 1):
         subject.train(index)
-        subject.optimizer.step()
-        subject.optimizer.zero_grad()
-        subject.reference.move_to(dict(subject.engine.weights.full()))
+        subject.follow(subject.step(index))
     handle.remove()
     called = Finding(None if len(findings) == 4 else "the hook was not called at every step")
     return merge(*findings, dict.fromkeys(subject.names, called))

@@ -80,6 +80,25 @@ class Subject:
         """Forward and backward."""
         self.backward(self.forward(micro_batch))
 
+    def step(self, micro_batch: int) -> Values:
+        """Step the optimizer on this micro-batch's gradients; what the weights should be then."""
+        before, mean = self.reference.weights, self.reference.mean([micro_batch])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {name: before[name] - LEARNING_RATE * mean[name] for name in mean}
+
+    def follow(self, right: Values) -> None:
+        """Let the reference go on from the weights that the engine has now.
+
+        Where those are wrong, it goes on from what is right: reported once is enough, and a
+        reference that differed between ranks would end the test in another way on each. Collective.
+        """
+        shown_now = {name: whole.clone() for name, whole in self.engine.weights.full()}
+        findings = judge(shown_now, right, self.tolerance)
+        self.reference.move_to(
+            {n: shown_now[n] if findings[n].complaint is None else right[n] for n in right}
+        )
+
     def rest(self) -> None:
         """Ready for another test: no gradients, no micro-batches counted, weights as they are."""
         self.optimizer.zero_grad()
