@@ -13,6 +13,7 @@ from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
     from lightning_fsdp.callbacks.gradient_access import GradientAccessProbe as GradientAccessProbe
+    from lightning_fsdp.callbacks.memory import MemoryProbe as MemoryProbe
     from lightning_fsdp.callbacks.microbatch_isolation import (
         MicrobatchIsolationProbe as MicrobatchIsolationProbe,
     )
@@ -47,6 +48,7 @@ _HOME = {
     "FSDP1Strategy": "strategies.fsdp1",
     "GradientAccessProbe": "callbacks.gradient_access",
     "GradientNoiseScale": "callbacks.noise_scale",
+    "MemoryProbe": "callbacks.memory",
     "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
@@ -89,6 +91,7 @@ __all__ = [
     "FSDP2Strategy",
     "GradientAccessProbe",
     "GradientNoiseScale",
+    "MemoryProbe",
     "MicrobatchIsolationProbe",
 ]
 
