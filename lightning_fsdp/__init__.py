@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         MicrobatchIsolationProbe as MicrobatchIsolationProbe,
     )
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
+    from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
@@ -52,6 +53,7 @@ _HOME = {
     "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
+    "ThroughputMonitor": "callbacks.throughput",
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
@@ -93,6 +95,7 @@ __all__ = [
     "GradientNoiseScale",
     "MemoryProbe",
     "MicrobatchIsolationProbe",
+    "ThroughputMonitor",
 ]
 
 
