@@ -13,10 +13,12 @@ from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
     from lightning_fsdp.callbacks.gradient_access import GradientAccessProbe as GradientAccessProbe
+    from lightning_fsdp.callbacks.memory import MemoryProbe as MemoryProbe
     from lightning_fsdp.callbacks.microbatch_isolation import (
         MicrobatchIsolationProbe as MicrobatchIsolationProbe,
     )
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
+    from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
@@ -48,9 +50,11 @@ _HOME = {
     "FSDP1Strategy": "strategies.fsdp1",
     "GradientAccessProbe": "callbacks.gradient_access",
     "GradientNoiseScale": "callbacks.noise_scale",
+    "MemoryProbe": "callbacks.memory",
     "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
+    "ThroughputMonitor": "callbacks.throughput",
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
@@ -91,7 +95,9 @@ __all__ = [
     "FSDP2Strategy",
     "GradientAccessProbe",
     "GradientNoiseScale",
+    "MemoryProbe",
     "MicrobatchIsolationProbe",
+    "ThroughputMonitor",
     "ShardedEMA",
 ]
 

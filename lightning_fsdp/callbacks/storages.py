@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode  # no public name; stable since 1.13
+from typing_extensions import override
+
+from lightning_fsdp.callbacks.torch_internals import is_fake
 
 # c10d operation -> kind of collective and the position of the tensor(s) that this rank sends
 _COLLECTIVES = {
@@ -77,6 +80,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(is_fake(cls) for cls in types):
+            return func(*args, **(kwargs or {}))
         if any(not _is_plain(cls) for cls in types):
             return NotImplemented  # a subclass first; its own operations come back here
         result = func(*args, **(kwargs or {}))
@@ -106,6 +111,90 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, position = _COLLECTIVES[name]
         self.observation.calls[kind] += 1
         self.observation.payload_bytes += sum(t.nbytes for t in _tensors(args[position]))
+
+
+class Ledger(Observer):  # type: ignore[no-untyped-call]
+    """Keeps every change of a storage's size, so that each moment can be split by owner afterwards.
+
+    Only storages on one type of device count. What a storage was for is often known only later (a
+    gradient's, when its backward has ended), so owners are told when they are known, and hold for
+    the storage's whole life.
+
+    Args:
+        device: Whose storages count.
+
+    Attributes:
+        num_operations: Seen so far; the clock of this ledger.
+        changes: Clock, number of the storage, bytes from then on.
+        owners: By number of the storage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__([])
+        self.num_operations = 0
+        self.changes: list[tuple[int, int, int]] = []
+        self.owners: dict[int, str] = {}
+        self._device_type = device.type
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int]
+        self._numbers = weakref.WeakKeyDictionary()
+        self._num_storages = 0
+        self._sizes: dict[int, int] = {}
+
+    def tell(self, owner: str, tensors: Iterable[Tensor]) -> None:
+        """Say whose the storages of some tensors are; who was told first stays."""
+        for tensor in tensors:
+            self._note(tensor)
+            number = self._numbers.get(tensor.untyped_storage())
+            if number is not None:
+                self.owners.setdefault(number, owner)
+        self._measure()
+
+    @property
+    @override
+    def live_bytes(self) -> int:
+        """Bytes of the tensors alive at the last operation."""
+        return sum(self._sizes.values())
+
+    def settle(self) -> None:
+        """Take in what was freed since the last operation."""
+        self._measure()
+
+    def moments(self, names: Iterable[str]) -> list[dict[str, int]]:
+        """Bytes by owner after each operation; index 0 is before the first.
+
+        Args:
+            names: Of the owners; the last one gets all that nobody was told of.
+        """
+        *_, rest = names = list(names)
+        now, sizes = dict.fromkeys(names, 0), dict[int, int]()
+        found: list[dict[str, int]] = []
+        for clock, number, nbytes in self.changes:
+            while len(found) < clock:
+                found.append(dict(now))
+            now[self.owners.get(number, rest)] += nbytes - sizes.get(number, 0)
+            sizes[number] = nbytes
+        while len(found) <= self.num_operations:
+            found.append(dict(now))
+        return found
+
+    @override
+    def _measure(self) -> None:
+        self.num_operations += 1
+        sizes = {number: storage.nbytes() for storage, number in self._numbers.items()}
+        for number in sizes.keys() | self._sizes.keys():
+            if sizes.get(number, 0) != self._sizes.get(number, 0):
+                self.changes.append((self.num_operations, number, sizes.get(number, 0)))
+        self._sizes = sizes
+        self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
+
+    @override
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._device_type or not _is_plain(type(tensor)):
+            return
+        storage = tensor.untyped_storage()
+        if storage not in self._numbers:
+            self._numbers[storage] = self._num_storages
+            self._num_storages += 1
 
 
 def resting_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:

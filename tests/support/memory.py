@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,6 +49,8 @@ class StorageTracker(TorchDispatchMode):
             self.track(tensors_of(module))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, FakeTensor) for cls in types):
+            return func(*args, **(kwargs or {}))  # DTensor works out shapes; no memory is behind it
         if has_wrapper(types):
             return NotImplemented  # the wrapper unpacks itself, then its plain tensors come by
         kwargs = kwargs or {}
@@ -134,10 +137,13 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """The tensors with storage of their own behind ``tensor``: its local part where it is sharded.
 
-    A gradient that stands for something not reduced yet has no local part, and nothing here.
+    A gradient that stands for something not reduced yet has no local part, and nothing here; nor
+    has a fake tensor, with which DTensor works out shapes.
     """
     if not has_wrapper([type(tensor)]):
         return [tensor]
+    if not hasattr(tensor, "to_local"):
+        return []
     try:
         return plain_parts(tensor.to_local())
     except RuntimeError:

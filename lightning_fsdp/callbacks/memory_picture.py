@@ -1,0 +1,76 @@
+"""The memory of one optimizer step as a picture: bytes by owner, operation by operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_COLORS = {
+    "parameters": "#4c72b0",
+    "gradients": "#c44e52",
+    "optimizer": "#55a868",
+    "activations": "#ccb974",
+}
+_MOST_POINTS = 1000
+
+
+def draw(
+    moments: Sequence[Mapping[str, int]],
+    phases: Sequence[tuple[str, int, int]],
+    peaks: Sequence[int],
+    title: str,
+) -> Any:
+    """A matplotlib figure that belongs to no window; whoever gets it need not close it.
+
+    Args:
+        moments: Bytes by owner after each operation.
+        phases: Name, first and last index into ``moments``.
+        peaks: Bytes, of each rank.
+        title: Above the picture.
+    """
+    from matplotlib.figure import Figure
+
+    width = max(1, len(moments) // _MOST_POINTS)  # of each window the highest moment is drawn
+    windows = [range(i, min(i + width, len(moments))) for i in range(0, len(moments), width)]
+    xs = [max(window, key=lambda i: sum(moments[i].values())) for window in windows]
+    unit, name = _unit(max(peaks))
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.stackplot(
+        xs,
+        [[moments[x][owner] / unit for x in xs] for owner in _COLORS],
+        labels=list(_COLORS),
+        colors=list(_COLORS.values()),
+        step="post",
+        linewidth=0,
+    )
+    for rank, peak in enumerate(peaks):
+        axes.axhline(
+            peak / unit,
+            color="black",
+            linestyle=(0, (4, 2 + rank % 8)),
+            linewidth=0.8,
+            label=f"peak of rank {rank}: {peak / unit:.3g} {name}" if rank < 8 else None,
+        )
+    axes.set_ylim(0, max(peaks) / unit * 1.12)
+    axes.set_xlim(0, len(moments) - 1)
+    for index, (phase, start, stop) in enumerate(phases):
+        axes.axvspan(start, stop, color="black", alpha=0.05 if index % 2 else 0.0, linewidth=0)
+        axes.text(
+            (start + stop) / 2,
+            max(peaks) / unit * 1.05,
+            phase,
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
+    axes.set(title=title, xlabel="operation", ylabel=name)
+    figure.legend(loc="outside right upper", fontsize=9, frameon=False)
+    return figure
+
+
+def _unit(nbytes: int) -> tuple[int, str]:
+    for power, name in ((30, "GiB"), (20, "MiB")):
+        if nbytes >= 2**power:
+            return 2**power, name
+    return 2**10, "KiB"

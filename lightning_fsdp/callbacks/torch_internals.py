@@ -1,0 +1,24 @@
+"""Every private name of torch that callbacks use, one function each, with the reason.
+
+Checked against torch 2.13. A name that goes away is to be replaced here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses import FakeTensor
+
+
+def record_memory_history(is_on: bool) -> None:
+    """Keep the stack of every CUDA allocation; torch documents this name, and has no public one."""
+    torch.cuda.memory._record_memory_history("all" if is_on else None)
+
+
+def dump_memory_snapshot(path: str) -> None:
+    """Write what was kept, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)  # type: ignore[no-untyped-call]
+
+
+def is_fake(cls: type) -> bool:
+    """Whether tensors of a type have no memory; DTensor works out shapes with them at any time."""
+    return issubclass(cls, FakeTensor)
