@@ -252,7 +252,8 @@ if __name__ == "__main__":
     atexit.register(lambda: os.write(1, f"GROUP AT EXIT: {dist.is_initialized()}\\n".encode()))
     result = {}
     strategies = ["scratch_fsdp_zero3"] if mode != "run" else [
-        "scratch_fsdp_zero3", "scratch_fsdp_zero2", "scratch_fsdp", "ddp"]
+        "scratch_fsdp_zero3", "scratch_fsdp_zero2", "scratch_fsdp",
+        "fsdp1_zero3", "fsdp1_zero2", "fsdp2_zero3", "fsdp2_zero2", "ddp"]
     for name in strategies:
         model = seeded(Model)
         epochs = 10_000 if mode == "wait" else 1
