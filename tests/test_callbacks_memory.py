@@ -119,6 +119,9 @@ def _sharded(rank, world_size, strategy, folder):
     for phase, peak in tracks.peaks.items():
         found = sum(report.ranks[rank][phase].peak.values())
         assert found == pytest.approx(peak, rel=0.02), (strategy, phase)
+    for of_rank in report.ranks:  # in the second forward those of the first micro-batch wait, whole
+        waiting = of_rank["forward"].resting["gradients"]
+        assert num_bytes <= waiting < 1.1 * num_bytes, (strategy, waiting, num_bytes)
     step = [of_rank["step"].resting for of_rank in report.ranks]
     for owner in ("parameters", "optimizer", "gradients"):
         held = [resting[owner] for resting in step]

@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from lightning_fsdp import shard_model
 from lightning_fsdp.core.sharded_module import ShardedModule
+from recipes.gpt2 import GPT2
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
+from tests.support.trainer import on_trainer_ranks, seeded
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -86,3 +90,35 @@ def test_the_gradient_snippet_prints_what_it_says():
     assert sorted(line.split()[0] for line in lines[2:]) == sorted(names)
     for ours, theirs in zip(lines[2:], second.splitlines()[2:], strict=True):
         assert ours.split()[:2] == theirs.split()[:2]
+
+
+def _run_watch_snippet(rank, world_size, code, folder):
+    code = code.replace('"runs"', repr(folder)).replace("devices=2", "devices=2, **options")
+    options = {"accelerator": "cpu", "max_steps": 4, "accumulate_grad_batches": 2}
+    options |= {"enable_checkpointing": False, "enable_progress_bar": False}
+    names = {"options": options | {"log_every_n_steps": 2, "enable_model_summary": False}}
+    exec(code, names)
+    assert len(names["callbacks"]) == 5
+    model = seeded(lambda: GPT2(size="nano", vocab_size=61, max_seq_len=16))
+    ids = torch.randint(0, 61, (64, 16))
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in ids], batch_size=2)
+    names["trainer"].fit(model, loader)
+
+
+def test_the_watching_snippet_fills_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "MemoryProbe" in code]
+    on_trainer_ranks(_run_watch_snippet, 2, code, str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "watched" / "version_0")).Reload()
+    scalars = events.Tags()["scalars"]
+    for tag in (
+        "gradient_access/before_step/accessible",
+        "micro_batch/1/cosine",
+        "noise_scale/noise",
+        "memory/backward/peak_bytes/rank1",
+        "throughput/mfu",
+    ):
+        assert tag in scalars, tag
+    assert [image.step for image in events.Images("memory/timeline")] == [0, 1]

@@ -139,14 +139,17 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         self._numbers = weakref.WeakKeyDictionary()
         self._num_storages = 0
         self._sizes: dict[int, int] = {}
+        self._is_told = False  # at present; finding the tensors takes operations of no interest
 
     def tell(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Say whose the storages of some tensors are; who was told first stays."""
+        self._is_told = True
         for tensor in tensors:
             self._note(tensor)
             number = self._numbers.get(tensor.untyped_storage())
             if number is not None:
                 self.owners.setdefault(number, owner)
+        self._is_told = False
         self._measure()
 
     @property
@@ -179,6 +182,8 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
 
     @override
     def _measure(self) -> None:
+        if self._is_told:
+            return
         self.num_operations += 1
         sizes = {number: storage.nbytes() for storage, number in self._numbers.items()}
         for number in sizes.keys() | self._sizes.keys():

@@ -56,7 +56,7 @@ class ThroughputMonitor(pl.Callback):
     """
 
     flops_per_token: float | None
-    _last: float | torch.cuda.Event | None  # the last mark; None while the clock stands
+    _last: float | torch.cuda.Event | None  # the last mark; None before training
     _spans: list[tuple[str, Any, Any]]  # part, its beginning and end
 
     def __init__(
@@ -145,12 +145,11 @@ class ThroughputMonitor(pl.Callback):
         """Stop the clock."""
         if self._last is not None:
             self._mark("data")
-            self._last = None
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start it again, unless this was the check before training."""
-        if not trainer.sanity_checking:
+        """Start it again, where it ran."""
+        if self._last is not None:
             self._last = self._now()
 
     @override
