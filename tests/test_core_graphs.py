@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.models import causal_lm, lm_loss, mlp_batch, token_batch
@@ -544,6 +544,10 @@ def _fail(rank, world_size, plan, where):
         block.register_forward_hook(failing)
     elif where == "backward":
         block.up.register_full_backward_hook(failing)
+    elif where == "local gradient":
+        gradients(block).on_local(failing)
+    elif where == "reduced gradient":
+        gradients(block).on_reduced(failing)
     else:
         block.register_forward_hook(lambda module, args, out: out.register_hook(failing) and None)
     with StorageTracker(model) as tracker:
@@ -574,6 +578,8 @@ def _fail(rank, world_size, plan, where):
         "Ctrl-C in the forward",
         "hook after the forward",
         "backward",
+        "local gradient",
+        "reduced gradient",
         "hook of a tensor",
     ],
 )
