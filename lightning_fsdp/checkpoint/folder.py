@@ -75,15 +75,14 @@ def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) 
     global _last  # noqa: PLW0603 (a process has one save at a time)
     begun = _Save(path, state, extra)
     begun.copy_to_host()
-    _last = Saving(begun.doing, begun.finish)
+    _last = Saving(begun.finish)
     return _last
 
 
 class Saving:
     """A save in the background."""
 
-    def __init__(self, doing: str, work: Callable[[], None]) -> None:
-        self._doing = doing
+    def __init__(self, work: Callable[[], None]) -> None:
         self._error: Exception | None = None
         # Not a daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_fsdp save")
@@ -114,7 +113,7 @@ class Saving:
             work()
         except Exception as error:  # noqa: BLE001 (raised where somebody waits)
             self._error = error
-            _log.error("%s failed in the background: %s", self._doing, error)
+            _log.error("in the background: %s", error)
 
 
 _last: Saving | None = None
@@ -201,14 +200,10 @@ def is_checkpoint(path: Path_) -> bool:
 
 
 class _Save:
-    """One save; every method is collective.
-
-    Attributes:
-        doing: The first words of an error.
-    """
+    """One save; its public methods are collective."""
 
     def __init__(self, path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
-        self.doing = f"save {os.fspath(path)!r}"
+        self._doing = f"save {os.fspath(path)!r}"
         self._place = Place(path)
         _join_last()
         self._ranks = Ranks()
@@ -225,7 +220,7 @@ class _Save:
         self._together(lambda: self._commit(written) if self._ranks.rank == 0 else None)
 
     def _look_at(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
-        wait_for_saving()  # has ended; what it failed with is an error of this save on every rank
+        _raise_kept_error()
         self._extra = _dump(extra) if self._ranks.rank == 0 else b""
         self._planner = SlicePlanner(state)
         return self._planner.create_local_plan()
@@ -251,7 +246,7 @@ class _Save:
 
     def _together(self, work: Callable[[], _Result]) -> list[_Result]:
         try:
-            return self._ranks.on_each(self.doing, work)
+            return self._ranks.on_each(self._doing, work)
         except LostRankError:
             self._place.release()  # the others may still be writing
             raise
@@ -263,6 +258,16 @@ class _Save:
 def _join_last() -> None:
     if _last is not None:
         _last.join()
+
+
+def _raise_kept_error() -> None:
+    """Of the last save, if nobody has heard of it; one rank that has not is enough."""
+    try:
+        wait_for_saving()
+    except Exception as error:
+        raise type(error)(
+            f"nothing is saved, for the save before this one failed: {error}"
+        ) from error
 
 
 def _open(path: Path_) -> tuple[Path, dict[str, Sum]]:
@@ -285,7 +290,7 @@ def _dump(extra: Mapping[str, Any]) -> bytes:
 def _cause(error: Exception) -> str:
     """What torch found; it goes on for lines about how to switch the protection off."""
     lines = str(error).splitlines() or [""]
-    told = [line.strip() for line in lines if "WeightsUnpickler error:" in line]
+    told = [line.strip() for line in lines if "GLOBAL" in line]
     return (told or lines)[0].partition(". Please")[0]
 
 
