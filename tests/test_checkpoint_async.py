@@ -4,13 +4,15 @@ import contextlib
 import errno
 import os
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp import checkpoint
-from tests.support.checkpoints import FORMS, assert_is, make_state, whole_state
+from tests.support.checkpoints import FORMS, FlatSlice, assert_is, make_state, whole_state
 from tests.support.ranks import errors_on_ranks, run_on_ranks, run_snippet
 
 
@@ -33,13 +35,15 @@ def _disk_stops():
 
 def _overwrite(state):
     for value in state.values():
-        (value.to_local() if hasattr(value, "to_local") else value).fill_(0)
+        local = value.local if isinstance(value, FlatSlice) else value
+        (local.to_local() if isinstance(local, DTensor) else local).fill_(0)
 
 
 def _save_while_training(rank, world_size, folder, form):
     state = make_state(form, 1)
-    with _disk_stops():
+    with _disk_stops() if rank == world_size - 1 else contextlib.nullcontext():
         saving = checkpoint.async_save(folder / "background", state, {"seed": 1})
+        time.sleep(0.2)  # the others come to wait for the last one, in their background
         for _ in range(3):  # collectives of training are not mixed up with those of the save
             _overwrite(state)
             ones = torch.ones(2)
@@ -47,6 +51,7 @@ def _save_while_training(rank, world_size, folder, form):
             assert ones.tolist() == [world_size] * 2
         assert not saving.is_done
         assert not checkpoint.is_checkpoint(folder / "background")
+        dist.barrier()
     saving.wait()
     saving.wait()
     assert saving.is_done
@@ -135,6 +140,21 @@ def test_an_error_in_the_background_comes_up_on_every_rank(tmp_path, then):
         assert error.type_name == "OSError"
         assert "(rank 1 of 2): [Errno 28] could not write '__1_0.distcp'" in error.message
         assert ("the save before this one failed" in error.message) == (then != "wait")
+
+
+def _destroy_meanwhile(rank, world_size, path):
+    checkpoint.save(path, make_state("dtensor", 1), {})
+    with _disk_stops():
+        saving = checkpoint.async_save(path, make_state("dtensor", 2), {})
+        dist.destroy_process_group()
+    saving.wait()
+
+
+def test_destroying_the_process_group_does_not_disturb_a_save(tmp_path):
+    run_on_ranks(_destroy_meanwhile, 2, tmp_path / "a")
+    state = whole_state(5)
+    checkpoint.load(tmp_path / "a", state)
+    assert_is(state, 2)
 
 
 def test_the_process_waits_for_its_save(tmp_path):

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -38,7 +39,8 @@ def test_what_was_saved_comes_back_at_every_world_size(tmp_path, world_size, for
     assert checkpoint.is_checkpoint(path)
     _load(0, 1, path, "plain")  # without a process group
     for other in (1, 2, 4):
-        run_on_ranks(_load, other, path, "dtensor")
+        for into in ("dtensor", "flat"):
+            run_on_ranks(_load, other, path, into)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
@@ -72,6 +74,13 @@ def test_a_moved_or_copied_checkpoint_loads(tmp_path):
     shutil.copytree(tmp_path / "b", tmp_path / "d", symlinks=True)
     for name in "bcd":
         _load(0, 1, tmp_path / name, "plain")
+
+
+def test_lightning_removes_all_of_it(tmp_path):
+    for seed in (1, 2):
+        checkpoint.save(tmp_path / "last.ckpt", whole_state(seed), {})
+    TorchCheckpointIO().remove_checkpoint(tmp_path / "last.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def _save_and_read_extra(rank, world_size, path):

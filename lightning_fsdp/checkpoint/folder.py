@@ -70,7 +70,7 @@ def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) 
 
     Returns when this rank's part is copied to the host: training may go on. One save runs at a
     time: this one, and every other save and load, first waits for the last. A process does not exit
-    before its save is done; call ``wait`` before ``destroy_process_group``.
+    before its save is done, and ``destroy_process_group`` does not disturb it.
     """
     global _last  # noqa: PLW0603 (a process has one save at a time)
     begun = _Save(path, state, extra)
@@ -205,7 +205,6 @@ class _Save:
     def __init__(self, path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
         self._doing = f"save {os.fspath(path)!r}"
         self._place = Place(path)
-        _join_last()
         self._ranks = Ranks()
         plans = self._together(lambda: self._look_at(state, extra))
         self._folder = Path(str(self._together(lambda: self._begin(plans))[0]))
@@ -220,7 +219,7 @@ class _Save:
         self._together(lambda: self._commit(written) if self._ranks.rank == 0 else None)
 
     def _look_at(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
-        _raise_kept_error()
+        _wait_for_the_last()
         self._extra = _dump(extra) if self._ranks.rank == 0 else b""
         self._planner = SlicePlanner(state)
         return self._planner.create_local_plan()
@@ -260,8 +259,8 @@ def _join_last() -> None:
         _last.join()
 
 
-def _raise_kept_error() -> None:
-    """Of the last save, if nobody has heard of it; one rank that has not is enough."""
+def _wait_for_the_last() -> None:
+    """Wait for the last save, and fail as it did if a rank has not heard of it yet."""
     try:
         wait_for_saving()
     except Exception as error:

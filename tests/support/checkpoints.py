@@ -2,6 +2,7 @@
 with: those of plain tensors, made from a seed.
 """
 
+import itertools
 import json
 import zlib
 from pathlib import Path
@@ -9,11 +10,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-FORMS = ("plain", "dtensor")
+FORMS = ("plain", "dtensor", "flat")
 
 
 class Net(nn.Module):
@@ -27,6 +34,68 @@ class Net(nn.Module):
         self.register_buffer("count", torch.randint(0, 100, ()))
 
 
+class FlatSlice(torch.Tensor):
+    """A tensor with torch's checkpoint protocol: outside of at most two dims, inside the range of
+    the flattened elements that one rank keeps.
+    """
+
+    @staticmethod
+    def __new__(cls, whole, rank, world_size):
+        per_rank = -(-whole.numel() // world_size)
+        start, stop = (min(r * per_rank, whole.numel()) for r in (rank, rank + 1))
+        self = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype)
+        self.local = whole.flatten()[start:stop].clone()
+        self.start, self.stop = start, stop
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+    def full_tensor(self):
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self.local)
+        return torch.cat(parts).view(self.shape)
+
+    def __create_chunk_list__(self):
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._boxes()]
+
+    def __create_write_items__(self, name, _):
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index):
+        (found,) = (box for box in self._boxes() if box[0] == index.offset)
+        _, sizes, start = found
+        stop = start + sizes.numel()
+        return self.local[start - self.start : stop - self.start].view(sizes)
+
+    def _boxes(self):
+        """Offsets, sizes and first element of the end of a row, whole rows, the start of a row."""
+        if self.start == self.stop:
+            return []
+        if self.dim() < 2:
+            numbers = [self.start] * self.dim(), [self.stop - self.start] * self.dim()
+            return [(torch.Size(numbers[0]), torch.Size(numbers[1]), self.start)]
+        width = self.shape[1]
+        first, last = -(-self.start // width) * width, self.stop // width * width
+        cuts = [self.start, self.stop] if first > last else [self.start, first, last, self.stop]
+        boxes = []
+        for start, stop in itertools.pairwise(cuts):
+            if start < stop:
+                rows = max(1, (stop - start) // width) if start % width == 0 else 1
+                sizes = torch.Size((rows, (stop - start) // rows))
+                boxes.append((torch.Size(divmod(start, width)), sizes, start))
+        return boxes
+
+
 def whole_state(seed: int) -> dict[str, torch.Tensor]:
     """Plain tensors; every rank makes the same."""
     with torch.random.fork_rng():
@@ -38,10 +107,15 @@ def whole_state(seed: int) -> dict[str, torch.Tensor]:
 
 
 def make_state(form: str, seed: int) -> dict[str, torch.Tensor]:
-    """The state of ``whole_state(seed)``; as ``"dtensor"``, sharded by torch's ``fully_shard``."""
+    """The state of ``whole_state(seed)``; as ``"dtensor"``, sharded by torch's ``fully_shard``;
+    as ``"flat"``, in :class:`FlatSlice`.
+    """
     whole = whole_state(seed)
     if form == "plain":
         return whole
+    if form == "flat":
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return {name: FlatSlice(value, rank, world_size) for name, value in whole.items()}
     net = Net()
     net.load_state_dict({n.removeprefix("model."): v for n, v in whole.items() if n[0] == "m"})
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -60,7 +134,7 @@ def make_state(form: str, seed: int) -> dict[str, torch.Tensor]:
 def values_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole plain tensors. Collective where tensors are sharded."""
     return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
         for name, value in state.items()
     }
 
