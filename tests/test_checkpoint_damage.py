@@ -375,6 +375,17 @@ def test_a_folder_that_is_not_shared_is_an_error_on_every_rank(tmp_path):
     _assert_as_saved_before(path)
 
 
+def _load_another(rank, world_size, folder):
+    checkpoint.load(folder / f"rank {rank}", make_state("dtensor", 5))
+
+
+def test_ranks_that_see_different_files_are_an_error_on_every_rank(tmp_path):
+    for rank in (0, 1):
+        checkpoint.save(tmp_path / f"rank {rank}", whole_state(rank), {})
+    errors = errors_on_ranks(_load_another, 2, tmp_path)
+    _assert_on_every_rank(errors, "RuntimeError", "the same files on every rank")
+
+
 def test_what_an_interrupted_save_left_is_named_and_removed(tmp_path):
     path = tmp_path / "new"
     left = place.Place(path)

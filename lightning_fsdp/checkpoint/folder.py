@@ -152,12 +152,12 @@ def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> Non
         return folder, sums
 
     seen = ranks.on_each(doing, verify)
-    if any(other != seen[0] for other in seen):
+    folder, sums = seen[ranks.rank]
+    if any((other.name, theirs) != (folder.name, sums) for other, theirs in seen):
         raise RuntimeError(
             f"{doing}: expected the same files on every rank, got others on some. Load from a "
             "folder that all ranks share, while nobody saves to it."
         )
-    folder, sums = _open(path)
     planned: list[Callable[[], None]] = []
     ranks.on_each(
         doing,
