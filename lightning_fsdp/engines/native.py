@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
@@ -34,6 +33,7 @@ from lightning_fsdp.engines.base import (
     owner_of,
 )
 from lightning_fsdp.engines.module_form import ModuleForm
+from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
 
@@ -306,6 +306,16 @@ class NativeEngine(Engine):
         dist.all_gather(every, number)
         return torch.stack(every)
 
+    @property
+    @override
+    def gradients(self) -> NativeGradients:
+        return NativeGradients(self)
+
+    @property
+    @override
+    def weights(self) -> NativeWeights:
+        return NativeWeights(self)
+
     # -- state ------------------------------------------------------------------------------------
 
     @override
@@ -372,13 +382,6 @@ def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         put_back()
-
-
-def register(hooks: dict[int, LocalHook], hook: LocalHook) -> RemovableHandle:
-    """Add a hook; the handle takes it off again."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
