@@ -32,6 +32,7 @@ from lightning_fsdp.engines.base import (
     broadcast_from_rank0,
     owner_of,
 )
+from lightning_fsdp.engines.embeddings import keep_main_dtype
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 
@@ -135,7 +136,7 @@ class NativeEngine(Engine):
         self._optimizers.clear()
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
-        _keep_embeddings_in_main_dtype(module, precision)
+        keep_main_dtype(module, precision)
         self.parameters = self._shard(module, device, precision) if self.shapes else {}
         self._watch_local_gradients()
         module.__dict__[OWNER] = self
@@ -382,19 +383,6 @@ def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         put_back()
-
-
-def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-    """Cast what embeddings give back, where autocast would not have touched them.
-
-    Autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and decides that of
-    the whole residual stream; here the gathered weight is of lower precision.
-    """
-    if precision.cast_forward_inputs or precision.param_dtype is None:
-        return  # not a policy for use under autocast
-    for inner in module.modules():
-        if isinstance(inner, nn.Embedding):
-            inner.register_forward_hook(lambda _module, _args, output: output.float())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
