@@ -40,7 +40,6 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 
 
 class FSDP1Engine(NativeEngine):
@@ -217,16 +216,6 @@ class FSDP1Engine(NativeEngine):
             return method(*args, **kwargs)
         with redirected(self._roots[0].module, method):
             return self._roots[0](*args, **kwargs)
-
-    @property
-    @override
-    def gradients(self) -> NativeGradients:
-        return NativeGradients(self)
-
-    @property
-    @override
-    def weights(self) -> NativeWeights:
-        return NativeWeights(self)
 
     @override
     def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
