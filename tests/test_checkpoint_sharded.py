@@ -9,6 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from lightning_fsdp import MixedPrecisionPolicy, load_sharded, save_sharded, shard_model
+from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from lightning_fsdp.engines.scratch import ScratchEngine
@@ -183,9 +184,10 @@ class _Untied(nn.Module):
             self.b.weight = self.a.weight
 
 
-def test_what_was_tied_is_read_into_both(tmp_path):
+def test_what_was_tied_is_saved_once_and_read_into_both(tmp_path):
     tied, untied = _Untied(is_tied=True), _Untied(is_tied=False)
     save_sharded(tmp_path, tied)
+    assert set(folder.read_shapes(tmp_path)) == {"model.a.weight", "model.a.bias", "model.b.bias"}
     load_sharded(tmp_path, untied)
     assert_equal(untied.state_dict(), tied.state_dict(), "model")
 

@@ -7,9 +7,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
+from lightning_fsdp.core.flat_chunks import FlatPiece
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import assert_same_tensors, whole
@@ -165,3 +167,23 @@ def _memory(rank, world_size, folder):
 
 def test_saving_and_loading_hold_no_whole_copy(tmp_path):
     run_on_ranks(_memory, 4, tmp_path)
+
+
+# -- slices by themselves -------------------------------------------------------------------------
+
+
+def test_a_slice_is_copied_and_nothing_else_is_done_with_it():
+    piece = FlatPiece(torch.arange(3.0), (2, 4), 2)
+    assert piece.shape == (2, 4)
+    for copied in (piece.clone(), piece.detach(), piece.double()):
+        assert copied.flat_slice == piece.flat_slice
+        assert copied.to_local().tolist() == [0, 1, 2]
+    with pytest.raises(RuntimeError, match=r"expected a whole tensor, got FlatPiece\(.*to_local"):
+        piece + 1
+    chunks = piece.__create_chunk_list__()
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [
+        ((0, 2), (1, 2)),
+        ((1, 0), (1, 1)),
+    ]
+    with pytest.raises(ValueError, match=r"'w': expected the first element of a box.*got \(1, 1\)"):
+        piece.__get_tensor_shard__(MetadataIndex("w", torch.Size((1, 1))))

@@ -28,6 +28,7 @@ class ShardedState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._parameters = dict(module.named_parameters())
 
     def of_module(self) -> dict[str, Any]:
         """``state_dict()`` with slices; tied parameters are one object under several names."""
@@ -35,7 +36,7 @@ class ShardedState:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What optimizers hold, by original name; every parameter once."""
-        return dict(self._module.named_parameters())
+        return self._parameters
 
     def slice_of(self, name: str, key: str, value: Any) -> Tensor | None:
         """An entry of optimizer state, if it belongs to the elements of a parameter.

@@ -395,14 +395,15 @@ class ShardedStrategy(ProcessStrategy):
         optimizer = lightning_internals.unwrap_optimizer(optimizer)
         if self.saves_sharded:
             state = self.engine.sharded_state(self.lightning_module)
-            return sharded.optimizer_state(state, optimizer)
+            return sharded.optimizer_state(state, optimizer, self.optimizers.index(optimizer))
         return full.optimizer_state(self.engine, optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        checkpoint["rng_states"] = random_states.collect()
+        if "optimizer_states" in checkpoint:  # otherwise these are weights alone
+            checkpoint["rng_states"] = random_states.collect()
         if not self.saves_sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
