@@ -1,4 +1,4 @@
-"""Folders of training state that are written whole or not at all, and read without running code."""
+"""Sharded checkpoints, whole or not there, that any engine reads at any number of ranks."""
 
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.folder import (
