@@ -517,15 +517,11 @@ def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
 
 
 class _ByHand(Regressor):
-    """Accumulates over two batches and steps inside ``training_step``; owns a parameter itself."""
+    """Accumulates over two batches and steps inside ``training_step``."""
 
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.scale = nn.Parameter(torch.full((3,), 0.5))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
 
     def training_step(self, batch, batch_idx):
         optimizer = self.optimizers()
@@ -541,15 +537,46 @@ class _ByHand(Regressor):
         self.losses.append(loss.detach())
 
 
-@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
-def _by_hand(strategy, folder, rank):
-    trainer, model = _fit(strategy, folder, seeded(_ByHand))
+def _by_hand(strategy, folder, rank, kind=_ByHand):
+    trainer, model = _fit(strategy, folder, seeded(kind))
     assert trainer.global_step == 2
     return {"weights": weights_of(model), "losses": model.losses}
 
 
-def test_accumulation_by_hand_is_that_of_ddp(tmp_path):
-    assert_like_ddp(_by_hand, tmp_path)
+class _OwnsByHand(_ByHand):
+    """Has a parameter itself, and uses it right after the step, without a call in between."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.losses.append(self.scale.detach().clone())
+
+
+@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
+def _owns_by_hand(strategy, folder, rank):
+    return _by_hand(strategy, folder, rank, _OwnsByHand)
+
+
+@pytest.mark.parametrize("scenario", [_by_hand, _owns_by_hand])
+def test_accumulation_by_hand_is_that_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path)
+
+
+def _synced_batch_norm(rank, world_size, folder):
+    for strategy in ("ddp", *SHARDED):
+        with pytest.raises(ValueError, match="SyncBatchNorm"):
+            _fit(strategy, folder, seeded(_WithNorm), sync_batchnorm=True)
+
+
+def test_sync_batchnorm_is_not_ignored(tmp_path):
+    """torch has its layers for GPUs only, and says so on CPU; to train on means that none came."""
+    on_trainer_ranks(_synced_batch_norm, 2, tmp_path)
 
 
 # -- schedulers and callbacks ----------------------------------------------------------------------
@@ -739,20 +766,6 @@ def _owns_parameters(strategy, folder, rank):
     return _outcome(trainer, model)
 
 
-class _OwnsByHand(_ByHand):
-    """Uses its own parameter right after the step, without a call in between."""
-
-    def training_step(self, batch, batch_idx):
-        super().training_step(batch, batch_idx)
-        self.losses.append(self.scale.detach().clone())
-
-
-@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
-def _owns_by_hand(strategy, folder, rank):
-    _trainer, model = _fit(strategy, folder, seeded(_OwnsByHand))
-    return {"weights": weights_of(model), "losses": model.losses}
-
-
 class _Checkpointed(Regressor):
     """Recomputes its blocks in the backward: what the refusal of the option recommends."""
 
@@ -789,7 +802,6 @@ def _thawed(strategy, folder, rank):
         _frozen,
         _tied,
         _owns_parameters,
-        _owns_by_hand,
         _checkpointed,
         _thawed,
     ],

@@ -114,17 +114,18 @@ class _Graph(TensorBoardLogger):
 
 
 def _refuse_at_setup(rank, world_size, folder):
-    for callback, name in (
-        (WeightAveraging(), "WeightAveraging"),
-        (EMAWeightAveraging(), "EMAWeightAveraging"),
-        (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
-        (_Finetuning(), "_Finetuning"),
-        (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
+    for kind, arguments in (
+        (WeightAveraging, {}),
+        (EMAWeightAveraging, {}),
+        (StochasticWeightAveraging, {"swa_lrs": 1e-2}),
+        (_Finetuning, {}),
+        (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 0.5}),
     ):
-        with pytest.raises(NotImplementedError, match=f"{name} does not work with a sharded"):
-            make_trainer(STRATEGY, folder, callbacks=[callback]).fit(
-                seeded(Regressor), make_loader()
-            )
+        for strategy in SHARDED:
+            trainer = make_trainer(strategy, folder, callbacks=[kind(**arguments)])
+            message = f"^{kind.__name__} does not work with a sharded"
+            with pytest.raises(NotImplementedError, match=message):
+                trainer.fit(seeded(Regressor), make_loader())
     with pytest.raises(
         NotImplementedError, match=r"_Graph\(log_graph=True\) runs the model on rank 0"
     ):
@@ -145,9 +146,10 @@ def _refuse_at_setup(rank, world_size, folder):
     with pytest.raises(ValueError, match=r"parameter 'head.weight'.*lazy"):
         make_trainer(STRATEGY, folder).fit(lazy, make_loader())
 
-    compiled = torch.compile(seeded(Regressor))
-    with pytest.raises(RuntimeError, match="strategy"):
-        make_trainer(STRATEGY, folder).fit(compiled, make_loader())
+    for strategy in SHARDED:
+        compiled = torch.compile(seeded(Regressor))
+        with pytest.raises(RuntimeError, match="strategy"):
+            make_trainer(strategy, folder).fit(compiled, make_loader())
 
     for kind, name in ((_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon")):
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
