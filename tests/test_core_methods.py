@@ -239,18 +239,22 @@ def test_full_state_dict_is_a_plain_file_and_loads_back(world_size, tmp_path):
 
 
 def _full_state_in_little_memory(rank, world_size):
-    """Whole parameters on the way: one unit at a time."""
+    """What a gather wrote to, on the way: that of one parameter at a time."""
     model = shard_model(tiny_gpt2(width=64, num_blocks=4))
-    sizes = []
+    numbers = []
     with StorageTracker(model) as tracker:
-        tracker.at_each_operation = lambda: sizes.append(len(tracker.whole_sizes()))
+
+        def look():
+            numbers.append(tracker.num_whole(expected=1))
+            assert numbers[-1] <= 1, "what an earlier gather wrote to is still held"
+
+        tracker.at_each_operation = look
         full_state_dict(model)
-        return max(sizes)
+    assert max(numbers) == 1
 
 
-def test_full_state_dict_gathers_unit_by_unit():
-    for most in run_on_ranks(_full_state_in_little_memory, 2):
-        assert 1 <= most <= 2
+def test_full_state_dict_gathers_one_parameter_at_a_time():
+    run_on_ranks(_full_state_in_little_memory, 2)
 
 
 def _train_resume(rank, world_size):

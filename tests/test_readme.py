@@ -8,16 +8,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import lightning_fsdp
 from lightning_fsdp import shard_model
 from lightning_fsdp.core.sharded_module import ShardedModule
 from recipes.gpt2 import GPT2
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
-from tests.support.trainer import on_trainer_ranks, seeded
+from tests.support.trainer import (
+    Regressor,
+    make_loader,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -122,3 +130,49 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path):
     ):
         assert tag in scalars, tag
     assert [image.step for image in events.Images("memory/timeline")] == [0, 1]
+
+
+class _SeesTheStart(L.Callback):
+    def on_train_start(self, trainer, module):
+        weights = trainer.strategy.weights
+        self.step, self.weights = trainer.global_step, {n: weights[n].full() for n in weights}
+
+
+def _run_moving_snippet(rank, world_size, code, folder):
+    code = code.replace('"run.ckpt"', repr(folder + "/run.ckpt"))
+    code = re.sub(r"max_steps=(\d)00", r"max_steps=\1, **options", code)
+    start = _SeesTheStart()
+    options = {"enable_checkpointing": False, "enable_progress_bar": False, "callbacks": [start]}
+    options |= {"enable_model_summary": False, "logger": False}
+    names = {
+        "options": options,
+        "L": L,
+        "lightning_fsdp": lightning_fsdp,
+        "model": seeded(Regressor, seed=world_size),
+        "data": make_loader(batch_size=8 // world_size),
+    }
+    exec(code, names)
+    return start.step, start.weights, names["trainer"].global_step, weights_of(names["model"])
+
+
+def test_the_run_that_moves_continues_where_it_was(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    start, finish = [code for code in scripts if "torchrun --nproc_per_node" in code]
+    *_, step, saved = on_trainer_ranks(_run_moving_snippet, 4, start, str(tmp_path))[0]
+    assert step == 1
+    begun, read, step, _ = on_trainer_ranks(_run_moving_snippet, 2, finish, str(tmp_path))[0]
+    assert (begun, step) == (1, 2)
+    torch.testing.assert_close(read, saved, atol=0, rtol=0)
+
+
+def _run_sharded_snippet(rank, world_size, code, folder):
+    model = shard_model(causal_lm(seed=1 + world_size))
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(code.replace('"run.ckpt"', repr(folder)), names)
+    return names["step"]
+
+
+def test_the_snippet_without_lightning_saves_and_loads(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "save_sharded(" in code]
+    assert run_on_ranks(_run_sharded_snippet, 2, code, str(tmp_path / "run")) == [100, 100]

@@ -43,20 +43,57 @@ class Lookup(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _dtypes(rank, world_size, folder):
+class Labelled(nn.Module):
+    """A unit with embeddings inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.labels = nn.Embedding(8, 4)
+        self.bags = nn.EmbeddingBag(8, 4, mode="sum")
+
+    def forward(self, stream, batch, dtypes):
+        looked_up = self.labels(batch)
+        summed = self.bags(batch[:, None])
+        dtypes |= {"labels": looked_up.dtype, "bags": summed.dtype}
+        return self.layer(stream) + looked_up + summed
+
+
+class LookupInUnits(Lookup):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Labelled() for _ in range(2))
+        self.seen_by_hook = []
+        self.blocks[0].labels.register_forward_hook(
+            lambda module, args, output: self.seen_by_hook.append(output.dtype)
+        )
+
+    def training_step(self, batch, batch_idx):
+        stream, self.dtypes = self.embedding(batch), {}
+        for block in self.blocks:
+            stream = block(stream, batch, self.dtypes)
+        self.dtypes |= {"stream": stream.dtype, "hook": self.seen_by_hook[0]}
+        return stream.float().square().mean()
+
+
+def _dtypes(rank, world_size, folder, strategy, build):
     seen = []
-    for strategy in ("ddp", "scratch_fsdp_zero3"):
-        model = Lookup()
-        trainer = make_trainer(strategy, Path(folder), precision="bf16-mixed", max_steps=1)
+    for name in ("ddp", strategy):
+        model = build()
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        trainer = make_trainer(name, Path(folder), precision="bf16-mixed", max_steps=1)
         trainer.fit(model, DataLoader(torch.arange(8), batch_size=2))
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
         seen.append(model.dtypes)
     return seen
 
 
-def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path):
-    for ddp, scratch in on_trainer_ranks(_dtypes, 2, str(tmp_path)):
-        assert scratch == ddp
-        assert scratch["stream"] == torch.float32
+@pytest.mark.parametrize("build", [Lookup, LookupInUnits])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path, strategy, build):
+    for ddp, sharded in on_trainer_ranks(_dtypes, 2, str(tmp_path), strategy, build):
+        assert sharded == ddp
+        assert set(ddp.values()) == {torch.float32}
 
 
 # -- 16-mixed --------------------------------------------------------------------------------------

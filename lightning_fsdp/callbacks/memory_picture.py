@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_COLORS = {
-    "parameters": "#4c72b0",
-    "gradients": "#c44e52",
-    "optimizer": "#55a868",
-    "activations": "#ccb974",
+_COLORS = {  # from dark to light, so that a print in grey can be read
+    "parameters": "#1f3b73",
+    "gradients": "#b5403f",
+    "optimizer": "#6fae75",
+    "activations": "#ecd9a0",
 }
+_NARROW = 0.08  # of the width: a phase whose name would not fit
 _MOST_POINTS = 1000
 
 
@@ -56,12 +57,14 @@ def draw(
     axes.set_xlim(0, len(moments) - 1)
     for index, (phase, start, stop) in enumerate(phases):
         axes.axvspan(start, stop, color="black", alpha=0.05 if index % 2 else 0.0, linewidth=0)
+        is_narrow = stop - start < _NARROW * len(moments)
         axes.text(
             (start + stop) / 2,
-            max(peaks) / unit * 1.05,
+            max(peaks) / unit * (0.97 if is_narrow else 1.05),
             phase,
             ha="center",
-            va="bottom",
+            va="top" if is_narrow else "bottom",
+            rotation=90 if is_narrow else 0,
             fontsize=9,
         )
     axes.set(title=title, xlabel="operation", ylabel=name)

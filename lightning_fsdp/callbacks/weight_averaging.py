@@ -125,10 +125,9 @@ class ShardedEMA(EMAWeightAveraging):
             return
         self._loaded = dict(checkpoint["state_dict"])
         self._num_averaged = int(checkpoint["averaging_state"]["n_averaged"])
-        # The module got the average; as it is still whole, it is loaded like any other.
-        pl_module.load_state_dict(
-            checkpoint["current_model_state"], strict=pl_module.strict_loading
-        )
+        # The module got the average; in its place come the weights.
+        current = {"state_dict": checkpoint["current_model_state"]}
+        trainer.strategy.load_model_state_dict(current, strict=pl_module.strict_loading)
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,7 +137,8 @@ class ShardedEMA(EMAWeightAveraging):
             self._num_averaged = 0
             return
         loaded, self._loaded = self._loaded, None
-        _engine(trainer).load_full_state_dict(loaded, strict=pl_module.strict_loading)
+        average = {"state_dict": loaded}
+        trainer.strategy.load_model_state_dict(average, strict=pl_module.strict_loading)
         self._swap(trainer, pl_module)  # the weights are back, and the average is in its place
 
     @override
@@ -194,7 +194,11 @@ class ShardedEMA(EMAWeightAveraging):
         checkpoint["current_model_state"] = checkpoint["state_dict"]
         if self._average:  # otherwise the module has it
             self._swap(trainer, pl_module)
-            checkpoint["state_dict"] = trainer.strategy.lightning_module_state_dict()
+            average = trainer.strategy.lightning_module_state_dict()
+            if getattr(trainer.strategy, "saves_sharded", False):  # slices that are swapped again
+                copies = {id(v): v.clone() for v in average.values() if isinstance(v, Tensor)}
+                average = {name: copies.get(id(v), v) for name, v in average.items()}
+            checkpoint["state_dict"] = average
             self._swap(trainer, pl_module)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
 

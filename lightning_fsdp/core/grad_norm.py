@@ -1,4 +1,4 @@
-"""Norms over shards: each rank sums its own slices, one small collective adds them up.
+"""Norms and inner products over shards: each rank sums its own slices, one collective adds them up.
 
 Replicas hold equal shards, so the sum goes over the sharding group alone.
 """
@@ -6,7 +6,7 @@ Replicas hold equal shards, so the sum goes over the sharding group alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -121,3 +121,18 @@ def total_norm(parts: Tensor, norm_type: float) -> Tensor:
         return (parts.max() if norm_type > 0 else parts.min()).float()
     total = parts.sum()
     return (total if norm_type == 0 else total ** (1.0 / norm_type)).float()
+
+
+def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The inner product over this rank's slices by name, 0-d fp64.
+
+    A name that one of them lacks counts as zero.
+    """
+    parts = [
+        torch.dot(a[name].double(), b[name].double()).to(device)
+        for name in a
+        if name in b and a[name].numel()
+    ]
+    return (
+        torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
+    )

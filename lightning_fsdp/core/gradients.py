@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access import ByName, schedules_in
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.grad_norm import global_norm
+from lightning_fsdp.core.grad_norm import global_norm, partial_dot
 from lightning_fsdp.core.segment import GradientHook, Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -33,6 +33,7 @@ from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "reduced"]
 GradientFunction = Callable[[str, Tensor, int], None]
+Hook = TypeVar("Hook", bound=Callable[..., None])
 GradientSet = int | Mapping[str, Tensor] | None
 """A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
 
@@ -150,10 +151,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
     def __getitem__(self, name: str) -> Gradient:
         parameter = self.look_up(name)
         if not parameter.requires_grad:
-            raise GradientUnavailable(
-                f"gradient of {name!r}: expected a trainable parameter, got one with "
-                "requires_grad=False. Unfreeze it before the forward."
-            )
+            raise frozen(name)
         return Gradient(name, parameter)
 
     def __iter__(self) -> Iterator[str]:
@@ -200,7 +198,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         names = self._names()
         return Handle(
             [
-                _register(segment.local_hooks, _calling(function, names, segment))
+                register(segment.local_hooks, _calling(function, names, segment))
                 for segment in self.segments()
             ]
         )
@@ -214,7 +212,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         names = self._names()
         return Handle(
             [
-                _register(segment.reduced_hooks, _calling(function, names, segment))
+                register(segment.reduced_hooks, _calling(function, names, segment))
                 for segment in self.segments()
             ]
         )
@@ -233,8 +231,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             RuntimeError: Local gradients of before wait to be reduced; they belong to no
                 micro-batch of this context.
         """
-        if mode not in ("sum", "local", "separate"):
-            raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+        check_mode(mode)
         segments, units = list(self.segments()), list(dict.fromkeys(self._units()))
         if any(segment.has_local_gradients for segment in segments):
             raise RuntimeError(
@@ -279,15 +276,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
         communicator = self._communicator()
-        device = torch.device(communicator.device_type)
-        parts = [
-            torch.dot(first[name].double(), second[name].double()).to(device)
-            for name in first
-            if name in second and first[name].numel()
-        ]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
+        mine = partial_dot(first, second, torch.device(communicator.device_type))
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        return communicator.all_gather_slices(mine.to(device).view(1), "dot of gradients").sum()
+        return communicator.all_gather_slices(mine.view(1), "dot of gradients").sum()
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
@@ -314,14 +305,33 @@ def gradients(module: nn.Module) -> Gradients:
     return Gradients(module)
 
 
-def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
-    return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
-
-
-def _register(hooks: dict[int, GradientHook], hook: GradientHook) -> RemovableHandle:
+def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+    """Add a hook; the handle takes it off again."""
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode of ``micro_batches``.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+    if mode not in get_args(MicroBatchMode):
+        raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+
+
+def frozen(name: str) -> GradientUnavailable:
+    """What to raise for the gradient of a frozen parameter."""
+    return GradientUnavailable(
+        f"gradient of {name!r}: expected a trainable parameter, got one with requires_grad=False. "
+        "Unfreeze it before the forward."
+    )
+
+
+def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
+    return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
 
 
 def _calling(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_chunks import FlatChunks
 from lightning_fsdp.core.layout import FlatSlice, SegmentLayout, Slot
 from lightning_fsdp.core.offload import Home
 
@@ -69,11 +70,11 @@ class ShardSpec:
         return shard.narrow(0, offset, self.slice.numel)
 
 
-class ShardedTensor(Tensor):
+class ShardedTensor(FlatChunks, Tensor):
     """A tensor of which this rank holds one slice.
 
     Made by :func:`~lightning_fsdp.fully_shard`, not by hand. ``shape``, ``dtype`` and ``device``
-    are those of the whole tensor.
+    are those of the whole tensor. ``torch.distributed.checkpoint`` saves and loads it in place.
     """
 
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
@@ -112,6 +113,11 @@ class ShardedTensor(Tensor):
     def to_local(self) -> Tensor:
         """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
         return self._local
+
+    @property
+    def flat_slice(self) -> FlatSlice:
+        """Which elements of the whole this rank holds."""
+        return self.spec.slice
 
     def full_tensor(self) -> Tensor:
         """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.

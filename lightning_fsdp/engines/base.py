@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.sharded_state import ShardedState
 
 OWNER = "_lightning_fsdp_engine"
 """Attribute of a sharded module: its engine, if that alone knows how to make it whole again."""
@@ -130,6 +131,14 @@ class Engine(ABC):
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Every rank keeps its slices of a state that every rank brings."""
+
+    def sharded_state(self, module: nn.Module) -> ShardedState:
+        """What this rank writes to sharded checkpoints and reads from them.
+
+        Args:
+            module: What :meth:`shard` was given; also before that and after :meth:`make_whole`.
+        """
+        return ShardedState(module)
 
     @property
     @abstractmethod

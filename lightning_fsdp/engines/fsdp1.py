@@ -32,6 +32,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.core.checkpoint import SCALARS
+from lightning_fsdp.core.flat_chunks import FlatPiece
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.native import (
@@ -40,7 +42,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
+from lightning_fsdp.engines.sharded_state import ShardedState
 
 
 class FSDP1Engine(NativeEngine):
@@ -141,6 +143,15 @@ class FSDP1Engine(NativeEngine):
     def has_elements(self, name: str) -> bool:
         return self._places[name][dist.get_rank()][1] > 0
 
+    def flat_piece(self, name: str, piece: Tensor) -> FlatPiece:
+        """This rank's elements of a parameter or of its state, and which they are."""
+        start, _ = self._places[name][dist.get_rank()]
+        return FlatPiece(self.piece(piece), self.shapes[name], start)
+
+    @override
+    def sharded_state(self, module: nn.Module) -> ShardedState:
+        return _StateOfPieces(self, module) if self.parameters else ShardedState(module)
+
     @override
     def unreduced(self, name: str) -> Tensor | None:
         return self.parameters[name].grad if self._holds_unreduced(name) else None
@@ -218,16 +229,6 @@ class FSDP1Engine(NativeEngine):
         with redirected(self._roots[0].module, method):
             return self._roots[0](*args, **kwargs)
 
-    @property
-    @override
-    def gradients(self) -> NativeGradients:
-        return NativeGradients(self)
-
-    @property
-    @override
-    def weights(self) -> NativeWeights:
-        return NativeWeights(self)
-
     @override
     def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,6 +265,37 @@ class FSDP1Engine(NativeEngine):
     @override
     def read_shards_again(self) -> None:
         torch_internals.fsdp1_reshard(self._roots)
+
+
+class _StateOfPieces(ShardedState):
+    """Parameters are 1-D pieces here, and do not say of what.
+
+    Args:
+        engine: That has sharded the module, perhaps made it whole since.
+        module: Its module.
+    """
+
+    def __init__(self, engine: FSDP1Engine, module: nn.Module) -> None:
+        super().__init__(module)
+        self._engine = engine
+
+    @override
+    def of_module(self) -> dict[str, Any]:
+        if self._engine.module is None:
+            return super().of_module()
+        engine = self._engine
+        return native_state.state_dict_with(engine, engine.flat_piece, lambda buffer: buffer)
+
+    @override
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self._engine.parameters
+
+    @override
+    def slice_of(self, name: str, key: str, value: Any) -> Tensor | None:
+        # An optimizer's state stays in pieces when the module is made whole.
+        if not isinstance(value, Tensor) or key in SCALARS:
+            return None
+        return self._engine.flat_piece(name, value) if self._engine.is_cut(name, value) else None
 
 
 def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:

@@ -28,7 +28,6 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
-from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 
 
 class FSDP2Engine(NativeEngine):
@@ -125,16 +124,6 @@ class FSDP2Engine(NativeEngine):
             return method(*args, **kwargs)
         with redirected(self.module, method):
             return self.module(*args, **kwargs)
-
-    @property
-    @override
-    def gradients(self) -> NativeGradients:
-        return NativeGradients(self)
-
-    @property
-    @override
-    def weights(self) -> NativeWeights:
-        return NativeWeights(self)
 
     @contextmanager
     @override

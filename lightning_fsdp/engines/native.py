@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
@@ -33,7 +32,9 @@ from lightning_fsdp.engines.base import (
     broadcast_from_rank0,
     owner_of,
 )
+from lightning_fsdp.engines.embeddings import keep_main_dtype
 from lightning_fsdp.engines.module_form import ModuleForm
+from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
 
@@ -135,7 +136,7 @@ class NativeEngine(Engine):
         self._optimizers.clear()
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
-        _keep_embeddings_in_main_dtype(module, precision)
+        keep_main_dtype(module, precision)
         self.parameters = self._shard(module, device, precision) if self.shapes else {}
         self._watch_local_gradients()
         module.__dict__[OWNER] = self
@@ -306,6 +307,16 @@ class NativeEngine(Engine):
         dist.all_gather(every, number)
         return torch.stack(every)
 
+    @property
+    @override
+    def gradients(self) -> NativeGradients:
+        return NativeGradients(self)
+
+    @property
+    @override
+    def weights(self) -> NativeWeights:
+        return NativeWeights(self)
+
     # -- state ------------------------------------------------------------------------------------
 
     @override
@@ -372,26 +383,6 @@ def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         put_back()
-
-
-def register(hooks: dict[int, LocalHook], hook: LocalHook) -> RemovableHandle:
-    """Add a hook; the handle takes it off again."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
-
-
-def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-    """Cast what embeddings give back, where autocast would not have touched them.
-
-    Autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and decides that of
-    the whole residual stream; here the gathered weight is of lower precision.
-    """
-    if precision.cast_forward_inputs or precision.param_dtype is None:
-        return  # not a policy for use under autocast
-    for inner in module.modules():
-        if isinstance(inner, nn.Embedding):
-            inner.register_forward_hook(lambda _module, _args, output: output.float())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

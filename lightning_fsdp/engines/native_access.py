@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access import unknown
+from lightning_fsdp.core.grad_norm import partial_dot
 from lightning_fsdp.core.gradients import (
     GradientFunction,
     GradientSet,
     GradientState,
     GradientUnavailable,
     MicroBatchMode,
+    check_mode,
+    frozen,
+    register,
 )
-from lightning_fsdp.engines.native import NativeEngine, register
+
+if TYPE_CHECKING:
+    from lightning_fsdp.engines.native import NativeEngine
 
 
 class NativeGradient:
@@ -112,10 +118,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         if name not in self._engine.parameters:
             raise unknown(name, self._engine.parameters)
         if not self._engine.parameters[name].requires_grad:
-            raise GradientUnavailable(
-                f"gradient of {name!r}: expected a trainable parameter, got one with "
-                "requires_grad=False. Unfreeze it before the forward."
-            )
+            raise frozen(name)
         return NativeGradient(self._engine, name)
 
     def __iter__(self) -> Iterator[str]:
@@ -182,8 +185,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
             ValueError: There is no such mode.
             GradientUnavailable: ``local``: torch reduces in a backward only.
         """
-        if mode not in ("sum", "local", "separate"):
-            raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+        check_mode(mode)
         if mode == "local":
             raise GradientUnavailable(
                 f"micro_batches('local') ({self._engine.name} engine): expected a way to reduce "
@@ -217,13 +219,8 @@ class NativeGradients(Mapping[str, NativeGradient]):
             b: Likewise. A name that one of them lacks counts as zero.
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
-        parts = [
-            torch.dot(first[name].double(), second[name].double())
-            for name in first
-            if name in second and first[name].numel()
-        ]
-        mine = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64)
-        return self._engine.of_all_ranks(mine.to(self._engine.device)).sum()
+        mine = partial_dot(first, second, self._engine.device)
+        return self._engine.of_all_ranks(mine).sum()
 
 
 class NativeWeight:

@@ -5,7 +5,7 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -47,22 +47,41 @@ class Pieces(Protocol):
 def full_state_dict(engine: Pieces, *, rank0_only: bool) -> dict[str, Any]:
     """What the module's ``state_dict()`` would be without sharding, on the CPU. Collective."""
     is_owner = not rank0_only or dist.get_rank() == 0
+
+    def whole(name: str, parameter: Tensor) -> Tensor:
+        value = engine.whole(name, parameter).cpu()
+        return value if is_owner else value.new_empty(0)
+
+    full = state_dict_with(engine, whole, lambda buffer: buffer.cpu().clone())
+    return full if is_owner else {}
+
+
+def state_dict_with(
+    engine: Pieces,
+    of_parameter: Callable[[str, Tensor], Tensor],
+    of_buffer: Callable[[Tensor], Tensor],
+) -> dict[str, Any]:
+    """The module's ``state_dict()`` as it was before sharding, with these values.
+
+    Args:
+        engine: Has sharded the module.
+        of_parameter: Takes original name and sharded parameter; called once for tied ones.
+        of_buffer: Takes a buffer, detached.
+    """
     outlines = _outlines(engine)
     name_of = {id(outline): name for name, outline in outlines.items()}
     with _form(engine).worn(outlines) as module:
-        state = module.state_dict(keep_vars=True)
-    wholes: dict[str, Tensor] = {}
-    full: dict[str, Any] = {}
+        state: dict[str, Any] = module.state_dict(keep_vars=True)
+    values: dict[str, Tensor] = {}
     for key, value in state.items():
         name = name_of.get(id(value))
-        if name is not None and name not in wholes:
-            whole = engine.whole(name, engine.parameters[name]).cpu()
-            wholes[name] = whole if is_owner else whole.new_empty(0)
         if name is not None:
-            full[key] = wholes[name]
-        else:
-            full[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-    return full if is_owner else {}
+            if name not in values:
+                values[name] = of_parameter(name, engine.parameters[name])
+            state[key] = values[name]
+        elif isinstance(value, Tensor):
+            state[key] = of_buffer(value.detach())
+    return state
 
 
 def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -23,6 +22,7 @@ from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.weights import weights
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
+from lightning_fsdp.engines.embeddings import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.undo import give_back
 
 
@@ -50,7 +50,7 @@ class ScratchEngine(Engine):
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
             )
-            _keep_embeddings_in_main_dtype(module, precision)
+            keep_main_dtype(module, precision)
         self.module = module
 
     @override
@@ -58,6 +58,7 @@ class ScratchEngine(Engine):
         self.module = None
         self._plan_of_held.clear()
         if isinstance(module, ShardedModule):
+            forget_main_dtype(module)
             give_back(module)
 
     @override
@@ -140,16 +141,3 @@ class ScratchEngine(Engine):
 
     def _all_units(self) -> list[Unit]:
         return [] if self.module is None else units_in(self.module)
-
-
-def _keep_embeddings_in_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
-    """Cast what embeddings give back, where autocast would not have touched them.
-
-    Autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and decides that of
-    the whole residual stream; here the gathered weight is of lower precision.
-    """
-    if precision.cast_forward_inputs or precision.param_dtype is None:
-        return  # not a policy for use under autocast
-    for unit in units_in(module):
-        if all(isinstance(inner, nn.Embedding) for inner in unit.modules):
-            unit.policy = dataclasses.replace(precision, output_dtype=torch.float32)

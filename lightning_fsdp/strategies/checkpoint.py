@@ -1,16 +1,20 @@
-"""Full checkpoints: one file that plain ``torch.load`` and any other strategy read.
+"""Checkpoints of a strategy, in two kinds.
 
-    saving    every rank takes part; rank 0 gets whole tensors on the CPU and writes
-    loading   every rank reads the file and keeps its slices
+              a file (``"full"``)                               a folder (``"sharded"``)
+    saving    every rank takes part; rank 0 gets whole          every rank writes its slices
+              tensors on the CPU and writes
+    loading   every rank reads the file, keeps its slices       every rank reads its slices
+    read by   plain ``torch.load``, any strategy                strategies of this package
 
-On the ranks that do not write, ``checkpoint["state_dict"]`` holds the same names with tensors on
-the ``meta`` device: hooks that rename or drop entries (``on_save_checkpoint``) run on every rank,
-and would fail on an empty dict on all but one, while the others wait.
+A file: on the ranks that do not write, ``checkpoint["state_dict"]`` holds the same names with
+tensors on the ``meta`` device: hooks that rename or drop entries (``on_save_checkpoint``) run on
+every rank, and would fail on an empty dict on all but one, while the others wait.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.checkpoint import state as sharded
 from lightning_fsdp.engines.base import Engine
 
 
@@ -41,6 +46,30 @@ def load_module_state(
         engine.load_full_state_dict(state, strict=strict)
 
 
+def read_folder(path: str | Path) -> dict[str, Any]:
+    """A checkpoint as the Trainer wants it, with stand-ins for tensors.
+
+    Raises:
+        ValueError: No Trainer has written it.
+    """
+    checkpoint = sharded.read_extra(path)
+    if "loops" not in checkpoint:
+        raise ValueError(
+            f"{path}: expected a checkpoint of a Trainer, got one of save_sharded, which holds no "
+            "loops and hyper-parameters. Read it with load_sharded(path, module, optimizers)."
+        )
+    return checkpoint
+
+
+def read_slices(
+    engine: Engine, module: nn.Module, entries: Mapping[str, Any], strict: bool
+) -> None:
+    """Fill the sharded module from a folder, and with what hooks have put in. Collective."""
+    others = sharded.read_module(engine.sharded_state(module), entries, strict)
+    if others:  # extra state of modules, and what on_load_checkpoint has put in
+        load_module_state(engine, module, others, strict=False)
+
+
 def optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """What the optimizer of an unsharded run would save, on rank 0. Collective."""
     if not _has_state_of_parameters(optimizer.state_dict()):
@@ -49,19 +78,20 @@ def optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_states(
-    engine: Engine, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
+    engine: Engine,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    states: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Each optimizer keeps its slices of a whole state.
+    """Each optimizer keeps its slices of a state that is whole, or in a folder.
 
     Raises:
-        ValueError: Another number of optimizers was saved.
+        ValueError: Another number of optimizers was saved, or other parameter groups.
     """
-    if len(optimizers) != len(states):
-        raise ValueError(
-            f"checkpoint: expected the state of {len(optimizers)} optimizer(s), as many as "
-            f"configure_optimizers returns, got {len(states)}. Resume with the optimizers that "
-            "the checkpoint was saved with."
-        )
+    if any("saved_under" in state for state in states):
+        sharded.read_optimizers(engine.sharded_state(module), optimizers, states)
+        return
+    sharded.check_number(optimizers, states)
     for optimizer, state in zip(optimizers, states, strict=True):
         if _has_state_of_parameters(state):
             engine.load_full_optimizer_state_dict(optimizer, state)

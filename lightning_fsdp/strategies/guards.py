@@ -74,7 +74,6 @@ def refuse_unsupported_options(
     """Refuse constructor options that do not work yet.
 
     Raises:
-        NotImplementedError: A known option without an implementation, with what works instead.
         ValueError: A value that will never be one.
         TypeError: A kind of value that will never be one.
     """
@@ -83,13 +82,11 @@ def refuse_unsupported_options(
             f"accumulation: expected 'local' (no communication until the last micro-batch) or "
             f"'sum' (reduce every micro-batch), got {accumulation!r}."
         )
-    if checkpoint == "sharded":
-        raise NotImplementedError(
-            "checkpoint='sharded' is not implemented yet. Use checkpoint='full': one file that "
-            "any strategy and plain torch.load read."
+    if checkpoint not in ("full", "sharded"):
+        raise ValueError(
+            "checkpoint: expected 'full' (one file that plain torch.load reads) or 'sharded' (a "
+            f"folder to which each rank writes its slices), got {checkpoint!r}."
         )
-    if checkpoint != "full":
-        raise ValueError(f"checkpoint: expected 'full', got {checkpoint!r}.")
     is_names = isinstance(activation_checkpointing, (list, tuple)) and all(
         isinstance(name, str) for name in activation_checkpointing
     )

@@ -3,8 +3,9 @@
     Trainer(...)       precision_plugin=               (ranks and launcher: see processes.py)
     fit(), test() ...  setup_environment               process group
                        tensor_init_context             around LightningModule.configure_model
-                       load_checkpoint                 into the module while it is whole
-                       setup                           shard; then configure_optimizers
+                       load_checkpoint                 a file: into the module while it is whole
+                       setup                           shard; a folder: into the shards;
+                                                       then configure_optimizers
                        load_optimizer_state_dict
       each batch       process_dataloader (once), training_step, backward, block_backward_sync
       each save        lightning_module_state_dict, optimizer_state, save_checkpoint
@@ -15,9 +16,10 @@ original shapes, because a sharded parameter shows the shape of the whole; and s
 optimizer allocates at once (Adagrad) is born sharded and on the right device. Built before sharding
 the result is the same, as parameters keep their identity.
 
-Note: weights are loaded before sharding. ``restore_checkpoint_after_setup`` stays false, so that
-``on_load_checkpoint`` may still rebuild the module, and the Trainer passes ``weights_only`` on,
-which it drops on the other path.
+Note: weights are loaded before sharding; those of a sharded checkpoint are only named then, by
+stand-ins without memory, and read by slices right after it. ``restore_checkpoint_after_setup``
+stays false, so that ``on_load_checkpoint`` may still rebuild the module, and the Trainer passes
+``weights_only`` on, which it drops on the other path.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -40,10 +43,11 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp.checkpoint import state as sharded
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
-from lightning_fsdp.strategies import lightning_internals, unit_calls
+from lightning_fsdp.strategies import lightning_internals, random_states, unit_calls
 from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
@@ -67,7 +71,8 @@ class ShardedStrategy(ProcessStrategy):
         accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
             reduced into the shard.
-        checkpoint: ``"full"``: one file of whole tensors.
+        checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
+            which each rank writes its slices. It loads either, whatever this says.
         activation_checkpointing: ``True``: every unit that encloses no other is computed again in
             the backward, and only its inputs are kept; or the names of classes to do this for.
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
@@ -85,10 +90,13 @@ class ShardedStrategy(ProcessStrategy):
     engine_class: ClassVar[type[Engine]]
 
     engine: Engine
+    saves_sharded: bool
     _precision: ShardedPrecision
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
+    _to_read: tuple[dict[str, Any], bool] | None  # stand-ins for weights, strictly?, until sharding
+    _random_states: list[dict[str, Any]] | None  # to take at the next batch
 
     def __init__(
         self,
@@ -124,10 +132,12 @@ class ShardedStrategy(ProcessStrategy):
         )
         self._activation_checkpointing = activation_checkpointing
         self._compiles = compile
+        self.saves_sharded = checkpoint == "sharded"
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
+        self._to_read = self._random_states = None
 
     # -- access ------------------------------------------------------------------------------------
 
@@ -164,6 +174,7 @@ class ShardedStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._is_interrupted = False
+        self._to_read = self._random_states = None
         if self.lightning_module is not None:
             # Where an exception left it sharded, perhaps under another strategy.
             engine = owner_of(self.lightning_module) or self.engine
@@ -179,9 +190,24 @@ class ShardedStrategy(ProcessStrategy):
             yield
 
     @override
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        path = self.broadcast(checkpoint_path)
+        if Path(path).is_dir():
+            return full.read_folder(path)
+        return super().load_checkpoint(path, weights_only)
+
+    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        full.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict)
+        state = checkpoint["state_dict"]
+        if not any(map(sharded.is_stand_in, state.values())):
+            full.load_module_state(self.engine, self.lightning_module, state, strict)
+        elif self.engine.module is None:
+            self._to_read = dict(state), strict
+        else:
+            full.read_slices(self.engine, self.lightning_module, state, strict)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -237,10 +263,30 @@ class ShardedStrategy(ProcessStrategy):
             device=self.root_device,
             precision=self.precision_plugin.policy,
         )
+        to_read, self._to_read = self._to_read, None
+        if to_read is not None:
+            full.read_slices(self.engine, self.lightning_module, *to_read)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        full.load_optimizer_states(self.engine, self.optimizers, checkpoint["optimizer_states"])
+        assert self.lightning_module is not None
+        full.load_optimizer_states(
+            self.engine, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+        )
+        states = checkpoint.get("rng_states")
+        if states is not None:
+            random_states.restore(states)
+            # In the middle of an epoch its first batches are drawn once more before it goes on; at
+            # its end what the next epoch draws belongs to the run.
+            batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+            is_in_epoch = batches.current.ready > 0 and not batches.is_last_batch
+            self._random_states = states if is_in_epoch else None
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        states, self._random_states = self._random_states, None
+        if states is not None:
+            random_states.restore(states)
 
     # -- each batch --------------------------------------------------------------------------------
 
@@ -339,12 +385,35 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self.saves_sharded:
+            return self.engine.sharded_state(self.lightning_module).of_module()
         return full.module_state(self.engine, self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
         optimizer = lightning_internals.unwrap_optimizer(optimizer)
+        if self.saves_sharded:
+            state = self.engine.sharded_state(self.lightning_module)
+            return sharded.optimizer_state(state, optimizer, self.optimizers.index(optimizer))
         return full.optimizer_state(self.engine, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        if "optimizer_states" in checkpoint:  # otherwise these are weights alone
+            checkpoint["rng_states"] = random_states.collect()
+        if not self.saves_sharded:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...): expected None with checkpoint='sharded', "
+                f"got {storage_options!r}. Ranks write files to a local or shared folder, without "
+                "a CheckpointIO; use checkpoint='full' for one."
+            )
+        sharded.write(self.broadcast(filepath), checkpoint)
 
     # -- after the last batch ----------------------------------------------------------------------
 

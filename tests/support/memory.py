@@ -94,6 +94,18 @@ class StorageTracker(TorchDispatchMode):
         """Bytes of the live storages that a gather wrote to, and that are not empty now."""
         return sorted(_sizes(self._whole).values())
 
+    def num_whole(self, expected: int) -> int:
+        """How many storages are whole, once gloo's threads have let go of the last collective's.
+
+        ``wait()`` returns when the data is there; the thread that ran the collective drops its
+        tensors a moment later, and meanwhile they are as alive as any. So more than ``expected``
+        is read again for a while, in which this thread, and what it holds, stands still.
+        """
+        deadline = time.monotonic() + 2.0
+        while (found := len(self.whole_sizes())) > expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return found
+
     def _mark_whole(self, func: Any, args: Any) -> None:
         position = _RECEIVERS.get(func._schema.name.removeprefix("c10d::"))
         if position is None or not is_on_default_group(args):

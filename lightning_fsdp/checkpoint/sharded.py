@@ -1,0 +1,105 @@
+"""Sharded checkpoints without Lightning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_fsdp.checkpoint import state as states
+from lightning_fsdp.engines.base import owner_of
+from lightning_fsdp.engines.sharded_state import ShardedState
+
+
+def save_sharded(
+    path: str | PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write module and optimizers to a folder, each rank its slices. Collective.
+
+    Args:
+        path: Of the folder.
+        module: Sharded by this package or by torch's FSDP2, in ``DistributedDataParallel``, or
+            plain.
+        optimizers: Over its parameters.
+        extra: Anything else that ``torch.load(weights_only=True)`` can read; that of rank 0.
+
+    Raises:
+        ValueError: An optimizer has a parameter that is not in the module.
+        TypeError: A module that was wrapped in torch's FSDP1 by hand.
+    """
+    state = _state_of(module)
+    checkpoint = {
+        "state_dict": state.of_module(),
+        "optimizer_states": [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)],
+        "extra": dict(extra or {}),
+    }
+    states.write(path, checkpoint)
+
+
+def load_sharded(
+    path: str | PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Fill module and optimizers from a folder, each rank its slices. Collective.
+
+    Whoever wrote it, with whatever number of ranks. No tensor is ever whole.
+
+    Args:
+        path: Of the folder.
+        module: As in :func:`save_sharded`, on the same devices as its optimizers.
+        optimizers: As many as were saved, or none; with or without state.
+        strict: Whether the names must be those of the module.
+
+    Returns:
+        The ``extra`` that was saved.
+
+    Raises:
+        RuntimeError: Names or shapes are not the module's.
+        ValueError: Other optimizers, or other groups.
+        TypeError: A module that was wrapped in torch's FSDP1 by hand.
+    """
+    state = _state_of(module)
+    saved = states.read_extra(path)
+    values = states.read_module(state, saved["state_dict"], strict)
+    inner = _inner(module)
+    owner = owner_of(inner)
+    if owner is not None:
+        owner.read_shards_again()
+    if values:
+        load = inner.load_state_dict if owner is None else owner.load_full_state_dict
+        load(values, strict=False)
+    if optimizers:
+        states.read_optimizers(state, optimizers, saved.get("optimizer_states", ()))
+    extra: dict[str, Any] = saved.get("extra", {})
+    return extra
+
+
+def _state_of(module: nn.Module) -> ShardedState:
+    inner = _inner(module)
+    owner = owner_of(inner)
+    if owner is not None:
+        return owner.sharded_state(inner)
+    for name, child in inner.named_modules():
+        if isinstance(child, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or type(child).__name__}: expected a module that this package or "
+                "torch's fully_shard sharded, or a plain one, got FullyShardedDataParallel, "
+                "which hides which elements a rank has. Train with FSDP1Strategy, or use torch's "
+                "torch.distributed.checkpoint.state_dict."
+            )
+    return ShardedState(inner)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, DistributedDataParallel) else module

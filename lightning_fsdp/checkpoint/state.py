@@ -1,0 +1,338 @@
+"""What of a run goes where in a folder, and back out of it.
+
+    tensor "model.<name>"                  a parameter or buffer
+    tensor "optimizer.<i>.<name>.<key>"    state of a parameter's shape, of the i-th optimizer
+    tensor "<other>.<name>"                of another state dict of slices (an average of weights)
+    extra["tensors_of"]["state_dict"]      name in the state dict -> name in the folder
+    extra["optimizer_states"][i]           groups, and all other state of parameters, by name
+    extra[...]                             everything else, as it was given
+
+Everything goes by original names, so that whoever reads may shard in another way. Tied parameters
+are one tensor. What is whole on each rank (buffers, parameters that nobody sharded) is written by
+rank 0.
+
+Note: two passes. ``ShardedState.of_module`` and :func:`optimizer_state` collect live tensors,
+without a copy or communication; a Trainer's hooks may edit what they give; then :func:`write`.
+Reading is the same backwards: :func:`read_extra`, hooks, :func:`read_module` and
+:func:`read_optimizers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.core.flat_chunks import FlatChunks, FlatPiece
+from lightning_fsdp.engines.sharded_state import ShardedState, names_in
+
+_PATH_OF = "_saved_under"  # on a tensor without memory: folder and name of what it stands for
+
+
+# -- writing ---------------------------------------------------------------------------------------
+
+
+def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -> dict[str, Any]:
+    """One optimizer's state by original names. No communication.
+
+    Args:
+        state: Of the module.
+        optimizer: Over its parameters.
+        index: Of the optimizer, for messages.
+
+    Returns:
+        ``slices``: per parameter, live tensors of its shape. ``state``: per parameter, the rest.
+        ``param_groups``: as torch has them, with names for ``params``.
+
+    Raises:
+        ValueError: It holds a parameter that is not in the module.
+    """
+    packed = optimizer.state_dict()
+    if "state" not in packed:  # what Lightning puts where configure_optimizers returns None
+        return dict(packed)
+    groups = names_in(state, optimizer, index)
+    names = [name for group in groups for name in group]
+    slices: dict[str, dict[str, Tensor]] = {}
+    others: dict[str, dict[str, Any]] = {}
+    for number, values in packed["state"].items():
+        for key, value in values.items():
+            part = state.slice_of(names[number], key, value)
+            if part is not None:
+                slices.setdefault(names[number], {})[key] = part
+            else:
+                others.setdefault(names[number], {})[key] = value
+    return {
+        "slices": slices,
+        "state": others,
+        "param_groups": [
+            {**group, "params": group_names}
+            for group, group_names in zip(packed["param_groups"], groups, strict=True)
+        ],
+    }
+
+
+def write(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> None:
+    """Write a folder. Collective.
+
+    Args:
+        path: Of the folder.
+        checkpoint: ``state_dict`` of :meth:`ShardedState.of_module`, edited perhaps;
+            ``optimizer_states`` of :func:`optimizer_state`, or none; other state dicts with slices;
+            of all else, that of rank 0 is kept.
+    """
+    tensors: dict[str, Tensor] = {}
+    extra = dict(checkpoint)
+    tensors_of: dict[str, dict[str, str]] = {}
+    for part, state in checkpoint.items():
+        if part != "state_dict" and not _holds_slices(state):
+            continue
+        prefix = "model" if part == "state_dict" else part
+        saved_under: dict[int, str] = {}  # tied parameters are one object
+        tensors_of[part], extra[part] = {}, {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                key = saved_under.setdefault(id(value), f"{prefix}.{name}")
+                tensors[key] = _written_once(value)
+                tensors_of[part][name] = key
+            else:
+                extra[part][name] = value
+    if "optimizer_states" in checkpoint:
+        for index, state in enumerate(checkpoint["optimizer_states"]):
+            for name, of_parameter in state.get("slices", {}).items():
+                for key, value in of_parameter.items():
+                    tensors[f"optimizer.{index}.{name}.{key}"] = _written_once(value)
+        extra["optimizer_states"] = _of_all_ranks(checkpoint["optimizer_states"])
+    folder.save(path, tensors, {**extra, "tensors_of": tensors_of})
+
+
+def _holds_slices(state: Any) -> bool:
+    values = state.values() if isinstance(state, dict) else ()
+    return any(isinstance(value, FlatChunks | DTensor) for value in values)
+
+
+def _written_once(value: Tensor) -> Tensor:
+    """Let rank 0 alone write what every rank has whole: buffers may differ between ranks."""
+    if isinstance(value, FlatChunks | DTensor):
+        return value.detach()
+    is_mine = not dist.is_initialized() or dist.get_rank() == 0
+    whole = value.detach().reshape(-1)
+    return FlatPiece(whole if is_mine else whole[:0], tuple(value.shape), 0)
+
+
+def _of_all_ranks(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """On rank 0, kinds of slices and other state that any rank has. Collective.
+
+    A rank without an element of a parameter may not step it: it has no state, or an old count.
+    """
+    mine, with_elements = [], []
+    for state in states:
+        slices = state.get("slices", {})
+        kinds = {name: {k: v.dtype for k, v in values.items()} for name, values in slices.items()}
+        mine.append({**state, "slices": kinds} if "slices" in state else dict(state))
+        with_elements.append(
+            {name for name, values in slices.items() if any(map(_num_here, values.values()))}
+        )
+    if not dist.is_initialized():
+        return mine
+    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object((mine, with_elements), every)
+    for theirs, with_elements in reversed(every or []):
+        for ours, other, knows in zip(mine, theirs, with_elements, strict=True):
+            for part in {"slices", "state"} & set(ours):
+                for name, values in other[part].items():
+                    if name in knows or name not in ours[part]:
+                        ours[part][name] = values
+    return mine
+
+
+def _num_here(value: Any) -> int:
+    local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return local.numel()
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+def read_extra(path: str | PathLike[str]) -> dict[str, Any]:
+    """What was given to :func:`write`, with stand-ins on the meta device for tensors.
+
+    A stand-in may be renamed or dropped before it is handed to :func:`read_module`.
+    """
+    extra = folder.read_extra(path)
+    shapes = folder.read_shapes(path)
+    for part, names in extra.pop("tensors_of").items():
+        for name, key in names.items():
+            shape, dtype = shapes[key]
+            stand_in = torch.empty(shape, dtype=dtype, device="meta")
+            setattr(stand_in, _PATH_OF, (str(path), key))
+            extra[part][name] = stand_in
+    for index, state in enumerate(extra.get("optimizer_states", ())):
+        state["saved_under"] = (str(path), f"optimizer.{index}")
+    return extra
+
+
+def is_stand_in(value: Any) -> bool:
+    """Whether this is a stand-in for a tensor in a folder."""
+    return hasattr(value, _PATH_OF)
+
+
+def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """Fill a module from a folder. Collective.
+
+    Args:
+        state: Of the module.
+        entries: Stand-ins by the names that tensors have in the module; other values are returned.
+        strict: Whether the names must be the module's.
+
+    Returns:
+        The entries that are no stand-ins, for ``load_state_dict(..., strict=False)``.
+
+    Raises:
+        RuntimeError: Names or shapes are not the module's, or values were edited.
+    """
+    targets = state.of_module()
+    missing = [name for name in targets if name not in entries]
+    unexpected = [name for name in entries if name not in targets]
+    problems = [f"missing: {missing}"] * bool(missing and strict)
+    problems += [f"unexpected: {unexpected}"] * bool(unexpected and strict)
+    to_read: dict[str, dict[str, dict[int, Tensor]]] = {}
+    others = {}
+    for name, entry in entries.items():
+        if name not in targets:
+            continue
+        source = getattr(entry, _PATH_OF, None)
+        if source is None:
+            others[name] = entry
+            if isinstance(entry, Tensor) and entry.is_meta:
+                problems.append(
+                    f"{name!r} was computed from an entry of a sharded checkpoint, whose values "
+                    "are read later, by slices: on_load_checkpoint may rename and drop entries "
+                    "and put in tensors of its own. Save with checkpoint='full' to compute"
+                )
+            continue
+        target = targets[name].detach()
+        if target.shape != entry.shape:
+            problems.append(
+                f"{name!r}: saved with shape {tuple(entry.shape)}, the module's is "
+                f"{tuple(target.shape)}"
+            )
+        path, key = source
+        to_read.setdefault(path, {}).setdefault(key, {})[id(targets[name])] = target
+    if problems:
+        raise RuntimeError(
+            "sharded checkpoint: expected the names and shapes of the module; "
+            f"{'; '.join(problems)}. Load it into the module that was saved, or set "
+            "strict_loading = False for other names."
+        )
+    for path, by_key in to_read.items():
+        while any(by_key.values()):  # once, unless a tied tensor goes into several
+            batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
+            folder.load(path, batch, partial=True)
+    return others
+
+
+def read_optimizers(
+    state: ShardedState, optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]
+) -> None:
+    """Fill optimizers from a folder, state that they do not have yet included. Collective.
+
+    Args:
+        state: Of the module.
+        optimizers: With the parameter groups of those that were saved, by name.
+        saved: Of :func:`read_extra`.
+
+    Raises:
+        ValueError: Another number of optimizers, or other groups.
+    """
+    check_number(optimizers, saved)
+    to_read: dict[str, dict[str, Tensor]] = {}
+    to_load: list[tuple[Optimizer, dict[str, Any]]] = []
+    for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
+        if "slices" not in of_saved:
+            to_load.append((optimizer, {k: v for k, v in of_saved.items() if k != "saved_under"}))
+            continue
+        groups = names_in(state, optimizer, index)
+        _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
+        path, prefix = of_saved["saved_under"]
+        entries = _entries(state, optimizer, of_saved)
+        for name, values in entries.items():
+            for key in of_saved["slices"].get(name, {}):
+                target = state.slice_of(name, key, values[key])
+                assert target is not None, "it was made like the parameter"
+                to_read.setdefault(path, {})[f"{prefix}.{name}.{key}"] = target
+        to_load.append((optimizer, _packed(groups, entries, of_saved["param_groups"])))
+    for path, tensors in to_read.items():
+        folder.load(path, tensors, partial=True)
+    for optimizer, packed in to_load:
+        optimizer.load_state_dict(packed)
+
+
+def check_number(optimizers: Sequence[Any], saved: Sequence[Any]) -> None:
+    """Refuse another number of optimizers than were saved.
+
+    Raises:
+        ValueError: It is another.
+    """
+    if len(optimizers) != len(saved):
+        raise ValueError(
+            f"checkpoint: expected the state of {len(optimizers)} optimizer(s), as many as "
+            f"configure_optimizers returns, got {len(saved)}. Resume with the optimizers that "
+            "the checkpoint was saved with."
+        )
+
+
+def _entries(
+    state: ShardedState, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Per parameter, the state to be: tensors to read into, and values that are there already."""
+    parameters = state.parameters()
+    entries: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys((*saved["slices"], *saved["state"])):
+        present = optimizer.state.get(parameters[name], {})
+        entries[name] = dict(saved["state"].get(name, {}))
+        for key, dtype in saved["slices"].get(name, {}).items():
+            value = present.get(key)
+            if not isinstance(value, Tensor) or value.dtype != dtype:
+                value = torch.zeros_like(parameters[name].detach(), dtype=dtype)
+            entries[name][key] = value
+    return entries
+
+
+def _packed(
+    groups: list[list[str]],
+    entries: Mapping[str, Any],
+    saved_groups: Iterable[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A state dict as torch has it, by the places of parameters in this optimizer."""
+    place_of = {name: place for place, name in enumerate(n for group in groups for n in group)}
+    return {
+        "state": {place: entries[name] for name, place in place_of.items() if name in entries},
+        "param_groups": [
+            {**saved, "params": [place_of[name] for name in group]}
+            for saved, group in zip(saved_groups, groups, strict=True)
+        ],
+    }
+
+
+def _check_groups(index: int, groups: list[list[str]], saved: list[list[str]]) -> None:
+    if len(groups) != len(saved):
+        raise ValueError(
+            f"checkpoint: expected {len(groups)} parameter group(s) of optimizer {index}, got "
+            f"{len(saved)}. Resume with the groups that were saved."
+        )
+    for number, (group, of_saved) in enumerate(zip(groups, saved, strict=True)):
+        if set(group) != set(of_saved):
+            only_here = [name for name in group if name not in of_saved]
+            only_saved = [name for name in of_saved if name not in group]
+            raise ValueError(
+                f"checkpoint: expected the parameters of optimizer {index}, group {number}; only "
+                f"in the optimizer: {only_here}; only in the checkpoint: {only_saved}. Resume with "
+                "the groups that were saved."
+            )

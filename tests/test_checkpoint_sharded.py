@@ -1,0 +1,221 @@
+"""``save_sharded`` and ``load_sharded``: what the matrix of engines and ranks does not show."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from lightning_fsdp import MixedPrecisionPolicy, load_sharded, save_sharded, shard_model
+from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.engines.fsdp1 import FSDP1Engine
+from lightning_fsdp.engines.fsdp2 import FSDP2Engine
+from lightning_fsdp.engines.scratch import ScratchEngine
+from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
+from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.ranks import run_on_ranks
+from tests.test_checkpoint_matrix import ENGINES, NUM_STEPS, Run, assert_equal, copied
+
+SHARDING = {"scratch": ScratchEngine, "fsdp1": FSDP1Engine, "fsdp2": FSDP2Engine}
+
+
+# -- moved twice -----------------------------------------------------------------------------------
+
+
+def _write(rank, world_size, kind, path, source):
+    run = Run(kind, seed=2 if source else 1)
+    if source:
+        load_sharded(source, run.wrapped, run.optimizers)
+    run.train(range(NUM_STEPS))
+    save_sharded(path, run.wrapped, run.optimizers)
+    return copied(run.whole())
+
+
+def _read(rank, world_size, kind, path, expected):
+    run = Run(kind, seed=3)
+    run.train([9])  # it has state of its own, which is written over
+    load_sharded(path, run.wrapped, run.optimizers)
+    assert_equal(run.whole(), expected, kind)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_run_may_be_moved_again_and_into_optimizers_that_have_state(tmp_path, kind):
+    run_on_ranks(_write, 2, "scratch", tmp_path / "first", None)
+    expected, *_ = run_on_ranks(_write, 4, kind, tmp_path / "second", tmp_path / "first")
+    # Counts of steps are those of ranks that step: FSDP1 leaves out what has no element.
+    steps = {float(values["step"]) for values in expected["optimizers"][0]["state"].values()}
+    assert steps == {2 * NUM_STEPS}
+    run_on_ranks(_read, 3, kind, tmp_path / "second", expected)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def _engine(kind, model, policy=None, **options):
+    engine = SHARDING[kind](zero_stage=3, units=["Block"], **{"cpu_offload": False, **options})
+    optimizer = torch.optim.AdamW(model.parameters()) if kind == "fsdp1" else None
+    engine.shard(model, device=torch.device("cpu"), precision=policy or MixedPrecisionPolicy())
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    engine.watch_optimizer(optimizer)
+    return engine, optimizer
+
+
+def _step(engine, model, optimizer, rank):
+    loss = engine.run(functools.partial(lm_loss, model), token_batch(0, 0, rank))
+    engine.before_backward()
+    loss.backward()
+    engine.after_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _memory(rank, world_size, folder):
+    for kind in SHARDING:
+        model = causal_lm(width=64)
+        whole = sum(parameter.nbytes for parameter in model.parameters())
+        engine, optimizer = _engine(kind, model)
+        _step(engine, model, optimizer, rank)
+        peak = 0
+
+        def look():
+            nonlocal peak
+            peak = max(peak, tracker.live_bytes())  # noqa: B023
+
+        tracker = StorageTracker(model, look)
+        tracker.track(optimizer_tensors(optimizer))
+        before = tracker.settled_bytes()
+        with tracker:
+            save_sharded(folder / kind, model, [optimizer])
+        mine = bytes_of([*model.parameters(), *optimizer_tensors(optimizer)])
+        assert mine < 3.5 * whole / world_size
+        # At most one more copy of what is on this rank: torch's writer keeps what it has written.
+        assert 0 < peak - before <= 1.1 * mine, (kind, peak, before, mine)
+
+        fresh = causal_lm(width=64, seed=2)
+        engine, optimizer = _engine(kind, fresh)
+        tracker = StorageTracker(fresh, look)
+        before, peak = tracker.settled_bytes(), 0
+        with tracker:
+            load_sharded(folder / kind, fresh, [optimizer])
+        moments = bytes_of(optimizer_tensors(optimizer))
+        assert peak - before >= moments
+        assert peak - before <= moments + 0.75 * whole / world_size, (kind, peak, before, moments)
+
+
+def test_no_tensor_is_whole_while_it_is_saved_or_loaded(tmp_path):
+    run_on_ranks(_memory, 4, tmp_path, timeout_s=100)
+
+
+# -- dtypes, offloading, other optimizers ----------------------------------------------------------
+
+
+def _move(rank, world_size, folder, kinds, dtype, policy, options):
+    writer, reader = kinds
+    model = causal_lm(seed=1).to(dtype)
+    engine, optimizer = _engine(writer, model, policy, **options)
+    _step(engine, model, optimizer, rank)
+    save_sharded(folder / writer, model, [optimizer])
+    expected = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
+    assert {value.dtype for value in expected[0].values()} == {dtype}
+
+    fresh = causal_lm(seed=2).to(dtype)
+    engine, optimizer = _engine(reader, fresh, policy, **options)
+    load_sharded(folder / writer, fresh, [optimizer])
+    found = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_equal(ours, theirs, f"{writer} -> {reader}")
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy", "options"),
+    [
+        (torch.float32, MIXED, {}),
+        (torch.bfloat16, MixedPrecisionPolicy(), {}),
+        (torch.float32, None, {"cpu_offload": True}),
+    ],
+    ids=["mixed", "bf16", "offloaded"],
+)
+def test_main_weights_of_any_dtype_move(tmp_path, dtype, policy, options):
+    for kinds in (("scratch", "fsdp1"), ("fsdp1", "fsdp2"), ("fsdp2", "scratch")):
+        run_on_ranks(_move, 2, tmp_path, kinds, dtype, policy, options)
+
+
+def _early_state(rank, world_size, folder):
+    """Adagrad has state before its first step, and a number among it that is a tensor."""
+    models = [shard_model(causal_lm(seed=seed)) for seed in (1, 2)]
+    ours, theirs = (torch.optim.Adagrad(m.parameters(), lr=0.1) for m in models)
+    lm_loss(models[0], token_batch(0, 0, rank)).backward()
+    ours.step()
+    save_sharded(folder, models[0], [ours])
+    before = [values["sum"].to_local().data_ptr() for values in theirs.state.values()]
+    load_sharded(folder, models[1], [theirs])
+    for a, b in zip(ours.state.values(), theirs.state.values(), strict=True):
+        assert torch.equal(a["sum"].to_local(), b["sum"].to_local())
+        assert a["step"] == b["step"] == 1
+    # Read in place: nothing was allocated beside it.
+    assert before == [values["sum"].to_local().data_ptr() for values in theirs.state.values()]
+
+
+def test_state_from_before_the_first_step_is_read_in_place(tmp_path):
+    run_on_ranks(_early_state, 2, tmp_path)
+
+
+def test_one_process_without_a_group_saves_and_loads(tmp_path):
+    ours, theirs = causal_lm(seed=1), causal_lm(seed=2)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (ours, theirs)]
+    lm_loss(ours, token_batch(0, 0, 0)).backward()
+    optimizers[0].step()
+    save_sharded(tmp_path, ours, optimizers[:1], {"note": [1, "two"]})
+    assert load_sharded(tmp_path, theirs, optimizers[1:]) == {"note": [1, "two"]}
+    assert_equal(theirs.state_dict(), ours.state_dict(), "model")
+    assert_equal(optimizers[1].state_dict(), optimizers[0].state_dict(), "optimizer")
+
+
+class _Untied(nn.Module):
+    def __init__(self, is_tied):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        if is_tied:
+            self.b.weight = self.a.weight
+
+
+def test_what_was_tied_is_saved_once_and_read_into_both(tmp_path):
+    tied, untied = _Untied(is_tied=True), _Untied(is_tied=False)
+    save_sharded(tmp_path, tied)
+    assert set(folder.read_shapes(tmp_path)) == {"model.a.weight", "model.a.bias", "model.b.bias"}
+    load_sharded(tmp_path, untied)
+    assert_equal(untied.state_dict(), tied.state_dict(), "model")
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def _wrapped_by_hand(rank, world_size, folder):
+    model = torch_fsdp.FullyShardedDataParallel(causal_lm(), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match=r"got FullyShardedDataParallel.*FSDP1Strategy"):
+        save_sharded(folder, model)
+    dist.barrier()
+
+
+def test_a_module_wrapped_by_hand_is_refused(tmp_path):
+    run_on_ranks(_wrapped_by_hand, 2, tmp_path)
+
+
+def test_other_optimizers_are_refused_by_name(tmp_path):
+    model = nn.Linear(3, 2)
+    adam, foreign = torch.optim.Adam(model.parameters()), nn.Parameter(torch.ones(5))
+    with pytest.raises(ValueError, match=r"optimizer 1, group 0, parameter 0.*shape \(5,\)"):
+        save_sharded(tmp_path, model, [adam, torch.optim.SGD([foreign])])
+    save_sharded(tmp_path, model, [adam])
+    with pytest.raises(ValueError, match=r"expected the state of 2 optimizer\(s\).*got 1"):
+        load_sharded(tmp_path, model, [adam, adam])
+    with pytest.raises(ValueError, match=r"group 0; only in the optimizer: \[\]; only in the chec"):
+        load_sharded(tmp_path, model, [torch.optim.Adam([model.weight])])
+    with pytest.raises(RuntimeError, match=r"missing: \['0.weight', '0.bias'\]; unexpected: \['we"):
+        load_sharded(tmp_path, nn.Sequential(model))
+    load_sharded(tmp_path, nn.Sequential(model), strict=False)
