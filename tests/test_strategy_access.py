@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 from lightning_fsdp import GradientUnavailable
+from tests.support.memory import StorageTracker
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -279,6 +281,76 @@ def _with_and_without_reading(rank, world_size, strategy, folder):
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_reading_changes_no_bit(tmp_path, strategy):
     on_trainer_ranks(_with_and_without_reading, 2, strategy, str(tmp_path))
+
+
+# -- memory of a pass over everything --------------------------------------------------------------
+
+
+class _Wide(Regressor):
+    """Blocks that hold nearly all, of a width that two ranks do not divide."""
+
+    def __init__(self):
+        super().__init__(width=63)
+
+
+class _Embeds(_Wide):
+    """The two largest units are one weight each, without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(301, 63)
+        self.out = nn.Linear(63, 300, bias=False)
+
+    def forward(self, x):
+        hidden = self.table(x.abs().mul(100).long().clamp(max=300)).sum(1) + self.inlet(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) + self.out(hidden)[:, :3]
+
+
+class _Streams(pl.Callback):
+    """Goes over all gradients, then over all weights, and keeps the most bytes that this added."""
+
+    def __init__(self):
+        self.most, self.left = {}, {}
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        for what in ("gradients", "weights"):
+            access = getattr(trainer.strategy, what)
+            with StorageTracker(module) as tracker:
+                tracker.track([access[name].shard for name in access.names()])
+                before, sizes, seen = tracker.settled_bytes(), [], []
+                tracker.at_each_operation = lambda t=tracker, s=sizes: s.append(t.live_bytes())
+                for name, whole in access.full():
+                    assert type(whole) is torch.Tensor
+                    seen.append(name)
+                    del whole
+                    tracker.settled_bytes()  # gloo's threads let go a little later
+                self.most[what] = max(sizes) - before
+                self.left[what] = tracker.settled_bytes() - before
+            assert sorted(seen) == sorted(access.names())
+
+
+def _streamed(rank, world_size, strategy, kind, folder):
+    model, streams = seeded(kind), _Streams()
+    units = [*model.blocks, *(m for n, m in model.named_children() if n in ("table", "out"))]
+    unit = 4 * max(sum(p.numel() for p in unit.parameters()) for unit in units)
+    parameter = 4 * max(p.numel() for p in model.parameters())
+    trainer = make_trainer(strategy, Path(folder), limit_train_batches=1, callbacks=[streams])
+    trainer.fit(model, make_loader())
+    return parameter, unit, streams.most, streams.left
+
+
+@pytest.mark.parametrize("kind", [_Wide, _Embeds])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_pass_over_all_gradients_or_weights_adds_one_unit_at_most(tmp_path, strategy, kind):
+    for rank, found in enumerate(on_trainer_ranks(_streamed, 2, strategy, kind, str(tmp_path))):
+        parameter, unit, most, left = found
+        # Where rows do not divide, FSDP2 gathers from a padded copy of this rank's piece.
+        padded = parameter / 2 if strategy.startswith("fsdp2") and rank == 1 else 0
+        for what in ("gradients", "weights"):
+            assert parameter <= most[what] <= 1.02 * unit + padded, (what, most, unit)
+            assert left[what] == 0, (what, left)
 
 
 # -- nothing left over -----------------------------------------------------------------------------

@@ -150,6 +150,10 @@ def test_the_file_holds_what_ddp_saves(tmp_path, scenario):
     assert_like_ddp(scenario, tmp_path, atol=5e-6)
 
 
+def test_the_file_of_one_rank_where_fsdp1_shards_nothing_holds_what_ddp_saves(tmp_path):
+    assert_like_ddp(_saved_adamw, tmp_path, world_size=1, atol=5e-6)
+
+
 # -- best checkpoint, plain torch ------------------------------------------------------------------
 
 
@@ -334,6 +338,11 @@ def _edited(strategy, folder, rank):
         weights.append(weights_of(model))
     with pytest.raises(Exception, match=r"weights_only|Weights only"):
         trainer.validate(model, make_loader(), ckpt_path=folder / "edited.ckpt", verbose=False)
+    model = seeded(_EditsCheckpoints, seed=4)
+    trainer = make_trainer(strategy, folder, max_epochs=2)
+    trainer.fit(model, make_loader(), ckpt_path=folder / "during.ckpt", weights_only=False)
+    assert trainer.global_step == 8
+    weights.append(weights_of(model))
     return {"weights": weights}
 
 

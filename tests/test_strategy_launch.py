@@ -133,6 +133,8 @@ def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch
     named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
     assert type(named) is ScratchFSDPStrategy
     assert named.engine.plan == ZERO2
+    torchs = "--trainer.strategy.class_path=lightning_fsdp.FSDP1Strategy"
+    assert _configured(["--config", str(config), torchs]).engine.units == ["Block", "Linear"]
 
 
 def _configured(args):

@@ -1,5 +1,7 @@
 """What cannot work is refused by name, on every rank, before anything is trained."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +16,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fsdp import ScratchFSDPStrategy, fully_shard
+from lightning_fsdp import ZERO2, FSDP1Strategy, ScratchFSDPStrategy, fully_shard
 from lightning_fsdp.strategies.precision import ShardedPrecision
-from tests.support.ranks import errors_on_ranks
+from tests.support.ranks import errors_on_ranks, run_on_ranks
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -106,17 +109,18 @@ class _Graph(TensorBoardLogger):
 
 
 def _refuse_at_setup(rank, world_size, folder):
-    for callback, name in (
-        (WeightAveraging(), "WeightAveraging"),
-        (EMAWeightAveraging(), "EMAWeightAveraging"),
-        (StochasticWeightAveraging(1e-2), "StochasticWeightAveraging"),
-        (_Finetuning(), "_Finetuning"),
-        (ModelPruning("l1_unstructured", amount=0.5), "ModelPruning"),
+    for kind, arguments in (
+        (WeightAveraging, {}),
+        (EMAWeightAveraging, {}),
+        (StochasticWeightAveraging, {"swa_lrs": 1e-2}),
+        (_Finetuning, {}),
+        (ModelPruning, {"pruning_fn": "l1_unstructured", "amount": 0.5}),
     ):
-        with pytest.raises(NotImplementedError, match=f"{name} does not work with a sharded"):
-            make_trainer(STRATEGY, folder, callbacks=[callback]).fit(
-                seeded(Regressor), make_loader()
-            )
+        for strategy in SHARDED:
+            trainer = make_trainer(strategy, folder, callbacks=[kind(**arguments)])
+            message = f"^{kind.__name__} does not work with a sharded"
+            with pytest.raises(NotImplementedError, match=message):
+                trainer.fit(seeded(Regressor), make_loader())
     with pytest.raises(
         NotImplementedError, match=r"_Graph\(log_graph=True\) runs the model on rank 0"
     ):
@@ -137,9 +141,10 @@ def _refuse_at_setup(rank, world_size, folder):
     with pytest.raises(ValueError, match=r"parameter 'head.weight'.*lazy"):
         make_trainer(STRATEGY, folder).fit(lazy, make_loader())
 
-    compiled = torch.compile(seeded(Regressor))
-    with pytest.raises(RuntimeError, match="strategy"):
-        make_trainer(STRATEGY, folder).fit(compiled, make_loader())
+    for strategy in SHARDED:
+        compiled = torch.compile(seeded(Regressor))
+        with pytest.raises(RuntimeError, match="strategy"):
+            make_trainer(strategy, folder).fit(compiled, make_loader())
 
     for kind, name in ((_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon")):
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
@@ -250,6 +255,49 @@ def test_what_would_be_wrong_on_slices_is_refused_and_the_module_survives(tmp_pa
 
 
 # -- what one of torch's engines cannot do ---------------------------------------------------------
+
+
+def test_flat_parameters_of_fsdp1_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"use_orig_params=False.*flat.*Leave it at True"):
+        FSDP1Strategy(zero_stage=2, use_orig_params=False)
+    assert FSDP1Strategy(zero_stage=2, use_orig_params=True).engine.plan == ZERO2
+
+
+def _flat(rank, world_size):
+    def wrapped(model, use_orig_params):
+        return FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+
+    names, shapes = [], []
+    for use_orig_params in (True, False):
+        model = wrapped(
+            seeded(lambda: nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))), use_orig_params
+        )
+        model(torch.ones(2, 5)).sum().backward()
+        names.append([name for name, p in model.named_parameters()])
+        shapes.append([p.dim() for p in model.parameters()])
+        reads = FullyShardedDataParallel.summon_full_params(model, with_grads=True)
+        if use_orig_params:
+            with reads:
+                assert [p.grad.dim() for p in model.parameters()] == [2, 1, 2, 1]
+        else:
+            with pytest.raises(NotImplementedError, match="with_grads=True"), reads:
+                pass
+    assert len(names[0]) == 4
+    assert [name.split(".")[-1] for name in names[1]] == ["_flat_param"], names
+    assert shapes[1] == [1]
+
+    frozen = nn.Linear(5, 4)
+    frozen.bias.requires_grad_(False)
+    wrapped(copy.deepcopy(frozen), True)
+    with pytest.raises(ValueError, match="uniform `requires_grad`"):
+        wrapped(frozen, False)
+
+
+def test_flat_parameters_of_fsdp1_lack_what_their_refusal_says():
+    """In torch itself; should it learn this one day, the refusal may go."""
+    run_on_ranks(_flat, 2)
 
 
 class _ByHand(Regressor):

@@ -41,7 +41,10 @@ class ByName:
         return segments
 
     def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather slices one segment at a time, one collective each."""
+        """Gather slices one segment at a time, one collective each; of each, the smallest last.
+
+        One segment is whole, beside what the caller still holds.
+        """
         for segment, names in self.segments().items():
             present = [name for name in names if name in shards]
             if not present:
@@ -57,13 +60,18 @@ class ByName:
             region = home.to_host(
                 communicator.gather(region, segment.name).wait(), may_pin=False
             ).wait()
-            for name in present:
-                slot = self.parameters[name].spec.slot
-                whole = region[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                if name == present[-1]:  # the caller holds it while the next segment is gathered
-                    whole = whole.clone()
-                    del region
-                yield name, whole
+            slots = {name: self.parameters[name].spec.slot for name in present}
+            wholes = {
+                name: region[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                for name, slot in slots.items()
+            }
+            del region
+            *others, smallest = sorted(present, key=lambda name: -slots[name].numel)
+            for name in others:
+                yield name, wholes.pop(name)
+            if others:  # the caller holds it while the next segment is gathered, and nothing more
+                wholes[smallest] = wholes[smallest].clone()
+            yield smallest, wholes.pop(smallest)
 
 
 def _find(module: nn.Module, what: str) -> dict[str, ShardedTensor]:

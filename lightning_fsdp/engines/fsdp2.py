@@ -85,7 +85,9 @@ class FSDP2Engine(NativeEngine):
         if not isinstance(tensor, DTensor):  # state of a parameter without an element here
             tensor = self.cut(name, tensor)
         with torch.no_grad():
-            return cast(DTensor, tensor.detach().to(self.device)).full_tensor().clone()
+            whole = cast(DTensor, tensor.detach().to(self.device)).full_tensor()
+        # Gathered into memory of its own; on one rank the piece is the whole, and nothing was.
+        return whole.clone() if dist.get_world_size() == 1 else whole
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""With any callback on, training ends in the weights that it ends in without, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+
+import lightning_fsdp
+from tests.support.trainer import (
+    Regressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero2", "fsdp2_zero2", "ddp"]
+
+
+class _Drops(Regressor):
+    """Draws random numbers in every forward, so that a callback that draws some as well shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return super().forward(self.dropout(x))
+
+
+def _callbacks():
+    """Each alone, looking at every step, with a way to tell that it has seen something."""
+    access = lightning_fsdp.GradientAccessProbe(steps=1)
+    isolation = lightning_fsdp.MicrobatchIsolationProbe(steps=1)
+    noise = lightning_fsdp.GradientNoiseScale()
+    memory = lightning_fsdp.MemoryProbe(steps=[0, 2])
+    throughput = lightning_fsdp.ThroughputMonitor(
+        num_tokens=lambda batch: len(batch[0]), flops_per_token="count", peak_flops=1e12
+    )
+    return {
+        access: lambda: access.records,
+        isolation: lambda: isolation.reports,
+        noise: lambda: noise.estimate().noise,
+        memory: lambda: memory.reports,
+        throughput: lambda: throughput.flops_per_token,
+    }
+
+
+def _trained(strategy, precision, folder, callbacks):
+    options = {"precision": "32-true"}
+    if precision == "16-mixed":
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+        options = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
+    model = seeded(_Drops)
+    trainer = make_trainer(
+        strategy,
+        Path(folder),
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.1,
+        max_epochs=2,
+        log_every_n_steps=1,
+        callbacks=callbacks,
+        logger=TensorBoardLogger(folder, name=None),
+        **options,
+    )
+    trainer.fit(model, make_loader(40, shuffle=True))
+    assert trainer.global_step == 6
+    assert trainer.precision == precision
+    return weights_of(model)
+
+
+def _observed(rank, world_size, strategy, precision, folder):
+    expected = _trained(strategy, precision, folder, [])
+    for callback, seen in _callbacks().items():
+        found = _trained(strategy, precision, folder, [callback])
+        assert seen(), callback
+        name = type(callback).__name__
+        torch.testing.assert_close(
+            found, expected, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    torch.testing.assert_close(
+        _trained(strategy, precision, folder, list(_callbacks())), expected, rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_callback_changes_no_bit(tmp_path, strategy, precision):
+    on_trainer_ranks(_observed, 2, strategy, precision, str(tmp_path))
