@@ -251,3 +251,31 @@ def seeded(make: Callable[[], Any], seed: int = 0) -> Any:
     """Build something from a fixed random state."""
     torch.manual_seed(seed)
     return make()
+
+
+class AdamwRegressor(Regressor):
+    fused = False
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.1, fused=self.fused)
+
+
+def fit(
+    strategy: Any,
+    folder: Path,
+    model: Any = None,
+    loader: Any = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
+) -> tuple[pl.Trainer, Any]:
+    """Train a model, by default a ``Regressor``; gives the Trainer and the model."""
+    model = model or seeded(Regressor)
+    trainer = make_trainer(strategy, folder, **options)
+    trainer.fit(model, loader or make_loader(), ckpt_path=ckpt_path)
+    return trainer, model
+
+
+def outcome_of(trainer: pl.Trainer, model: Any) -> dict[str, Any]:
+    """Weights, losses of this rank, and what was logged: for a comparison with DDP."""
+    metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+    return {"weights": weights_of(model), "losses": list(model.losses), "metrics": metrics}

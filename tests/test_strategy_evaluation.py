@@ -1,0 +1,144 @@
+"""Evaluation around training, and what a module is after it: as with DDP, whole, ready to go on."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    assert_like_ddp,
+    fit,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    outcome_of,
+    seeded,
+)
+
+
+def _evaluate_around_fit(strategy, folder, rank):
+    trainer = make_trainer(strategy, folder, num_sanity_val_steps=2)
+    model = seeded(Regressor)
+    loader, other = make_loader(24, seed=1), make_loader(16, seed=2)
+    outcome = {"before": trainer.validate(model, loader, verbose=False)}
+    outcome["test before"] = trainer.test(model, other, verbose=False)
+    outcome["predict before"] = trainer.predict(model, other)
+    trainer.fit(model, make_loader(), loader)
+    outcome["fit"] = outcome_of(trainer, model)
+    outcome["after"] = trainer.validate(model, loader, verbose=False)
+    outcome["test after"] = trainer.test(model, other, verbose=False)
+    outcome["predict after"] = trainer.predict(model, other)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_loader(), loader)
+    assert trainer.global_step == 8
+    outcome["second fit"] = outcome_of(trainer, model)
+    outcome["plain forward"] = model(torch.ones(2, 5)).detach()
+    return outcome
+
+
+def test_validate_test_and_predict_before_and_after_fit_and_a_second_fit(tmp_path):
+    assert_like_ddp(_evaluate_around_fit, tmp_path)
+
+
+def _given_back(rank, world_size, folder):
+    for strategy in SHARDED:
+        model = seeded(Regressor)
+        model.head.weight.mark = "mine"
+        parameters = dict(model.named_parameters())
+        structure = repr(model)
+        trainer, _ = fit(strategy, folder, model)
+        assert type(model) is Regressor
+        assert repr(model) == structure
+        for module in model.modules():
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+            assert not any("fsdp" in name for name in vars(module))
+        for name, parameter in model.named_parameters():
+            assert parameter is parameters[name]
+            assert type(parameter) is nn.Parameter
+            assert parameter.is_leaf
+        assert vars(model.head.weight) == {"mark": "mine"}
+        assert model.device == torch.device("cpu")
+        state = trainer.optimizers[0].state[model.head.weight]
+        if strategy.startswith("scratch"):
+            assert type(state["momentum_buffer"]).__name__ == "ShardedTensor"
+        copy.deepcopy(model).head.weight.sum().backward()
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+
+
+def test_the_module_is_given_back_as_it_was(tmp_path):
+    on_trainer_ranks(_given_back, 2, tmp_path)
+
+
+class _FailsOnce(Regressor):
+    fails_at = ("forward", 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if (self.fails_at, batch_idx) == (("forward", 1), 1):
+            self.fails_at = None
+            raise ValueError("once")
+        return loss
+
+    def on_after_backward(self):
+        if self.fails_at == ("backward", 1) and len(self.losses) == 2:
+            self.fails_at = None
+            raise ValueError("once")
+
+
+def _goes_on(strategy, folder, rank):
+    outcome = {}
+    for place in ("forward", "backward"):
+        model = seeded(_FailsOnce)
+        model.fails_at = (place, 1)
+        trainer = make_trainer(strategy, folder)
+        with pytest.raises(ValueError, match="once"):
+            trainer.fit(model, make_loader())
+        trainer = make_trainer(strategy, folder)
+        trainer.fit(model, make_loader())
+        outcome[place] = outcome_of(trainer, model)
+    return outcome
+
+
+def test_after_an_exception_the_same_module_trains_on(tmp_path):
+    assert_like_ddp(_goes_on, tmp_path)
+
+
+def _new_trainer_same_model(strategy, folder, rank):
+    _, model = fit(strategy, folder)
+    model(torch.ones(2, 5)).sum().backward()  # gradients of the user's own are no obstacle
+    return outcome_of(*fit(strategy, folder, model))
+
+
+def test_a_trained_module_can_be_given_to_a_new_trainer(tmp_path):
+    assert_like_ddp(_new_trainer_same_model, tmp_path)
+
+
+def _inference_mode_is_off(rank, world_size, folder):
+    seen = []
+
+    class Watch(Regressor):
+        def validation_step(self, batch, batch_idx):
+            seen.append(torch.is_inference_mode_enabled())
+            super().validation_step(batch, batch_idx)
+
+    # Only gloo makes Lightning avoid inference mode by itself; without that it would be on.
+    import lightning.pytorch.loops.utilities as loops
+
+    loops._distributed_is_initialized = lambda: False
+    model = seeded(Watch)
+    for strategy, expected in (("ddp", True), *((name, False) for name in SHARDED)):
+        seen.clear()
+        trainer = make_trainer(strategy, folder)
+        trainer.validate(model, make_loader(), verbose=False)
+        assert set(seen) == {expected}, strategy
+    trainer.fit(model, make_loader())
+
+
+def test_evaluation_leaves_no_inference_tensors(tmp_path):
+    on_trainer_ranks(_inference_mode_is_off, 2, tmp_path)
