@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from lightning_fsdp.bench.arms import ENGINES, Workload, choose_arms
+from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
 from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import run_arms
+from lightning_fsdp.bench.scaling import networks_of, run_scaling
+from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.environment import describe, environment
 
 
@@ -44,9 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timed_steps=args.steps,
         observed_steps=2,
     )
+    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *(arguments or sys.argv[1:])])
+    if args.simulate_world:
+        return _simulate(parser, args, arms, workload, {"command": command, **environment()})
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
     rows = summarize(arms, runs, workload)
-    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *(arguments or sys.argv[1:])])
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
     write(args.out, rows, runs, document)
@@ -56,6 +61,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in failed:
         logs = [str(run.log) for run in runs if run.arm.name == row.arm]
         print(f"error: {row.arm}: {row.failure}; see {logs[0]}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _simulate(
+    parser: argparse.ArgumentParser,
+    args: argparse.Namespace,
+    arms: list[Arm],
+    workload: Workload,
+    document: dict[str, Any],
+) -> int:
+    try:
+        networks = networks_of(
+            args.simulate_world,
+            bandwidth_gb_s=args.bandwidth,
+            latency_us=args.latency,
+            num_hosts=args.hosts,
+            host_bandwidth_gb_s=args.host_bandwidth,
+        )
+    except ValueError as error:
+        parser.error(f"--simulate-world: {error}")
+    points = run_scaling(
+        arms, workload, networks, repeats=args.repeats, out=args.out, timeout_s=args.timeout
+    )
+    write_scaling(args.out, points, networks[-1], document)
+    print((args.out / "scaling.md").read_text())
+    print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
+    failed = [point for point in points if point.failure is not None]
+    for point in failed:
+        print(f"error: {point.arm} at {point.world_size}: {point.failure}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -75,6 +109,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps")
     parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
     parser.add_argument("--repeats", type=int, default=2, help="rounds over all arms")
+    simulation = parser.add_argument_group("past this machine (see network.py for the model)")
+    simulation.add_argument(
+        "--simulate-world",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="one real process each, among so many ranks that are only modelled",
+    )
+    simulation.add_argument("--bandwidth", type=float, default=10.0, help="of a link, GB/s")
+    simulation.add_argument("--latency", type=float, default=10.0, help="of a message, us")
+    simulation.add_argument("--hosts", type=int, default=1, help="that the largest N are spread on")
+    simulation.add_argument("--host-bandwidth", type=float, help="of a link between hosts, GB/s")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser

@@ -26,6 +26,7 @@ class Workload:
         timed_steps: Optimizer steps on the clock.
         observed_steps: Optimizer steps after them, slowed down by exact memory tracking.
         overrides: Further command line arguments of the recipe.
+        launcher: Module that runs the recipe, and its arguments; none: it runs by itself.
     """
 
     config: Path
@@ -35,6 +36,7 @@ class Workload:
     timed_steps: int
     observed_steps: int
     overrides: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:

@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from typing_extensions import override
 
+from lightning_fsdp.bench.simulated import find_usage
 from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
 
 
@@ -32,6 +33,8 @@ class RankMeasurement:
         peak_bytes: Most bytes of tensors alive at once, resting ones included.
         collectives: Calls per observed optimizer step, by kind.
         payload_bytes: Bytes that this rank passed to them, per observed optimizer step.
+        simulated: On a simulated network, what a timed step took of it; see ``simulated.py``. The
+            two above know real collectives only.
     """
 
     rank: int
@@ -43,6 +46,7 @@ class RankMeasurement:
     peak_bytes: int | None = None
     collectives: dict[str, float] = field(default_factory=dict)
     payload_bytes: float | None = None
+    simulated: dict[str, Any] | None = None
 
 
 class Measure(L.Callback):
@@ -67,6 +71,7 @@ class Measure(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin."""
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size)
+        self._note_simulated(trainer.global_step)
         self._last_end = time.perf_counter()
 
     @override
@@ -103,7 +108,16 @@ class Measure(L.Callback):
             self.measured.step_tokens.append(self._tokens)
         if self._observer is not None:
             self._observed_steps += 1
+        self._note_simulated(trainer.global_step)
         self._last_end, self._tokens = time.perf_counter(), 0
+
+    def _note_simulated(self, num_steps: int) -> None:
+        usage = find_usage()
+        if usage is not None and num_steps == self.warmup_steps:
+            self._usage_before = usage.copy()
+        elif usage is not None and num_steps == self.warmup_steps + self.timed_steps:
+            per_step = usage.per_step_since(self._usage_before, self.timed_steps)
+            self.measured.simulated = per_step
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

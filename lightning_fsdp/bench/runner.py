@@ -62,7 +62,8 @@ def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float)
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
     folder.mkdir(parents=True)
     log = folder / "log.txt"
-    command = [sys.executable, "-m", "recipes.train", *arm.recipe_arguments(workload, folder)]
+    recipe = ["recipes.train", *arm.recipe_arguments(workload, folder)]
+    command = [sys.executable, "-m", *workload.launcher, *recipe]
     start = time.perf_counter()
     failure = run_command(command, log=log, timeout_s=timeout_s)
     run = Run(arm, repeat, time.perf_counter() - start, log, failure=failure)

@@ -18,6 +18,10 @@ import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
 
+# Of process groups whose other ranks do not exist: nobody is there to agree with. Such a backend
+# enters its name before it opens a group.
+BACKENDS_WITHOUT_OTHERS = {"fake"}  # torch's own
+
 
 class ControlGroup:
     """The ranks that train one model together, and the group in which they agree.
@@ -30,22 +34,20 @@ class ControlGroup:
         world_size: How many they are.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], timeout: timedelta, *, has_others: bool = True
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, *, data_backend: str) -> None:
         """Open the group. Collective over ``ranks``.
 
         Args:
             ranks: Of the default group, this one included.
             timeout: How long a rank may be waited for.
-            has_others: False on torch's fake backend, where the other ranks do not exist.
+            data_backend: Of the group that moves data.
         """
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
         self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        if self.world_size > 1 and has_others:
+        if self.world_size > 1 and data_backend not in BACKENDS_WITHOUT_OTHERS:
             group = dist.new_group(
                 list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
             )

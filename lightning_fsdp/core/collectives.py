@@ -172,7 +172,7 @@ class Communicator:
         self.control = ControlGroup(
             everyone or self.ranks,
             torch_internals.group_timeout(group),
-            has_others=backend != "fake",
+            data_backend=backend,
         )
 
     def __deepcopy__(self, memo: object) -> Communicator:

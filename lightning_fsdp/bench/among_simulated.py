@@ -1,0 +1,46 @@
+"""Runs a module as the first of many ranks, of which the others are simulated.
+
+::
+
+    python -m lightning_fsdp.bench.among_simulated NETWORK recipes.train fit --trainer.num_nodes 64
+
+``NETWORK`` is a :class:`Network` as JSON. The group is there before the module asks for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.simulated import BACKEND, simulated
+
+
+def main() -> None:
+    """Run it."""
+    _, description, module, *arguments = sys.argv
+    sys.argv = [module, *arguments]
+    # For Lightning: somebody else started all processes, and this is the first.
+    os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": "0"}
+    with simulated(Network(**json.loads(description))):
+        _simulate_every_group()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _simulate_every_group() -> None:
+    """Lightning opens groups of gloo beside the default one; nobody else would come."""
+    new_group = dist.new_group
+
+    def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
+        return new_group(*args, **{**kwargs, "backend": BACKEND})
+
+    dist.new_group = new_simulated_group
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What a collective costs on a network that is not there: arithmetic, and its assumptions in words.
+
+Every rank has a link of its own to its neighbours. In a ring of ``W`` ranks the tensor travels in
+``W`` equal parts, and every rank passes one part on in each of ``W - 1`` steps:
+
+==================================  =============  ===============================
+collective of ``n`` bytes as whole  steps          bytes that each rank sends
+==================================  =============  ===============================
+all-gather, reduce-scatter          ``W - 1``      ``n (W - 1) / W``
+all-to-all (a message per peer)     ``W - 1``      ``n (W - 1) / W``
+all-reduce                          ``2 (W - 1)``  ``2 n (W - 1) / W``
+broadcast (a pipelined tree)        ``log2 W``     ``n``
+==================================  =============  ===============================
+
+    time = steps * latency + sent bytes / bandwidth
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The ranks and the links between them.
+
+    Attributes:
+        world_size: Ranks of the whole job.
+        bandwidth_gb_s: Of a rank's link in one direction, in 10^9 bytes per second.
+        latency_us: Of one step, in microseconds.
+        num_hosts: Neighbouring ranks share a host, as many on each.
+        host_bandwidth_gb_s: Of a link that leaves a host; ``None``: as within one.
+        host_share: Part of a transfer's time for which it also occupies a core of this process: 0
+            where the network moves data by itself, up to 1 where the processor does, as gloo. The
+            copies into this process's memory count towards it, and are made in any case.
+
+    Raises:
+        ValueError: A number that no network has.
+    """
+
+    world_size: int
+    bandwidth_gb_s: float
+    latency_us: float
+    num_hosts: int = 1
+    host_bandwidth_gb_s: float | None = None
+    host_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"world size: expected 1 or more ranks, got {self.world_size}.")
+        for name, value in (
+            ("bandwidth", self.bandwidth_gb_s),
+            ("bandwidth between hosts", self.slowest_gb_s(self.world_size)),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name}: expected more than 0 GB/s, got {value}.")
+        if not 0 <= self.latency_us < math.inf:
+            raise ValueError(f"latency: expected 0 us or more, got {self.latency_us}.")
+        if not 0 <= self.host_share <= 1:
+            raise ValueError(f"host share: expected 0 to 1, got {self.host_share}.")
+        if self.num_hosts < 1 or self.world_size % self.num_hosts:
+            raise ValueError(
+                f"hosts: expected a divisor of the {self.world_size} ranks, got {self.num_hosts}. "
+                "Every host has the same number of ranks."
+            )
+
+    def slowest_gb_s(self, group_size: int) -> float:
+        """Of the links in a ring of that many neighbouring ranks: the slowest sets the pace."""
+        leaves_host = group_size * self.num_hosts > self.world_size
+        if leaves_host and self.host_bandwidth_gb_s is not None:
+            return min(self.bandwidth_gb_s, self.host_bandwidth_gb_s)
+        return self.bandwidth_gb_s
+
+    def cost(self, kind: str, nbytes: int, group_size: int) -> Cost:
+        """Of one collective.
+
+        Args:
+            kind: A collective, as in the table of this file; or ``barrier``.
+            nbytes: Of the whole tensor: an all-gather's output, a reduce-scatter's input.
+            group_size: Ranks that take part.
+        """
+        steps, sent_bytes = group_size - 1, nbytes * (group_size - 1) // group_size
+        if kind == "all_reduce":
+            steps, sent_bytes = 2 * steps, 2 * sent_bytes
+        elif kind in ("broadcast", "barrier"):
+            steps = math.ceil(math.log2(group_size))
+            sent_bytes = nbytes if group_size > 1 else 0
+        bytes_per_s = self.slowest_gb_s(group_size) * 1e9
+        return Cost(sent_bytes, steps * self.latency_us * 1e-6 + sent_bytes / bytes_per_s)
+
+    def assumptions(self) -> list[str]:
+        """What a reader of a figure has to know, a sentence each."""
+        links = f"{self.bandwidth_gb_s:g} GB/s per rank and direction, {self.latency_us:g} us"
+        if self.num_hosts > 1 and self.host_bandwidth_gb_s is not None:
+            links += (
+                f"; {self.world_size // self.num_hosts} ranks per host, "
+                f"{self.host_bandwidth_gb_s:g} GB/s per rank out of a host"
+            )
+        ring = (
+            "Collectives are rings of neighbouring ranks: an all-gather or reduce-scatter takes "
+            "W - 1 steps in which a rank sends (W - 1)/W of the whole, an all-reduce twice that; "
+            "time = steps x latency + sent bytes / bandwidth of the slowest link in the ring."
+        )
+        order = (
+            "A rank's collectives go one after another, in the order in which they were started. "
+            "Nothing else is on the network; what engines agree on between hosts costs nothing."
+        )
+        overlap = (
+            "What overlaps is what overlaps on CPU: FSDP1 and FSDP2 prefetch on CUDA streams, and "
+            "wait for most of their collectives here at once."
+        )
+        others = (
+            "Every rank computes as long as rank 0, whose computation is real: there are no "
+            "stragglers. The others are taken to hold what rank 0 holds, so losses mean nothing."
+        )
+        host = (
+            f"A transfer occupies the processor for {self.host_share:.0%} of its time, or for as "
+            "long as the copies into rank 0's memory take, which are real."
+        )
+        return [f"Links: {links}.", ring, order, overlap, others, host]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one collective takes.
+
+    Attributes:
+        sent_bytes: By each rank.
+        duration_s: From its start to its end, in seconds.
+    """
+
+    sent_bytes: int
+    duration_s: float

@@ -1,0 +1,157 @@
+"""How engines scale: each arm in one process, among more and more ranks that are only modelled.
+
+An arm runs as it does otherwise (the recipe's command line, the same callback) as the first of
+``N`` hosts with one device each, which is all that Lightning has to be told. Its group is there
+before the strategy asks for one, and simulated; see ``simulated.py``. It is dealt ``1 / N`` of the
+data, and its shards are ``1 / N`` of the model. The reference is one process that trains the whole
+model on one rank's batches: what a rank could do if communication and sharding were free.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.runner import Run, run_arms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One arm among one number of ranks. Times are medians over the timed steps, or their means.
+
+    Attributes:
+        tokens_per_s_per_rank: Of rank 0, which stands for all.
+        efficiency: The same of what one unsharded process reaches; ``None`` without that one.
+        step_ms: Median.
+        exposed_ms: Per step, for which the program waited for the network; ``None`` where the
+            engine waits unseen.
+        busy_ms: Per step, for which the network carries this rank's data.
+        late_ms: Per step, by which this machine was slower than the network that it stands for.
+        calls: Per step, by kind.
+        sent_bytes: Per step, by each rank.
+        failure: Why the other fields are empty.
+    """
+
+    arm: str
+    engine: str
+    zero_stage: int | None
+    batch_size: int
+    grad_accum: int
+    world_size: int
+    tokens_per_s_per_rank: float | None = None
+    efficiency: float | None = None
+    step_ms: float | None = None
+    exposed_ms: float | None = None
+    busy_ms: float | None = None
+    late_ms: float | None = None
+    calls: dict[str, float] | None = None
+    sent_bytes: float | None = None
+    failure: str | None = None
+
+
+def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> list[Network]:
+    """One network per number of ranks, smallest first; a host has as many ranks in each.
+
+    Args:
+        world_sizes: Numbers of ranks.
+        num_hosts: Of the largest one.
+        **links: Of :class:`Network`.
+
+    Raises:
+        ValueError: A number that no network has, or ranks that do not fill their hosts.
+    """
+    largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
+    per_host = largest.world_size // num_hosts
+    return [
+        replace(largest, world_size=n, num_hosts=-(-n // per_host))
+        for n in sorted(set(world_sizes))
+    ]
+
+
+def run_scaling(
+    arms: Sequence[Arm],
+    workload: Workload,
+    networks: Sequence[Network],
+    *,
+    repeats: int,
+    out: Path,
+    timeout_s: float,
+) -> list[Point]:
+    """Run every arm among every number of ranks, and the references once."""
+    alone = replace(workload, num_ranks=1)
+    references = [arm for arm in arms if arm.engine == "single"]
+    runs = run_arms(references, alone, repeats=repeats, out=out / "world1", timeout_s=timeout_s)
+    points = [_point(arm, 1, runs, None) for arm in references]
+    shape_to_rate = {
+        (point.batch_size, point.grad_accum): point.tokens_per_s_per_rank for point in points
+    }
+    sharing = [arm for arm in arms if arm.engine != "single"]
+    for network in networks:
+        runs = run_arms(
+            sharing,
+            _among(alone, network),
+            repeats=repeats,
+            out=out / f"world{network.world_size}",
+            timeout_s=timeout_s,
+        )
+        points += [
+            _point(arm, network.world_size, runs, shape_to_rate[arm.batch_size, arm.grad_accum])
+            for arm in sharing
+        ]
+    return points
+
+
+def _among(workload: Workload, network: Network) -> Workload:
+    overrides = (
+        *workload.overrides,
+        *("--trainer.num_nodes", str(network.world_size)),
+        *("--data.val_fraction", "0"),  # nothing is validated, and so many ranks want much of it
+    )
+    launcher = "lightning_fsdp.bench.among_simulated", json.dumps(asdict(network))
+    return replace(workload, overrides=overrides, launcher=launcher)
+
+
+def _point(arm: Arm, world_size: int, runs: Sequence[Run], alone: float | None) -> Point:
+    base = Point(
+        arm=arm.name,
+        engine=arm.engine,
+        zero_stage=arm.zero_stage,
+        batch_size=arm.batch_size,
+        grad_accum=arm.grad_accum,
+        world_size=world_size,
+    )
+    runs = [run for run in runs if run.arm == arm]
+    failures = [run.failure for run in runs if run.failure is not None]
+    if failures:
+        return replace(base, failure=failures[0])
+    ranks = [run.ranks[0] for run in runs]
+    step_s = [s for rank in ranks for s in rank.step_s]
+    rate = sum(sum(rank.step_tokens) for rank in ranks) / sum(step_s)
+    point = replace(
+        base,
+        tokens_per_s_per_rank=rate,
+        efficiency=1.0 if world_size == 1 else None if alone is None else rate / alone,
+        step_ms=statistics.median(step_s) * 1e3,
+    )
+    used = [rank.simulated for rank in ranks if rank.simulated is not None]
+    if not used:
+        return point
+    return replace(
+        point,
+        exposed_ms=_mean_ms([each["waited_s"] for each in used]),
+        busy_ms=_mean_ms([each["busy_s"] for each in used]),
+        late_ms=_mean_ms([each["late_s"] for each in used]),
+        calls=used[0]["calls"],
+        sent_bytes=used[0]["sent_bytes"],
+    )
+
+
+def _mean_ms(seconds: Sequence[float | None]) -> float | None:
+    known = [s for s in seconds if s is not None]
+    return statistics.fmean(known) * 1e3 if len(known) == len(seconds) else None

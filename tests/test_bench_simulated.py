@@ -1,0 +1,374 @@
+"""Ranks that are only modelled: what they cost, that engines run among them, and what moves it."""
+
+import csv
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fsdp import ZERO3, shard_model
+from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.scaling import Point, networks_of
+from lightning_fsdp.bench.scaling_report import write_scaling
+from lightning_fsdp.bench.simulated import SimulatedGroup, find_usage, simulated
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.harness.environment import environment
+from tests.support.counting import CollectiveCounter
+from tests.support.ranks import PLAIN, run_on_ranks
+
+WIDTH = 1024
+LAYERS = 8
+LAYER_BYTES = 4 * WIDTH**2
+FAST = {"bandwidth_gb_s": 1e3, "latency_us": 0.0}
+
+
+class Layer(nn.Module):
+    """A matrix, and a computation that takes as long on any machine, however busy."""
+
+    def __init__(self, width=WIDTH, compute_s=0.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.compute_s = compute_s
+
+    def forward(self, x):
+        return Computed.apply(x @ self.weight, self.compute_s)
+
+
+class Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, compute_s):
+        ctx.compute_s = compute_s
+        time.sleep(compute_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(2 * ctx.compute_s)
+        return grad, None
+
+
+def model_of(width=WIDTH, compute_s=0.0, layers=LAYERS):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(width, compute_s) for _ in range(layers)))
+
+
+def scratch(model, mesh, stage=ZERO3):
+    return shard_model(model, stage, mesh=mesh, units=lambda module: isinstance(module, Layer))
+
+
+def fsdp2(model, mesh, stage=ZERO3):
+    for layer in model:
+        torch_fully_shard(layer, mesh=mesh, reshard_after_forward=stage is ZERO3)
+    return torch_fully_shard(model, mesh=mesh, reshard_after_forward=stage is ZERO3)
+
+
+def fsdp1(model, mesh, stage=ZERO3):
+    for name, layer in model.named_children():
+        setattr(model, name, FullyShardedDataParallel(layer, device_id=torch.device("cpu")))
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def ddp(model, mesh, stage=ZERO3):
+    return DistributedDataParallel(model)
+
+
+def step(model, width=WIDTH):
+    start = time.perf_counter()
+    model(torch.ones(2, width)).sum().backward()
+    return time.perf_counter() - start
+
+
+def later_step(engine, network, *, stage=ZERO3, compute_s=0.0, layers=LAYERS, width=WIDTH):
+    """What the network was used for, and how long the step took.
+
+    The first step teaches engines an order; in the second, DDP tells it to the other ranks.
+    """
+    with simulated(network) as usage:
+        mesh = init_device_mesh("cpu", (network.world_size,))
+        model = engine(model_of(width, compute_s, layers), mesh, stage)
+        for _ in range(2):
+            step(model, width)
+        before = usage.copy()
+        step_s = step(model, width)
+        return usage.per_step_since(before, 1), step_s
+
+
+# -- calls and bytes ---------------------------------------------------------------------------
+
+
+def test_torch_fsdp2_at_8_ranks_makes_24_collectives_and_sends_88_megabytes():
+    used, _ = later_step(fsdp2, Network(world_size=8, **FAST))
+    assert used["calls"] == {"all_gather": 16, "reduce_scatter": 8}
+    assert used["sent_bytes"] == 88_080_384
+
+
+@pytest.mark.parametrize("engine", [scratch, fsdp1, fsdp2])
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_every_engine_gathers_twice_and_reduces_once_under_zero3(engine, world_size):
+    used, _ = later_step(engine, Network(world_size=world_size, **FAST), layers=3, width=64)
+    whole = 3 * 4 * 64**2
+    assert used["calls"] == {"all_gather": 6, "reduce_scatter": 3}
+    assert used["sent_bytes"] == 3 * whole * (world_size - 1) // world_size
+
+
+def test_ddp_sends_what_two_passes_of_a_ring_send():
+    used, _ = later_step(ddp, Network(world_size=8, **FAST))
+    assert used["sent_bytes"] == LAYERS * LAYER_BYTES * 2 * 7 // 8
+    assert used["waited_s"] is None, "DDP waits in C++: unknown is not 0"
+
+
+def counted_on_gloo(rank, world_size, engine):
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = engine(model_of(64, layers=3), mesh)
+    for _ in range(2):
+        step(model, 64)
+    with CollectiveCounter() as counter:
+        step(model, 64)
+    # Control goes over another group, and is not simulated.
+    reduced = [c for c in counter.calls if c.kind == "all_reduce" and c.numel >= 64**2]
+    calls = {
+        "all_gather": len(counter.of("all_gather")),
+        "reduce_scatter": len(counter.of("reduce_scatter")),
+        "all_reduce": len(reduced),
+    }
+    sent = counter.gathered_bytes(world_size) + counter.reduced_bytes(world_size)
+    sent += sum(2 * call.nbytes * (world_size - 1) / world_size for call in reduced)
+    return {kind: n for kind, n in calls.items() if n}, sent
+
+
+@pytest.mark.parametrize("engine", [scratch, fsdp1, fsdp2, ddp])
+def test_four_real_ranks_make_the_same_calls_and_send_the_same_bytes(engine):
+    used, _ = later_step(engine, Network(world_size=4, **FAST), layers=3, width=64)
+    for real in run_on_ranks(counted_on_gloo, 4, engine, backend=PLAIN):
+        assert real == (used["calls"], used["sent_bytes"])
+
+
+# -- time: so large that a busy machine hides nothing of it --------------------------------------
+
+SLOW = {"bandwidth_gb_s": 1e-3, "latency_us": 1000.0}  # 12.3 ms and three steps per 16 kB layer
+TRANSFER_S = 3 * 1e-3 + 0.75 * 4 * 64**2 / 1e6
+COMPUTE_S = 0.02  # per layer in the forward, twice that in the backward
+
+
+class TwiceTheBytes(Network):
+    def cost(self, kind, nbytes, group_size):
+        return super().cost(kind, 2 * nbytes, group_size)
+
+
+def is_predicted(step_s, predicted_s):
+    """Within 15%, the tolerance of the comparison with a real network."""
+    return abs(step_s - predicted_s) < 0.15 * predicted_s
+
+
+def best_step_s(engine, network):
+    steps = [
+        later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)[1] for _ in range(3)
+    ]
+    return min(steps)
+
+
+def test_a_step_that_waits_at_once_takes_computation_and_all_transfers():
+    predicted_s = 6 * 3 * COMPUTE_S + 6 * 3 * TRANSFER_S
+    assert is_predicted(best_step_s(fsdp2, Network(world_size=4, **SLOW)), predicted_s)
+    assert not is_predicted(best_step_s(fsdp2, TwiceTheBytes(world_size=4, **SLOW)), predicted_s)
+
+
+def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
+    # Exposed are the first gather and the last reduction. In the backward two transfers of 15 ms
+    # go beside each 40 ms of computation.
+    predicted_s = 6 * 3 * COMPUTE_S + 2 * TRANSFER_S
+    network = Network(world_size=4, **SLOW)
+    assert is_predicted(best_step_s(scratch, network), predicted_s)
+    start = SimulatedGroup._start
+
+    def start_and_wait(self, *args):
+        work = start(self, *args)
+        work.wait()
+        return work
+
+    monkeypatch.setattr(SimulatedGroup, "_start", start_and_wait)
+    assert not is_predicted(best_step_s(scratch, network), predicted_s)
+
+
+def test_exposed_time_is_what_the_program_waited_for():
+    network = Network(world_size=4, **SLOW)
+    used, step_s = later_step(fsdp2, network, compute_s=COMPUTE_S, layers=6, width=64)
+    assert used["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S)
+    assert 0.9 * used["busy_s"] < used["waited_s"] < step_s
+    used, step_s = later_step(scratch, network, compute_s=COMPUTE_S, layers=6, width=64)
+    assert used["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S)
+    assert used["waited_s"] < 0.5 * used["busy_s"]
+
+
+def test_a_transfer_can_occupy_the_processor():
+    with simulated(Network(world_size=2, bandwidth_gb_s=1e-3, latency_us=0, host_share=0.5)):
+        before_s = time.process_time()
+        dist.all_reduce(torch.ones(50_000))
+        occupied_s = time.process_time() - before_s
+    assert occupied_s == pytest.approx(0.1, rel=0.3)
+
+
+# -- the model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "sent_bytes"),
+    [
+        ("all_gather", 7, 7000),
+        ("reduce_scatter", 7, 7000),
+        ("all_to_all", 7, 7000),
+        ("all_reduce", 14, 14_000),
+        ("broadcast", 3, 8000),
+    ],
+)
+def test_a_collective_costs_its_steps_and_what_it_sends(kind, steps, sent_bytes):
+    network = Network(world_size=8, bandwidth_gb_s=2.0, latency_us=5.0)
+    cost = network.cost(kind, 8000, 8)
+    assert cost.sent_bytes == sent_bytes
+    assert cost.duration_s == pytest.approx(steps * 5e-6 + sent_bytes / 2e9)
+    assert network.cost(kind, 8000, 1).duration_s == 0, "one rank sends nothing"
+
+
+def test_a_ring_is_as_fast_as_its_slowest_link():
+    network = Network(
+        world_size=16, bandwidth_gb_s=100, latency_us=0, num_hosts=2, host_bandwidth_gb_s=10
+    )
+    assert network.slowest_gb_s(8) == 100
+    assert network.slowest_gb_s(16) == 10
+    assert "8 ranks per host, 10 GB/s" in network.assumptions()[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 0}, "expected 1 or more ranks, got 0"),
+        ({"bandwidth_gb_s": 0.0}, "expected more than 0 GB/s"),
+        ({"num_hosts": 2, "host_bandwidth_gb_s": -1.0}, "bandwidth between hosts: expected more"),
+        ({"latency_us": -1.0}, "expected 0 us or more, got -1.0"),
+        ({"host_share": 2.0}, "expected 0 to 1, got 2.0"),
+        ({"num_hosts": 3}, "expected a divisor of the 8 ranks, got 3"),
+    ],
+)
+def test_a_network_that_cannot_be_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Network(**{"world_size": 8, "bandwidth_gb_s": 1.0, "latency_us": 1.0, **change})
+
+
+# -- the group ---------------------------------------------------------------------------------
+
+
+def test_other_ranks_hold_what_this_one_holds():
+    with simulated(Network(world_size=3, **FAST)) as usage:
+        mine, rows = torch.arange(2.0), torch.empty(6)
+        all_gather_single(rows, mine)
+        assert rows.tolist() == [0, 1] * 3
+        in_place = torch.tensor([5.0, 0, 0])
+        all_gather_single(in_place, in_place[:1])
+        assert in_place.tolist() == [5, 5, 5]
+        whole, shard = torch.arange(6.0) + 1, torch.empty(2)
+        for operation, expected in (("SUM", [3, 6]), ("AVG", [1, 2]), ("MAX", [1, 2])):
+            reduce_scatter_single(shard, whole, op=getattr(dist.ReduceOp, operation))
+            assert shard.tolist() == expected
+        dist.all_reduce(mine)
+        assert mine.tolist() == [0, 3]
+        received = torch.empty(6)
+        dist.all_to_all_single(received, whole)
+        assert received.tolist() == [1, 2] * 3
+        objects = [None] * 3
+        dist.all_gather_object(objects, "same")
+        assert objects == ["same"] * 3
+        dist.broadcast(mine, src=2)
+        dist.barrier()
+        assert usage.calls["reduce_scatter"] == 3
+        assert find_usage() is usage
+    assert not dist.is_initialized()
+    assert find_usage() is None
+
+
+def test_what_it_cannot_do_is_refused():
+    with simulated(Network(world_size=2, **FAST)):
+        with pytest.raises(NotImplementedError, match="expected slots of one size"):
+            dist.all_to_all_single(torch.empty(3), torch.empty(3), [1, 2], [2, 1])
+        with pytest.raises(NotImplementedError, match="expected a sum, mean, maximum or minimum"):
+            dist.all_reduce(torch.ones(1), op=dist.ReduceOp.PRODUCT)
+        with (
+            pytest.raises(RuntimeError, match="expected no process group, got one"),
+            simulated(Network(world_size=2, **FAST)),
+        ):
+            pass
+
+
+def test_a_failure_of_a_transfer_is_an_error_where_it_is_waited_for():
+    with (
+        simulated(Network(world_size=2, **FAST)),
+        pytest.raises(RuntimeError, match="must match the size"),
+    ):
+        all_gather_single(torch.empty(6), torch.empty(2))
+
+
+# -- the command -------------------------------------------------------------------------------
+
+
+def test_smaller_worlds_keep_the_ranks_per_host():
+    links = {"bandwidth_gb_s": 1.0, "latency_us": 1.0}
+    networks = networks_of([1024, 2, 64], num_hosts=128, **links)
+    assert [(n.world_size, n.num_hosts) for n in networks] == [(2, 1), (64, 8), (1024, 128)]
+
+
+def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
+    shape = {"batch_size": 4, "grad_accum": 1}
+    alone = Point(
+        arm="single_b4_a1", engine="single", zero_stage=None, **shape, world_size=1,
+        tokens_per_s_per_rank=100.0, efficiency=1.0, step_ms=5.0,
+    )  # fmt: skip
+    arm = {"arm": "scratch_zero3_b4_a1", "engine": "scratch", "zero_stage": 3, **shape}
+    fine = Point(
+        **arm, world_size=8, tokens_per_s_per_rank=80.0, efficiency=0.8, step_ms=6.0, late_ms=1.0,
+        busy_ms=2.0, calls={"all_gather": 2.0}, sent_bytes=1e6,
+    )  # fmt: skip
+    failed = Point(**arm, world_size=64, failure="exit code 1: boom")
+    network = Network(world_size=64, **FAST)
+    write_scaling(tmp_path, [alone, fine, failed], network, {"command": "x", **environment()})
+    report = (tmp_path / "scaling.md").read_text()
+    assert all(assumption in report for assumption in network.assumptions())
+    assert "FAILED" in report
+    assert "6 (bound by this machine)" in report
+    with (tmp_path / "scaling.csv").open() as stream:
+        assert [line["failure"] for line in csv.DictReader(stream)] == ["", "", "exit code 1: boom"]
+    results = json.loads((tmp_path / "scaling.json").read_text())
+    assert results["points"][2]["step_ms"] is None
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    assert "scratch ZeRO-3 (failed at 64)" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_ranks_that_do_not_fill_their_hosts_are_refused_by_the_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--simulate-world", "8", "--hosts", "3"])
+    assert "--simulate-world: hosts: expected a divisor of the 8 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_command_runs_arms_among_simulated_ranks(tmp_path):
+    code = main(
+        [
+            *("--engines", "scratch", "--stages", "3", "--batch-sizes", "2", "--repeats", "1"),
+            *("--steps", "2", "--warmup", "1", "--simulate-world", "64", "--out", str(tmp_path)),
+        ]
+    )
+    points = json.loads((tmp_path / "scaling.json").read_text())["points"]
+    assert code == 0, points
+    single, ddp_, sharded = points
+    assert (single["world_size"], ddp_["world_size"], sharded["world_size"]) == (1, 64, 64)
+    norm = 1  # that clipping takes
+    assert sharded["calls"]["all_gather"] == 2 * sharded["calls"]["reduce_scatter"] + norm
+    assert ddp_["exposed_ms"] is None
+    assert sharded["exposed_ms"] <= sharded["step_ms"]
