@@ -109,6 +109,21 @@ def errors_on_ranks(
     return [report.error for report in reports]
 
 
+def ends_on_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 30.0
+) -> list[str]:
+    """Like ``run_on_ranks``, for functions that kill ranks: how each ended.
+
+    That is ``"done"``, ``"died"`` or the name of an error's type. A rank that does neither in time
+    fails the test: a killed peer must be an error, never a hang.
+    """
+    limits = _Limits(timeout_s, 2 * timeout_s, timeout_s)
+    reports = _run(fn, world_size, args, limits, "gloo", {})
+    if any(report.kind == "hung" for report in reports):
+        raise RanksFailed(_describe(fn, reports))
+    return [r.error.type_name if r.error is not None else r.kind for r in reports]
+
+
 def run_snippet(
     code: str, *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

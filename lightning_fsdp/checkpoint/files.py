@@ -1,0 +1,208 @@
+"""Files that are summed up while they are written, and the marker that says what a folder holds.
+
+``complete.json`` is written last, so a folder that has it had everything::
+
+    {"format": 1, "files": {"__0_0.distcp": {"bytes": 1641, "crc32": "0badcafe"}, ...}}
+
+CRC-32 finds what disks, networks and interrupted copies do to a file. It does not stop somebody who
+wants to deceive: nothing in a checkpoint is trusted to be harmless, whatever its sum (``tensors``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
+
+MARKER = "complete.json"
+FORMAT = 1
+_BLOCK_BYTES = 4 << 20
+RESTORE = "Load another checkpoint, or restore this file from a copy."
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a whole file is known by."""
+
+    num_bytes: int
+    crc32: int
+
+
+class SummedFile:
+    """A new file that is on the disk when it is closed.
+
+    Attributes:
+        sum: Of what was written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        self.sum = Sum(0, 0)
+        with self._naming():
+            self._file = path.open("xb")
+
+    def write(self, data: Any) -> int:
+        """Append bytes, given as anything with a buffer."""
+        view = memoryview(data).cast("B")
+        with self._naming():
+            self._file.write(view)
+        self.sum = Sum(self.sum.num_bytes + view.nbytes, zlib.crc32(view, self.sum.crc32))
+        return view.nbytes
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.sum.num_bytes
+
+    def flush(self) -> None:
+        """Nothing yet: ``close`` does it once, torch asks after every tensor."""
+
+    def close(self) -> None:
+        """Push everything to the disk; a second call does nothing."""
+        if self._file.closed:
+            return
+        with self._naming(), self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """An error of a write names no file by itself."""
+        try:
+            yield
+        except OSError as error:
+            words = error.strerror or str(error)
+            raise type(error)(error.errno, f"could not write {self._name!r}: {words}") from error
+
+
+def write_file(path: Path, data: bytes) -> Sum:
+    """Write a new file of ``data``; it is on the disk afterwards."""
+    file = SummedFile(path)
+    try:
+        file.write(data)
+    finally:
+        file.close()
+    return file.sum
+
+
+def sync_folder(folder: Path) -> None:
+    """Push a folder's list of names to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write_marker(folder: Path, sums: Mapping[str, Sum]) -> None:
+    """Say that ``folder`` is complete, after a look whether its files are there.
+
+    Raises:
+        RuntimeError: A file that some rank wrote is not there, or not as long.
+    """
+    for name, expected in sums.items():
+        path = folder / name
+        found = path.stat().st_size if path.exists() else None
+        if found != expected.num_bytes:
+            raise RuntimeError(
+                f"expected {name!r} with the {expected.num_bytes} bytes that were written to it, "
+                f"got {'no such file' if found is None else f'{found} bytes'} on rank 0. Save to "
+                "a folder that all ranks share."
+            )
+    files = {n: {"bytes": s.num_bytes, "crc32": f"{s.crc32:08x}"} for n, s in sorted(sums.items())}
+    write_file(folder / MARKER, json.dumps({"format": FORMAT, "files": files}, indent=1).encode())
+
+
+def read_marker(folder: Path) -> dict[str, Sum]:
+    """What a complete folder holds.
+
+    Raises:
+        DamagedCheckpoint: There is no marker, or it cannot be read.
+    """
+    path = folder / MARKER
+    if not path.is_file():
+        raise DamagedCheckpoint(
+            f"{folder}: expected a finished checkpoint, got a folder without {MARKER!r}: its save "
+            "was interrupted. Load another checkpoint; the next save removes this one."
+        )
+    try:
+        content = json.loads(path.read_bytes())
+        version = content["format"]
+        files = content["files"].items() if version == FORMAT else ()
+        sums = {str(n): Sum(int(s["bytes"]), int(s["crc32"], 16)) for n, s in files}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(
+            f"{path}: expected the list of this checkpoint's files, got something else ({error}). "
+            + RESTORE
+        ) from error
+    if version != FORMAT or any(Path(name).name != name for name in sums):
+        raise DamagedCheckpoint(
+            f"{path}: expected format {FORMAT} and plain file names, got format {version!r} and "
+            f"{sorted(sums)}. Load it with the version of lightning_fsdp that saved it."
+        )
+    return sums
+
+
+def check_sizes(folder: Path, sums: Mapping[str, Sum]) -> None:
+    """See that all files are there and as long as they were.
+
+    Raises:
+        DamagedCheckpoint: One is not.
+    """
+    for name, expected in sums.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedCheckpoint(f"{path}: expected this file, got none: it is gone. {RESTORE}")
+        found = path.stat().st_size
+        if found != expected.num_bytes:
+            raise DamagedCheckpoint(
+                f"{path}: expected {expected.num_bytes} bytes, got {found}. {RESTORE}"
+            )
+
+
+def check_content(path: Path, expected: Sum) -> None:
+    """Read a file once, a block at a time, and see that it is what was written.
+
+    Raises:
+        DamagedCheckpoint: It is not.
+    """
+    crc32 = 0
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(min(_BLOCK_BYTES, expected.num_bytes))
+        while num_bytes := file.readinto(block):
+            crc32 = zlib.crc32(memoryview(block)[:num_bytes], crc32)
+    _compare(path, crc32, expected)
+
+
+def read_listed(folder: Path, name: str, sums: Mapping[str, Sum]) -> bytes:
+    """The content of a small file, as it was written.
+
+    Raises:
+        DamagedCheckpoint: It is not as it was, or the marker does not have it.
+    """
+    path = folder / name
+    if name not in sums:
+        raise DamagedCheckpoint(f"{path}: expected this file in {MARKER}, got none. {RESTORE}")
+    expected = sums[name]
+    check_sizes(folder, {name: expected})
+    data = path.read_bytes()
+    _compare(path, zlib.crc32(data), expected)
+    return data
+
+
+def _compare(path: Path, crc32: int, expected: Sum) -> None:
+    if crc32 != expected.crc32:
+        raise DamagedCheckpoint(
+            f"{path}: expected the checksum {expected.crc32:08x}, got {crc32:08x}: the content has "
+            f"changed since it was saved. {RESTORE}"
+        )

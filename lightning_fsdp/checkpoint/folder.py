@@ -1,0 +1,312 @@
+"""A folder of training state: saved whole or not at all, loaded by slices, without running code.
+
+    save    plan -> begin -> write -> commit     each step on all ranks or on none (``ranks``)
+    load    verify -> compare and plan -> read   no tensor is written before all is known to be well
+
+On the disk a checkpoint is as ``place`` draws it. ``state`` is what ranks hold slices of: names to
+plain tensors (the same on every rank, written once), DTensors, or any tensor with torch's protocol.
+``extra`` is everything else, of rank 0.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
+from lightning_fsdp.checkpoint.files import (
+    Sum,
+    check_content,
+    check_sizes,
+    read_listed,
+    read_marker,
+    write_file,
+    write_marker,
+)
+from lightning_fsdp.checkpoint.place import Place, find_version
+from lightning_fsdp.checkpoint.ranks import LostRankError, Ranks
+from lightning_fsdp.checkpoint.tensors import (
+    METADATA,
+    SlicePlanner,
+    SliceReader,
+    Where,
+    plan_load,
+    write_metadata,
+    write_slices,
+)
+
+EXTRA = "extra.pt"
+_log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+Path_ = str | os.PathLike[str]
+
+
+def save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    """Write a checkpoint; at any moment ``path`` leads to the old one or the new one. Collective.
+
+    Args:
+        path: A folder of its own, or nothing yet; on a file system that all ranks share.
+        state: Tensors by name. A plain tensor is taken to be the same on every rank.
+        extra: What ``torch.load(weights_only=True)`` gives back; that of rank 0 is written.
+
+    Raises:
+        Exception: The same on every rank; the checkpoint that was there is untouched. Also what
+            the last :func:`async_save` failed with, if nobody has heard of it yet.
+    """
+    _Save(path, state, extra).finish()
+
+
+def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> Saving:
+    """As :func:`save`, with the writing in the background. Collective.
+
+    Returns when this rank's part is copied to the host: training may go on. One save runs at a
+    time: this one, and every other save and load, first waits for the last. A process does not exit
+    before its save is done; call ``wait`` before ``destroy_process_group``.
+    """
+    global _last  # noqa: PLW0603 (a process has one save at a time)
+    begun = _Save(path, state, extra)
+    begun.copy_to_host()
+    _last = Saving(begun.finish)
+    return _last
+
+
+class Saving:
+    """A save in the background."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._error: Exception | None = None
+        # Not a daemon: the interpreter waits for it.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_fsdp save")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Return when it has ended, well or not."""
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is in place.
+
+        Raises:
+            Exception: What the save failed with; the checkpoint that was there is untouched.
+        """
+        self.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 (raised where somebody waits)
+            self._error = error
+            _log.error("in the background: %s", error)
+
+
+_last: Saving | None = None
+
+
+def wait_for_saving() -> None:
+    """Wait for the last :func:`async_save`, if any, and raise what it failed with."""
+    if _last is not None:
+        _last.wait()
+
+
+def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> None:
+    """Fill the tensors of ``state`` in place; each rank reads its slices only. Collective.
+
+    Args:
+        path: What :func:`save` was given.
+        state: Tensors by name, with values on every rank; how they are sharded, and over how many
+            ranks, may differ from the save.
+        partial: Leave alone what the checkpoint holds beyond ``state``.
+
+    Raises:
+        DamagedCheckpoint: It is not whole, or could run code; names the file. No tensor changed.
+        ValueError: Another name, shape or dtype was saved; names the parameter. No tensor changed.
+        OSError: There is no checkpoint.
+    """
+    doing = f"load {os.fspath(path)!r}"
+    _join_last()
+    ranks = Ranks()
+
+    def verify() -> tuple[Path, dict[str, Sum]]:
+        folder, sums = _open(path)
+        check_sizes(folder, sums)
+        largest_first = sorted(sums, key=lambda name: (-sums[name].num_bytes, name))
+        for name in ranks.share_of(largest_first):
+            check_content(folder / name, sums[name])
+        return folder, sums
+
+    seen = ranks.on_each(doing, verify)
+    if any(other != seen[0] for other in seen):
+        raise RuntimeError(
+            f"{doing}: expected the same files on every rank, got others on some. Load from a "
+            "folder that all ranks share, while nobody saves to it."
+        )
+    folder, sums = _open(path)
+    planned: list[Callable[[], None]] = []
+    ranks.on_each(
+        doing,
+        lambda: planned.append(plan_load(SliceReader(folder, sums), state, partial=partial)),
+    )
+    ranks.on_each(doing, planned[0])
+
+
+def read_extra(path: Path_) -> dict[str, Any]:
+    """What was given to :func:`save` as ``extra``; tensors come on the host. Needs no other rank.
+
+    Raises:
+        DamagedCheckpoint: It is not whole, or could run code.
+        OSError: There is no checkpoint.
+    """
+    folder, sums = _open(path)
+    data = read_listed(folder, EXTRA, sums)
+    try:
+        extra: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise DamagedCheckpoint(
+            f"{folder / EXTRA}: expected plain data, got what torch does not load without running "
+            f"code from it ({_cause(error)}). Do not load it anywhere else."
+        ) from error
+    return extra
+
+
+def read_shapes(path: Path_) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor in a checkpoint. Needs no other rank; raises as ``load``."""
+    return SliceReader(*_open(path)).shapes()
+
+
+def is_checkpoint(path: Path_) -> bool:
+    """Whether there is a finished checkpoint at ``path``."""
+    try:
+        _open(path)
+    except (DamagedCheckpoint, OSError):
+        return False
+    return True
+
+
+class _Save:
+    """One save; its public methods are collective."""
+
+    def __init__(self, path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        self._doing = f"save {os.fspath(path)!r}"
+        self._place = Place(path)
+        _join_last()
+        self._ranks = Ranks()
+        plans = self._together(lambda: self._look_at(state, extra))
+        self._folder = Path(str(self._together(lambda: self._begin(plans))[0]))
+
+    def copy_to_host(self) -> None:
+        """Keep what this rank has to write; the state may change from now on."""
+        self._together(lambda: self._planner.copy_to_host(self._plan))
+
+    def finish(self) -> None:
+        """Write, then put it in place."""
+        written = self._together(self._write)
+        self._together(lambda: self._commit(written) if self._ranks.rank == 0 else None)
+
+    def _look_at(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
+        _raise_kept_error()
+        self._extra = _dump(extra) if self._ranks.rank == 0 else b""
+        self._planner = SlicePlanner(state)
+        return self._planner.create_local_plan()
+
+    def _begin(self, plans: list[SavePlan]) -> str | None:
+        # Every rank plans for all, and comes to the same.
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        self._plan = self._planner.finish_plan(plans[self._ranks.rank])
+        return str(self._place.begin()) if self._ranks.rank == 0 else None
+
+    def _write(self) -> tuple[str, Where, Sum]:
+        name = f"__{self._ranks.rank}_0.distcp"  # as torch calls it
+        where, written = write_slices(self._folder / name, self._plan, self._planner)
+        return name, where, written
+
+    def _commit(self, written: list[tuple[str, Where, Sum]]) -> None:
+        where = {index: place for _, places, _ in written for index, place in places.items()}
+        sums = {name: each for name, _, each in written}
+        sums[METADATA] = write_metadata(self._folder, self._metadata, where)
+        sums[EXTRA] = write_file(self._folder / EXTRA, self._extra)
+        write_marker(self._folder, sums)
+        self._place.commit()
+
+    def _together(self, work: Callable[[], _Result]) -> list[_Result]:
+        try:
+            return self._ranks.on_each(self._doing, work)
+        except LostRankError:
+            self._place.release()  # the others may still be writing
+            raise
+        except Exception:
+            self._place.abandon()
+            raise
+
+
+def _join_last() -> None:
+    if _last is not None:
+        _last.join()
+
+
+def _raise_kept_error() -> None:
+    """Of the last save, if nobody has heard of it; one rank that has not is enough."""
+    try:
+        wait_for_saving()
+    except Exception as error:
+        raise type(error)(
+            f"nothing is saved, for the save before this one failed: {error}"
+        ) from error
+
+
+def _open(path: Path_) -> tuple[Path, dict[str, Sum]]:
+    folder = find_version(path)
+    return folder, read_marker(folder)
+
+
+def _dump(extra: Mapping[str, Any]) -> bytes:
+    try:
+        return _bytes_of(dict(extra))
+    except Exception as error:
+        name = _name_of_unsafe(extra)
+        raise TypeError(
+            f"expected plain data in `extra`, got in {name} what torch.load(weights_only=True) "
+            f"does not read back ({_cause(error)}). Turn it into tensors, numbers, strings, lists "
+            "and dicts."
+        ) from error
+
+
+def _cause(error: Exception) -> str:
+    """What torch found; it goes on for lines about how to switch the protection off."""
+    lines = str(error).splitlines() or [""]
+    told = [line.strip() for line in lines if "GLOBAL" in line]
+    return (told or lines)[0].partition(". Please")[0]
+
+
+def _bytes_of(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    torch.load(buffer, map_location="cpu", weights_only=True)
+    return buffer.getvalue()
+
+
+def _name_of_unsafe(extra: Mapping[str, Any], prefix: str = "extra") -> str:
+    for key, value in extra.items():
+        try:
+            _bytes_of({key: value})
+        except Exception:  # noqa: BLE001 (whatever it is, this is the one)
+            name = f"{prefix}[{key!r}]"
+            return _name_of_unsafe(value, name) if type(value) is dict else name
+    return prefix

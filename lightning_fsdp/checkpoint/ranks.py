@@ -1,0 +1,140 @@
+"""Steps that all ranks take, and that succeed on all of them or fail on all of them.
+
+    on_each   every rank works, then every rank learns what came out on every rank
+    on_first  rank 0 works, then every rank learns what came out
+
+A rank that fails tells the others in the exchange that they all come to anyway, so nobody waits for
+it, and the error that is raised is the same everywhere. The exchange has a gloo group of its own: a
+save in the background must not meet the collectives of training.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
+from lightning_fsdp.core.torch_internals import group_timeout
+
+_Result = TypeVar("_Result")
+
+# What an error is raised as on the ranks where it did not happen, the most telling first.
+_KINDS: tuple[type[Exception], ...] = (
+    DamagedCheckpoint,
+    FileNotFoundError,
+    FileExistsError,
+    NotADirectoryError,
+    PermissionError,
+    OSError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+)
+
+
+class LostRankError(RuntimeError):
+    """A rank ended or did not come, so what it did is not known."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    kind: type[Exception]
+    message: str
+
+
+class Ranks:
+    """All ranks of the default process group; without one, this process alone.
+
+    Attributes:
+        rank: This process among them.
+        world_size: How many they are.
+    """
+
+    def __init__(self) -> None:
+        """Collective, the first time after the default process group was made."""
+        is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self.rank = dist.get_rank() if is_many else 0
+        self.world_size = dist.get_world_size() if is_many else 1
+        self._group = _group_beside_training() if is_many else None
+
+    def on_each(self, doing: str, work: Callable[[], _Result]) -> list[_Result]:
+        """Do ``work`` on every rank; what every rank returned, by rank. Collective.
+
+        Args:
+            doing: What this is about, the first words of an error.
+            work: No collective. What it returns is pickled.
+
+        Raises:
+            Exception: The same on every rank, if ``work`` raised on any; the message names those.
+            LostRankError: A rank ended or did not come.
+        """
+        error: Exception | None = None
+        outcome: _Result | _Failure
+        try:
+            outcome = work()
+        except Exception as caught:  # noqa: BLE001 (whatever it is, the others must hear of it)
+            error = caught
+            kind = next((kind for kind in _KINDS if isinstance(caught, kind)), RuntimeError)
+            outcome = _Failure(kind, str(caught) or type(caught).__name__)
+        outcomes = self._exchange(doing, outcome)
+        failures = {r: each for r, each in enumerate(outcomes) if isinstance(each, _Failure)}
+        if failures:
+            first = next(iter(failures.values()))
+            raise first.kind(self._describe(doing, failures)) from error
+        return outcomes
+
+    def on_first(self, doing: str, work: Callable[[], _Result]) -> _Result:
+        """Do ``work`` on rank 0; what it returned, on every rank. Collective; see ``on_each``."""
+        results = self.on_each(doing, lambda: work() if self.rank == 0 else None)
+        result: Any = results[0]
+        return result  # type: ignore[no-any-return]
+
+    def share_of(self, items: Sequence[_Result]) -> Sequence[_Result]:
+        """This rank's part of ``items``: each item has one rank."""
+        return items[self.rank :: self.world_size]
+
+    def _exchange(self, doing: str, outcome: Any) -> list[Any]:
+        if self._group is None:
+            return [outcome]
+        outcomes: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(outcomes, outcome, group=self._group)
+        except RuntimeError as error:
+            raise LostRankError(
+                f"{doing} (rank {self.rank} of {self.world_size}): expected every rank to get "
+                "here, but at least one ended or did not come. Checkpoints that were finished "
+                "before are whole. Start again from the last one."
+            ) from error
+        return outcomes
+
+    def _describe(self, doing: str, failures: dict[int, _Failure]) -> str:
+        by_message: dict[str, list[int]] = {}
+        for rank, failure in failures.items():
+            by_message.setdefault(failure.message, []).append(rank)
+        if self.world_size == 1:
+            return f"{doing}: {'; '.join(by_message)}"
+        parts = []
+        for message, ranks in by_message.items():
+            noun = "rank" if len(ranks) == 1 else "ranks"
+            where = f"{noun} {', '.join(map(str, ranks))} of {self.world_size}"
+            parts.append(f"({where}): {message}")
+        return f"{doing} " + "; ".join(parts)
+
+
+# Weakly: ``destroy_process_group`` ends both.
+_beside: tuple[weakref.ref[dist.ProcessGroup], weakref.ref[dist.ProcessGroup]] | None = None
+
+
+def _group_beside_training() -> dist.ProcessGroup:
+    global _beside  # noqa: PLW0603 (one group per default group, not one per save)
+    default = dist.group.WORLD
+    assert default is not None, "asked only where a default group is initialized"
+    known = _beside[1]() if _beside is not None and _beside[0]() is default else None
+    if known is None:
+        known = dist.new_group(backend="gloo", timeout=group_timeout(default))
+        _beside = weakref.ref(default), weakref.ref(known)
+    return known

@@ -1,0 +1,158 @@
+"""Saving in the background: the values of the call, whatever happens to the state afterwards."""
+
+import contextlib
+import errno
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_fsdp import checkpoint
+from tests.support.checkpoints import FORMS, assert_is, make_state, whole_state
+from tests.support.ranks import errors_on_ranks, run_on_ranks, run_snippet
+
+
+@contextlib.contextmanager
+def _disk_stops():
+    """Until the context ends, whatever is pushed to the disk waits, at most 20 s."""
+    go_on, plain = threading.Event(), os.fsync
+
+    def fsync(descriptor):
+        assert go_on.wait(20)
+        plain(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield
+    finally:
+        go_on.set()
+        os.fsync = plain
+
+
+def _overwrite(state):
+    for value in state.values():
+        (value.to_local() if hasattr(value, "to_local") else value).fill_(0)
+
+
+def _save_while_training(rank, world_size, folder, form):
+    state = make_state(form, 1)
+    with _disk_stops():
+        saving = checkpoint.async_save(folder / "background", state, {"seed": 1})
+        for _ in range(3):  # collectives of training are not mixed up with those of the save
+            _overwrite(state)
+            ones = torch.ones(2)
+            dist.all_reduce(ones)
+            assert ones.tolist() == [world_size] * 2
+        assert not saving.is_done
+        assert not checkpoint.is_checkpoint(folder / "background")
+    saving.wait()
+    saving.wait()
+    assert saving.is_done
+    checkpoint.save(folder / "at once", make_state(form, 1), {"seed": 1})
+    state = make_state(form, 5)
+    checkpoint.load(folder / "background", state)
+    assert_is(state, 1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_files_are_those_of_a_save_at_that_step(tmp_path, world_size, form):
+    run_on_ranks(_save_while_training, world_size, tmp_path, form)
+    files = {}
+    for name in ("background", "at once"):
+        folder = tmp_path / name / "current"
+        files[name] = {each.name: each.read_bytes() for each in folder.iterdir()}
+    assert files["background"] == files["at once"]
+    assert len(files["at once"]) == world_size + 3
+
+
+def _save_twice(rank, world_size, folder, second):
+    plain, is_late = os.fsync, threading.Event()
+
+    def fsync(descriptor):
+        assert is_late.wait(20)
+        plain(descriptor)
+
+    os.fsync = fsync
+    first = checkpoint.async_save(folder / "a", make_state("dtensor", 1), {})
+    timer = threading.Timer(0.3, is_late.set)  # by then this rank is in the second call
+    timer.start()
+    path = folder / ("a" if second == "same" else "b")
+    checkpoint.async_save(path, make_state("dtensor", 2), {})
+    assert first.is_done, "the second save began while the first was under way"
+    checkpoint.wait_for_saving()
+    timer.join()
+
+
+@pytest.mark.parametrize("second", ["same", "other"])
+def test_a_second_save_waits_for_the_first(tmp_path, second):
+    run_on_ranks(_save_twice, 2, tmp_path, second)
+    holds = {"a": 2} if second == "same" else {"a": 1, "b": 2}
+    for name, seed in holds.items():
+        state = whole_state(5)
+        checkpoint.load(tmp_path / name, state)
+        assert_is(state, seed)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(holds)
+
+
+_plain_fsync = os.fsync
+
+
+def _fail(rank, world_size, path, then):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoint.save(path, make_state("dtensor", 1), {})
+    state = make_state("dtensor", 2)
+    if rank == 1:
+        os.fsync = full
+    saving = checkpoint.async_save(path, state, {})
+    saving.join()
+    os.fsync = _plain_fsync
+    if then == "waited on one rank" and rank == 0:
+        with pytest.raises(OSError, match="__1_0"):
+            saving.wait()
+    try:
+        if then == "wait":
+            saving.wait()
+        else:
+            checkpoint.save(path, state, {})
+    finally:
+        restored = make_state("dtensor", 5)
+        checkpoint.load(path, restored)
+        assert_is(restored, 1)
+        checkpoint.save(path, state, {})  # the error was told once
+        checkpoint.load(path, restored)
+        assert_is(restored, 2)
+
+
+@pytest.mark.parametrize("then", ["wait", "save", "waited on one rank"])
+def test_an_error_in_the_background_comes_up_on_every_rank(tmp_path, then):
+    for error in errors_on_ranks(_fail, 2, tmp_path / "a", then):
+        assert error is not None
+        assert error.type_name == "OSError"
+        assert "(rank 1 of 2): [Errno 28] could not write '__1_0.distcp'" in error.message
+        assert ("the save before this one failed" in error.message) == (then != "wait")
+
+
+def test_the_process_waits_for_its_save(tmp_path):
+    ended = run_snippet(
+        f"""
+        import os, time, torch
+        from lightning_fsdp import checkpoint
+
+        plain = os.fsync
+        def fsync(descriptor):
+            time.sleep(0.2)
+            plain(descriptor)
+
+        os.fsync = fsync
+        checkpoint.async_save({str(tmp_path / "a")!r}, {{"t": torch.arange(3.0)}}, {{}})
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    state = {"t": torch.zeros(3)}
+    checkpoint.load(tmp_path / "a", state)
+    assert state["t"].tolist() == [0, 1, 2]
