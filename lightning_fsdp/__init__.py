@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
+    from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
+    from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
     from lightning_fsdp.config import ZERO2 as ZERO2
     from lightning_fsdp.config import ZERO3 as ZERO3
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
@@ -68,7 +70,9 @@ _HOME = {
     "gradients": "core.gradients",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
+    "load_pretrained": "checkpoint.pretrained",
     "register_forward_method": "core.fully_shard",
+    "save_pretrained": "checkpoint.pretrained",
     "shard_model": "core.fully_shard",
     "weights": "core.weights",
 }
@@ -87,6 +91,8 @@ __all__ = [
     "load_full_state_dict",
     "full_optimizer_state_dict",
     "load_full_optimizer_state_dict",
+    "save_pretrained",
+    "load_pretrained",
     "gradients",
     "weights",
     "GradientUnavailable",

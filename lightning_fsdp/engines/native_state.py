@@ -5,7 +5,8 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -47,14 +48,9 @@ class Pieces(Protocol):
 def full_state_dict(engine: Pieces, *, rank0_only: bool) -> dict[str, Any]:
     """What the module's ``state_dict()`` would be without sharding, on the CPU. Collective."""
     is_owner = not rank0_only or dist.get_rank() == 0
-    outlines = _outlines(engine)
-    name_of = {id(outline): name for name, outline in outlines.items()}
-    with _form(engine).worn(outlines) as module:
-        state = module.state_dict(keep_vars=True)
     wholes: dict[str, Tensor] = {}
     full: dict[str, Any] = {}
-    for key, value in state.items():
-        name = name_of.get(id(value))
+    for key, (name, value) in _keyed(engine, None).items():
         if name is not None and name not in wholes:
             whole = engine.whole(name, engine.parameters[name]).cpu()
             wholes[name] = whole if is_owner else whole.new_empty(0)
@@ -63,6 +59,36 @@ def full_state_dict(engine: Pieces, *, rank0_only: bool) -> dict[str, Any]:
         else:
             full[key] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
     return full if is_owner else {}
+
+
+def named_wholes(
+    engine: Pieces, module: nn.Module
+) -> dict[str, tuple[torch.Size, torch.dtype, int, Callable[[], Tensor]]]:
+    """What the state dict of a part of the module would be without sharding, to be made whole.
+
+    Args:
+        engine: Has sharded the module.
+        module: A part of it, or all.
+
+    Returns:
+        By key: shape, dtype, a number that tied parameters have in common, and what makes the
+        tensor whole, which is collective.
+    """
+    entries = {}
+    for key, (name, value) in _keyed(engine, module).items():
+        parameter = value if name is None else engine.parameters[name]
+        whole = value.detach if name is None else functools.partial(engine.whole, name, parameter)
+        entries[key] = (value.shape, value.dtype, id(parameter), whole)
+    return entries
+
+
+def _keyed(engine: Pieces, module: nn.Module | None) -> dict[str, tuple[str | None, Any]]:
+    """Per key of the state dict of a part: the parameter's name, or ``None``; and its outline."""
+    outlines = _outlines(engine)
+    name_of = {id(outline): name for name, outline in outlines.items()}
+    with _form(engine).worn(outlines) as root:
+        state = (root if module is None else module).state_dict(keep_vars=True)
+    return {key: (name_of.get(id(value)), value) for key, value in state.items()}
 
 
 def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool) -> None:

@@ -1,7 +1,7 @@
 """Full checkpoints: one file that plain ``torch.load`` and any other strategy read.
 
     saving    every rank takes part; rank 0 gets whole tensors on the CPU and writes
-    loading   every rank reads the file and keeps its slices
+    loading   every rank maps the file and reads its slices
 
 On the ranks that do not write, ``checkpoint["state_dict"]`` holds the same names with tensors on
 the ``meta`` device: hooks that rename or drop entries (``on_save_checkpoint``) run on every rank,
@@ -10,7 +10,7 @@ and would fail on an empty dict on all but one, while the others wait.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.native import NativeEngine
 
 
 def module_state(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -67,6 +69,29 @@ def load_optimizer_states(
             engine.load_full_optimizer_state_dict(optimizer, state)
         else:
             optimizer.load_state_dict(dict(state))
+
+
+def note_parameter_names(
+    checkpoint: dict[str, Any],
+    engine: Engine,
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+) -> None:
+    """Add the names of each optimizer's parameters, group by group.
+
+    Optimizer states go by numbers; with these, others can go by name. Parameters that are not the
+    module's have the name ``""``.
+    """
+    if "optimizer_states" not in checkpoint:
+        return
+    named = dict(module.named_parameters())
+    if isinstance(engine, NativeEngine) and engine.module is not None:
+        named = engine.parameters
+    name_of = {id(parameter): name for name, parameter in named.items()}
+    checkpoint[NAMES] = [
+        [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
 def _has_state_of_parameters(state: Mapping[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from os import PathLike
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -40,11 +41,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
 from lightning_fsdp.strategies import lightning_internals, unit_calls
 from lightning_fsdp.strategies.batches import Lockstep
+from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
@@ -89,6 +92,7 @@ class ShardedStrategy(ProcessStrategy):
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
+    _state_to_load: tuple[Mapping[str, Any], bool] | None  # for a module without memory; strict?
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class ShardedStrategy(ProcessStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or FullCheckpointIO(),
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -128,6 +132,7 @@ class ShardedStrategy(ProcessStrategy):
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
+        self._state_to_load = None
 
     # -- access ------------------------------------------------------------------------------------
 
@@ -140,6 +145,24 @@ class ShardedStrategy(ProcessStrategy):
     def weights(self) -> WeightAccess:
         """Parameters by original name, while a module is sharded."""
         return self.engine.weights
+
+    def save_pretrained(
+        self,
+        directory: str | PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        tokenizer: Any = None,
+    ) -> None:
+        """Write the model of transformers that is trained, for ``from_pretrained``. Collective.
+
+        See :func:`~lightning_fsdp.save_pretrained`.
+        """
+        from lightning_fsdp.checkpoint.pretrained import save_pretrained
+
+        assert self.lightning_module is not None, "during or after fit, test or predict"
+        save_pretrained(
+            self.lightning_module, directory, max_shard_size=max_shard_size, tokenizer=tokenizer
+        )
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 
@@ -181,7 +204,11 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        full.load_module_state(self.engine, self.lightning_module, checkpoint["state_dict"], strict)
+        state = checkpoint["state_dict"]
+        if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
+            self._state_to_load = (state, strict)  # into shards, once there are some
+            return
+        full.load_module_state(self.engine, self.lightning_module, state, strict)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -237,6 +264,10 @@ class ShardedStrategy(ProcessStrategy):
             device=self.root_device,
             precision=self.precision_plugin.policy,
         )
+        if self._state_to_load is not None:
+            state, strict = self._state_to_load
+            self._state_to_load = None
+            full.load_module_state(self.engine, self.lightning_module, state, strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -345,6 +376,19 @@ class ShardedStrategy(ProcessStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = lightning_internals.unwrap_optimizer(optimizer)
         return full.optimizer_state(self.engine, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | PathLike[str], storage_options: Any = None
+    ) -> None:
+        assert self.lightning_module is not None
+        optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
+        full.note_parameter_names(checkpoint, self.engine, self.lightning_module, optimizers)
+        save = super().save_checkpoint  # on rank 0; what fails there, fails on all
+        Ranks().on_first(
+            f"checkpoint {str(filepath)!r}",
+            lambda: save(checkpoint, str(filepath), storage_options),
+        )
 
     # -- after the last batch ----------------------------------------------------------------------
 
