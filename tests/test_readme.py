@@ -122,3 +122,26 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path):
     ):
         assert tag in scalars, tag
     assert [image.step for image in events.Images("memory/timeline")] == [0, 1]
+
+
+def _run_transformers_snippet(rank, world_size, code, folder, trained):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = {"torch": torch, "shard_model": shard_model, "folder": folder, "tokenizer": None}
+    names |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    exec(code.replace('"trained"', repr(trained)), names)
+
+
+def test_the_transformers_snippet_goes_there_and_back(tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=2, n_head=2)
+    config.bos_token_id = config.eos_token_id = 0
+    model = seeded(lambda: GPT2LMHeadModel(config))
+    model.save_pretrained(tmp_path / "start")
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "load_pretrained" in code]
+    folders = str(tmp_path / "start"), str(tmp_path / "trained")
+    run_on_ranks(_run_transformers_snippet, 2, code, *folders)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    torch.testing.assert_close(dict(found.state_dict()), dict(model.state_dict()), atol=0, rtol=0)
