@@ -169,7 +169,9 @@ class _Loads(_Wide):
 
     def on_train_start(self):
         engine, (optimizer,) = self.trainer.strategy.engine, self.trainer.optimizers
+        before = _own_bytes()
         file = FullCheckpointIO().load_checkpoint(self.path)
+        self.mapped = _own_bytes() - before
         (state,) = file["optimizer_states"]
         tracker = StorageTracker()
         self.added = []
@@ -196,14 +198,16 @@ def _load(rank, world_size, folder, strategy):
     loaded = seeded(_Loads, seed=1)
     loaded.path = path
     make_trainer(strategy, Path(folder), limit_train_batches=1).fit(loaded, make_loader(8))
-    return loaded.added, loaded.held
+    return loaded.added, loaded.held, loaded.mapped
 
 
 @needs_proc
 @pytest.mark.parametrize("strategy", SHARDED[::2])
 def test_a_reader_holds_its_slices_and_one_tensor(tmp_path, strategy):
     total, tensor = 64 * MIB, 8 * MIB
-    for (model, optimizer), held in on_trainer_ranks(_load, 2, str(tmp_path), strategy):
+    results = on_trainer_ranks(_load, 2, str(tmp_path), strategy)
+    for (model, optimizer), held, mapped in results:
+        assert mapped <= 4 * MIB
         assert model <= tensor + 4 * MIB
         assert 0.9 * total <= held <= 1.1 * total  # two states of a half
         assert optimizer <= held + tensor + 4 * MIB
