@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
+    from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
+    from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
     from lightning_fsdp.checkpoint.sharded import load_sharded as load_sharded
     from lightning_fsdp.checkpoint.sharded import save_sharded as save_sharded
     from lightning_fsdp.config import ZERO2 as ZERO2
@@ -70,8 +72,10 @@ _HOME = {
     "gradients": "core.gradients",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
+    "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
     "register_forward_method": "core.fully_shard",
+    "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
     "weights": "core.weights",
@@ -93,6 +97,8 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "save_sharded",
     "load_sharded",
+    "save_pretrained",
+    "load_pretrained",
     "gradients",
     "weights",
     "GradientUnavailable",

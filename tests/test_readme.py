@@ -176,3 +176,26 @@ def test_the_snippet_without_lightning_saves_and_loads(tmp_path):
     scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (code,) = [code for code in scripts if "save_sharded(" in code]
     assert run_on_ranks(_run_sharded_snippet, 2, code, str(tmp_path / "run")) == [100, 100]
+
+
+def _run_transformers_snippet(rank, world_size, code, folder, trained):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    names = {"torch": torch, "shard_model": shard_model, "folder": folder, "tokenizer": None}
+    names |= {"AutoConfig": AutoConfig, "AutoModelForCausalLM": AutoModelForCausalLM}
+    exec(code.replace('"trained"', repr(trained)), names)
+
+
+def test_the_transformers_snippet_goes_there_and_back(tmp_path):
+    from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=2, n_head=2)
+    config.bos_token_id = config.eos_token_id = 0
+    model = seeded(lambda: GPT2LMHeadModel(config))
+    model.save_pretrained(tmp_path / "start")
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "load_pretrained" in code]
+    folders = str(tmp_path / "start"), str(tmp_path / "trained")
+    run_on_ranks(_run_transformers_snippet, 2, code, *folders)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
+    torch.testing.assert_close(dict(found.state_dict()), dict(model.state_dict()), atol=0, rtol=0)

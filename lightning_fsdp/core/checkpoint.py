@@ -83,12 +83,12 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
     is_owner = _rank_of(iter(parameters)) == 0 or not rank0_only
     whole_state: dict[Any, Any] = {}
     for index, values in state_dict["state"].items():
-        whole_values = {
-            key: _whole(value, to_host=True) if isinstance(value, Tensor) else value
-            for key, value in values.items()
-        }
         if is_owner:
-            whole_state[index] = whole_values
+            whole_state[index] = {}
+        for key, value in values.items():
+            whole = _whole(value, to_host=True) if isinstance(value, Tensor) else value
+            if is_owner:
+                whole_state[index][key] = whole
     return {**state_dict, "state": whole_state}
 
 
