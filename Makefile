@@ -17,7 +17,7 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench compare train test check format tensorboard clean distclean
+.PHONY: help install bench compare guide train test check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -29,6 +29,9 @@ bench: $(READY) ## Compare the engines on two CPU processes; table, CSV and JSON
 
 compare: $(READY) ## Judge by value what each engine lets one read; report in runs/compare
 	$(RUN) lightning_fsdp.compare --out runs/compare $(COMPARE_ARGS)
+
+guide: $(READY) ## Measure again what docs/fsdp1-vs-fsdp2.md says, and rewrite its tables
+	$(RUN) benchmarks.guide
 
 train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this Python's own sources
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
