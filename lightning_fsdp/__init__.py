@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.weights import weights as weights
+    from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
@@ -68,6 +69,7 @@ _HOME = {
     "gradients": "core.gradients",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
+    "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
     "shard_model": "core.fully_shard",
     "weights": "core.weights",
@@ -83,6 +85,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
+    "optimizers_follow",
     "full_state_dict",
     "load_full_state_dict",
     "full_optimizer_state_dict",
