@@ -170,7 +170,7 @@ def shard_like(parameter: Tensor, whole: Tensor) -> Tensor:
         sharded = distribute_tensor(
             whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
-        return sharded.to(parameter.device, copy=True)  # torch gives a view of the whole
+        return sharded.to(parameter.device)  # offloaded ones are not where their mesh is
 
 
 def hand_over(optimizer: Optimizer, successors: Mapping[int, nn.Parameter]) -> None:
