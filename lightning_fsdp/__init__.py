@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.weights import weights as weights
+    from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
@@ -74,6 +75,7 @@ _HOME = {
     "load_full_state_dict": "core.checkpoint",
     "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
+    "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
@@ -91,6 +93,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
+    "optimizers_follow",
     "full_state_dict",
     "load_full_state_dict",
     "full_optimizer_state_dict",

@@ -41,7 +41,7 @@ def test_every_file_that_the_readme_names_exists():
 
 
 def test_every_make_target_that_the_readme_names_exists():
-    targets = set(re.findall(r"\bmake ([a-z]+)", README))
+    targets = set(re.findall(r"\bmake ([a-z-]+)", README))
     makefile = (ROOT / "Makefile").read_text()
     assert {"bench", "test", "train", "tensorboard"} <= targets
     for target in targets:
@@ -98,6 +98,21 @@ def test_the_gradient_snippet_prints_what_it_says():
     assert sorted(line.split()[0] for line in lines[2:]) == sorted(names)
     for ours, theirs in zip(lines[2:], second.splitlines()[2:], strict=True):
         assert ours.split()[:2] == theirs.split()[:2]
+
+
+def _run_optimizer_snippet(rank, world_size, code):
+    model = causal_lm()
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(code, names)
+    held = names["optimizer"].param_groups[0]["params"]
+    assert all(a is b for a, b in zip(held, model.parameters(), strict=True))
+    assert all(hasattr(parameter, "full_tensor") for parameter in held)
+
+
+def test_the_optimizer_snippet_works():
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "optimizers_follow" in code]
+    run_on_ranks(_run_optimizer_snippet, 2, code)
 
 
 def _run_watch_snippet(rank, world_size, code, folder):
