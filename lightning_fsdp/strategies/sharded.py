@@ -5,7 +5,7 @@
                        tensor_init_context             around LightningModule.configure_model
                        load_checkpoint                 into the module while it is whole
                        setup                           shard; then configure_optimizers
-                       load_optimizer_state_dict
+                       load_optimizer_state_dict, on_train_start
       each batch       process_dataloader (once), training_step, backward, block_backward_sync
       each save        lightning_module_state_dict, optimizer_state, save_checkpoint
                        on_exception, teardown          the module is whole again
@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
@@ -43,11 +44,18 @@ from typing_extensions import override
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
-from lightning_fsdp.strategies import lightning_internals, unit_calls
+from lightning_fsdp.strategies import (
+    lightning_internals,
+    random_states,
+    training_position,
+    unit_calls,
+)
 from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
+
+_RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
 
 
 class ShardedStrategy(ProcessStrategy):
@@ -89,6 +97,7 @@ class ShardedStrategy(ProcessStrategy):
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
+    _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
     def __init__(
         self,
@@ -128,6 +137,7 @@ class ShardedStrategy(ProcessStrategy):
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
+        self._random_states = None
 
     # -- access ------------------------------------------------------------------------------------
 
@@ -164,6 +174,7 @@ class ShardedStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._is_interrupted = False
+        self._random_states = None
         if self.lightning_module is not None:
             # Where an exception left it sharded, perhaps under another strategy.
             engine = owner_of(self.lightning_module) or self.engine
@@ -241,6 +252,20 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         full.load_optimizer_states(self.engine, self.optimizers, checkpoint["optimizer_states"])
+        self._random_states = checkpoint.get(_RANDOM_STATES)
+        if self._random_states is not None:
+            random_states.restore(self._random_states, self.root_device)
+
+    @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        states, self._random_states = self._random_states, None
+        if states is not None and training_position.is_inside_epoch(trainer):
+            # The Trainer has made the epoch's iterator once more, which may have drawn a number. At
+            # the end of an epoch that number belongs to the next one.
+            random_states.restore(states, self.root_device)
+        training_position.count_in_own_batches(trainer)
 
     # -- each batch --------------------------------------------------------------------------------
 
@@ -345,6 +370,14 @@ class ShardedStrategy(ProcessStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = lightning_internals.unwrap_optimizer(optimizer)
         return full.optimizer_state(self.engine, optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        if "optimizer_states" in checkpoint:  # else the weights alone
+            checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     # -- after the last batch ----------------------------------------------------------------------
 
