@@ -4,6 +4,7 @@ import random
 from contextlib import nullcontext
 from itertools import chain
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -111,6 +112,33 @@ def _resumes(rank, world_size, strategy, folder):
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_resuming_inside_an_epoch_gives_the_run_that_was_never_stopped(tmp_path, strategy):
     on_trainer_ranks(_resumes, 2, strategy, tmp_path)
+
+
+class _Epochs(pl.Callback):
+    def __init__(self):
+        self.started = []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.started.append(trainer.current_epoch)
+
+
+def _resumes_twice(rank, world_size, folder):
+    """At the last batch of an epoch, which is where Lightning by itself loses count."""
+    options = {"enable_checkpointing": True, "max_epochs": 4}
+    whole = _run(SHARDED[0], folder / "whole", callbacks=[_keep(folder / "whole")], **options)
+    _run(SHARDED[0], folder, callbacks=[_keep(folder, 4)], max_steps=4, **options)
+    for step, seed in ((4, 1), (8, 2)):
+        path = folder / "kept" / f"step={step}.ckpt"
+        callbacks = [_keep(folder, 4), epochs := _Epochs()]
+        resumed = _run(
+            SHARDED[0], folder, seed=seed, callbacks=callbacks, ckpt_path=path, **options
+        )
+        _assert_same_run(resumed, whole, 2 * step)
+        assert epochs.started == list(range(step // 4, 4))
+
+
+def test_a_resumed_run_can_be_stopped_and_resumed_again(tmp_path):
+    on_trainer_ranks(_resumes_twice, 2, tmp_path)
 
 
 def _resumes_by_steps(rank, world_size, folder):

@@ -266,6 +266,7 @@ class ShardedStrategy(ProcessStrategy):
             # the end of an epoch that number belongs to the next one.
             random_states.restore(states, self.root_device)
         training_position.count_in_own_batches(trainer)
+        training_position.leave_finished_epoch(trainer)
 
     # -- each batch --------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ The Trainer saves how many micro-batches of the epoch were read. That number is 
 another batch of all ranks together. A :class:`ResumableLoader` knows it in samples; so the count is
 corrected, and optimizer steps and the end of the epoch fall where they would have fallen. (Not with
 several training loaders, which may be read at different paces.)
+
+All of this is asked and done in ``on_train_start``, between the loops' own preparations.
 """
 
 from __future__ import annotations
@@ -20,6 +22,21 @@ def is_inside_epoch(trainer: pl.Trainer) -> bool:
     """Whether training goes on in the middle of an epoch; asked before its first batch."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return progress.current.ready > 0 and not progress.is_last_batch
+
+
+def leave_finished_epoch(trainer: pl.Trainer) -> None:
+    """Where the last batch of an epoch was saved, begin the next one as any other.
+
+    Lightning 2.6 takes it for the rest of the saved epoch: it calls no ``on_train_epoch_start`` and
+    does not count it, so that a checkpoint at its end makes a third run train it once more.
+    """
+    fit_loop = trainer.fit_loop
+    if (
+        fit_loop.restarted_mid_epoch
+        and fit_loop.epoch_loop.restarted_on_train_batch_end
+        and fit_loop.epoch_loop.batch_progress.is_last_batch
+    ):
+        fit_loop.reset_restart_stage()
 
 
 def count_in_own_batches(trainer: pl.Trainer) -> None:
