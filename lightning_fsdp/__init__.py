@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.weights import weights as weights
+    from lightning_fsdp.data import DealtSampler as DealtSampler
+    from lightning_fsdp.data import ResumableLoader as ResumableLoader
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 # public name -> module that defines it
 _HOME = {
     "CPUOffloadPolicy": "config",
+    "DealtSampler": "data",
     "FSDP1Strategy": "strategies.fsdp1",
     "GradientAccessProbe": "callbacks.gradient_access",
     "GradientNoiseScale": "callbacks.noise_scale",
@@ -60,6 +63,7 @@ _HOME = {
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ThroughputMonitor": "callbacks.throughput",
+    "ResumableLoader": "data",
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",

@@ -6,7 +6,7 @@
                        load_checkpoint                 a file: into the module while it is whole
                        setup                           shard; a folder: into the shards;
                                                        then configure_optimizers
-                       load_optimizer_state_dict
+                       load_optimizer_state_dict, on_train_start
       each batch       process_dataloader (once), training_step, backward, block_backward_sync
       each save        lightning_module_state_dict, optimizer_state, save_checkpoint
                        on_exception, teardown          the module is whole again
@@ -49,12 +49,19 @@ from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
-from lightning_fsdp.strategies import lightning_internals, random_states, unit_calls
+from lightning_fsdp.strategies import (
+    lightning_internals,
+    random_states,
+    training_position,
+    unit_calls,
+)
 from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
+
+_RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
 
 
 class ShardedStrategy(ProcessStrategy):
@@ -100,7 +107,7 @@ class ShardedStrategy(ProcessStrategy):
     _is_in_step: bool
     # What waits until the module is sharded: a state dict, and whether names must match.
     _state_to_load: tuple[Mapping[str, Any], bool] | None
-    _random_states: list[dict[str, Any]] | None  # to take at the next batch
+    _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
     def __init__(
         self,
@@ -304,20 +311,21 @@ class ShardedStrategy(ProcessStrategy):
         full.load_optimizer_states(
             self.engine, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
         )
-        states = checkpoint.get("rng_states")
-        if states is not None:
-            random_states.restore(states)
-            # In the middle of an epoch its first batches are drawn once more before it goes on; at
-            # its end what the next epoch draws belongs to the run.
-            batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-            is_in_epoch = batches.current.ready > 0 and not batches.is_last_batch
-            self._random_states = states if is_in_epoch else None
+        self._random_states = checkpoint.get(_RANDOM_STATES)
+        if self._random_states is not None:
+            random_states.restore(self._random_states, self.root_device)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         states, self._random_states = self._random_states, None
-        if states is not None:
-            random_states.restore(states)
+        if states is not None and training_position.is_inside_epoch(trainer):
+            # The Trainer has made the epoch's iterator once more, which may have drawn a number. At
+            # the end of an epoch that number belongs to the next one.
+            random_states.restore(states, self.root_device)
+        training_position.count_in_own_batches(trainer)
+        training_position.leave_finished_epoch(trainer)
 
     # -- each batch --------------------------------------------------------------------------------
 
@@ -435,7 +443,7 @@ class ShardedStrategy(ProcessStrategy):
     ) -> None:
         assert self.lightning_module is not None
         if "optimizer_states" in checkpoint:  # otherwise these are weights alone
-            checkpoint["rng_states"] = random_states.collect()
+            checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
         if self.saves_sharded:
             if storage_options is not None:
                 raise TypeError(
