@@ -264,8 +264,8 @@ def _member_of_enum(kind: Any, name: Any) -> Any:
     if isinstance(kind, EnumType) and name in kind.__members__:
         return kind[name]
     raise DamagedCheckpoint(
-        f"expected only torch's metadata, got a pickle that asks for {name!r} of {kind!r}: it could "
-        "run code, and was not read further. Do not load it anywhere else."
+        f"expected only torch's metadata, got a pickle that asks for {name!r} of {kind!r}: it "
+        "could run code, and was not read further. Do not load it anywhere else."
     )
 
 

@@ -105,5 +105,6 @@ def refuse_unsupported_options(
             raise TypeError(f"{option}: expected True or False, got {value!r}.")
     if not isinstance(timeout, timedelta | None):
         raise TypeError(
-            f"timeout: expected a datetime.timedelta, such as timedelta(minutes=10), got {timeout!r}."
+            "timeout: expected a datetime.timedelta, such as timedelta(minutes=10), got "
+            f"{timeout!r}."
         )
