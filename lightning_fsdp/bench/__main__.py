@@ -1,4 +1,4 @@
-"""Command line of the benchmark; see ``--help``."""
+"""Command line of the benchmarks; see ``--help``, and ``optimizer --help`` for the second one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_fsdp.bench import optimizer
 from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
 from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import run_arms
@@ -24,8 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 if every arm ran and agrees with its reference.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["optimizer"]:
+        return optimizer.main(given[1:])
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(given)
     try:
         arms = choose_arms(
             engines=args.engines,
@@ -47,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         timed_steps=args.steps,
         observed_steps=2,
     )
-    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *(arguments or sys.argv[1:])])
+    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     if args.simulate_world:
         return _simulate(parser, args, arms, workload, {"command": command, **environment()})
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
@@ -96,7 +100,8 @@ def _simulate(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench",
-        description="Train one recipe under several strategies, in turns, and compare.",
+        description="Train one recipe under several strategies, in turns, and compare. "
+        "(`optimizer`: another benchmark, of optimizers built before sharding.)",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES))

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.optimizers import refuse_foreign
 from lightning_fsdp.engines.sharded_state import ShardedState
 
 OWNER = "_lightning_fsdp_engine"
@@ -150,6 +151,24 @@ class Engine(ABC):
     def weights(self) -> WeightAccess:
         """Parameters by original name."""
 
+    def sharded_module(self, what: str, error: type[RuntimeError] = RuntimeError) -> nn.Module:
+        """The module, for what exists only while it is sharded.
+
+        Args:
+            what: Is asked for.
+            error: What to raise.
+
+        Raises:
+            RuntimeError: Nothing is sharded now.
+        """
+        if self.module is None:
+            raise error(
+                f"{what} ({self.name} engine): expected a sharded module, got none. A strategy "
+                "shards it for the time of a fit, validate, test or predict: ask from a hook "
+                "inside. Outside, the module's own parameters are whole."
+            )
+        return self.module
+
     def with_whole_shapes(self) -> AbstractContextManager[Any]:
         """Inside, the module shows every parameter's whole shape; its values may be missing."""
         return nullcontext()
@@ -162,9 +181,24 @@ class Engine(ABC):
         """Called after every backward."""
         return
 
-    def watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Called for every optimizer over the module's parameters, before its first step."""
+    def end_step(self) -> None:
+        """Called after an optimizer's step, also one that a gradient scaler skipped."""
         return
+
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        """Called for every optimizer over the module's parameters, before its first step.
+
+        Raises:
+            ValueError: It has a parameter that the module does not have.
+        """
+        assert self.module is not None, "it was sharded"
+        refuse_foreign(
+            optimizer,
+            self.module.parameters(),
+            "the LightningModule",
+            "It would train on each rank by itself, or not at all. Assign its module to an "
+            "attribute of the LightningModule, before the optimizer is built.",
+        )
 
     def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """A gradient scaler with these settings that skips a step on all ranks or on none."""
