@@ -111,7 +111,7 @@ def measure(
             for name, model in models.items():
                 dist.barrier()
                 start = time.perf_counter()
-                loss = _step(model, optimizers[name], tokens)
+                loss = train_one_step(model, optimizers[name], tokens)
                 if round_index >= args.warmup:
                     seconds[name].append(time.perf_counter() - start)
                     losses[name].append(loss)
@@ -122,7 +122,7 @@ def measure(
     dist.destroy_process_group()
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
+def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
     loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     optimizer.step()

@@ -7,6 +7,8 @@ python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
 python benchmarks/update_tables.py host benchmarks/results/host_cost.json
 python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
 python benchmarks/update_tables.py counters benchmarks/results/exact_counters.json
+python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
+python benchmarks/update_tables.py simulation benchmarks/results/simulation_check.md
 """
 
 from __future__ import annotations

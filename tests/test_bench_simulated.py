@@ -349,10 +349,17 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
     assert "scratch ZeRO-3 (failed at 64)" in (tmp_path / "scaling.svg").read_text()
 
 
-def test_ranks_that_do_not_fill_their_hosts_are_refused_by_the_command(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["8", "--hosts", "3"], "hosts: expected a divisor of the 8 ranks, got 3"),
+        (["1", "8"], "expected 2 or more ranks, got 1"),
+    ],
+)
+def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main(["--simulate-world", "8", "--hosts", "3"])
-    assert "--simulate-world: hosts: expected a divisor of the 8 ranks" in capsys.readouterr().err
+        main(["--simulate-world", *arguments])
+    assert f"--simulate-world: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -87,7 +87,8 @@ class Network:
             steps = math.ceil(math.log2(group_size))
             sent_bytes = nbytes if group_size > 1 else 0
         bytes_per_s = self.slowest_gb_s(group_size) * 1e9
-        return Cost(sent_bytes, steps * self.latency_us * 1e-6 + sent_bytes / bytes_per_s)
+        duration_s = steps * self.latency_us * 1e-6 + sent_bytes / bytes_per_s
+        return Cost(sent_bytes, duration_s, occupied_s=self.host_share * duration_s)
 
     def assumptions(self) -> list[str]:
         """What a reader of a figure has to know, a sentence each."""
@@ -128,7 +129,9 @@ class Cost:
     Attributes:
         sent_bytes: By each rank.
         duration_s: From its start to its end, in seconds.
+        occupied_s: Of these, for which it occupies a core of this process.
     """
 
     sent_bytes: int
     duration_s: float
+    occupied_s: float

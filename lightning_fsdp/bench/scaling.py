@@ -64,8 +64,12 @@ def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> 
         **links: Of :class:`Network`.
 
     Raises:
-        ValueError: A number that no network has, or ranks that do not fill their hosts.
+        ValueError: A number that no network has, ranks that do not fill their hosts, or one rank.
     """
+    if min(world_sizes) < 2:
+        raise ValueError(
+            f"expected 2 or more ranks, got {min(world_sizes)}. One process is measured anyway."
+        )
     largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
     per_host = largest.world_size // num_hosts
     return [
@@ -83,27 +87,32 @@ def run_scaling(
     out: Path,
     timeout_s: float,
 ) -> list[Point]:
-    """Run every arm among every number of ranks, and the references once."""
+    """Run every arm among every number of ranks, and the references alone.
+
+    All of it takes turns, so that a slow hour of the machine is nobody's.
+    """
     alone = replace(workload, num_ranks=1)
     references = [arm for arm in arms if arm.engine == "single"]
-    runs = run_arms(references, alone, repeats=repeats, out=out / "world1", timeout_s=timeout_s)
-    points = [_point(arm, 1, runs, None) for arm in references]
-    shape_to_rate = {
-        (point.batch_size, point.grad_accum): point.tokens_per_s_per_rank for point in points
-    }
     sharing = [arm for arm in arms if arm.engine != "single"]
-    for network in networks:
-        runs = run_arms(
-            sharing,
-            _among(alone, network),
-            repeats=repeats,
-            out=out / f"world{network.world_size}",
-            timeout_s=timeout_s,
-        )
-        points += [
-            _point(arm, network.world_size, runs, shape_to_rate[arm.batch_size, arm.grad_accum])
-            for arm in sharing
-        ]
+    turns = [(1, references, alone)]
+    turns += [(network.world_size, sharing, _among(alone, network)) for network in networks]
+    world_size_to_runs: dict[int, list[Run]] = {world_size: [] for world_size, _, _ in turns}
+    for repeat in range(repeats):
+        for world_size, taking_part, work in turns:
+            folder = out / f"round{repeat}" / f"world{world_size}"
+            world_size_to_runs[world_size] += run_arms(
+                taking_part, work, repeats=1, out=folder, timeout_s=timeout_s
+            )
+    shape_to_rate: dict[tuple[int, int], float | None] = {}
+    points = []
+    for world_size, taking_part, _ in turns:
+        for arm in taking_part:
+            shape = arm.batch_size, arm.grad_accum
+            point = _point(
+                arm, world_size, world_size_to_runs[world_size], shape_to_rate.get(shape)
+            )
+            shape_to_rate.setdefault(shape, point.tokens_per_s_per_rank)
+            points.append(point)
     return points
 
 
@@ -132,12 +141,14 @@ def _point(arm: Arm, world_size: int, runs: Sequence[Run], alone: float | None) 
         return replace(base, failure=failures[0])
     ranks = [run.ranks[0] for run in runs]
     step_s = [s for rank in ranks for s in rank.step_s]
-    rate = sum(sum(rank.step_tokens) for rank in ranks) / sum(step_s)
+    step_tokens = [n for rank in ranks for n in rank.step_tokens]
+    median_s = statistics.median(step_s)
+    rate = statistics.fmean(step_tokens) / median_s
     point = replace(
         base,
         tokens_per_s_per_rank=rate,
-        efficiency=1.0 if world_size == 1 else None if alone is None else rate / alone,
-        step_ms=statistics.median(step_s) * 1e3,
+        efficiency=1.0 if arm.engine == "single" else None if alone is None else rate / alone,
+        step_ms=median_s * 1e3,
     )
     used = [rank.simulated for rank in ranks if rank.simulated is not None]
     if not used:

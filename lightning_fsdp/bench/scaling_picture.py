@@ -40,7 +40,7 @@ def draw(points: Sequence[Point]) -> Any:
     for (batch_size, grad_accum), panels in zip(shapes, rows, strict=True):
         mine = [p for p in points if (p.batch_size, p.grad_accum) == (batch_size, grad_accum)]
         _draw_row(panels, mine)
-        panels[1].set_title(f"{batch_size} sequences per micro-batch, {grad_accum} per step")
+        panels[1].set_title(f"each rank: {grad_accum} x {batch_size} sequences per step")
     labelled = {
         label: handle
         for panels in rows

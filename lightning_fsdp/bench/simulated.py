@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.network import Cost, Network
 from lightning_fsdp.core.agreement import BACKENDS_WITHOUT_OTHERS
 
 BACKEND = "simulated"
@@ -89,14 +89,14 @@ class _Transfer:
 
     Attributes:
         move: Writes the results here, and keeps the tensors until then.
-        duration_s: On the network.
+        cost: On the network.
         issued_s: When it was started.
         future: Done when it is over; its value is ``result``.
         result: What DDP reads.
     """
 
     move: Callable[[], None]
-    duration_s: float
+    cost: Cost
     issued_s: float
     future: _Future
     result: list[Tensor]
@@ -152,7 +152,7 @@ class _Queue:
         self.usage.sent_bytes += cost.sent_bytes
         self.usage.busy_s += cost.duration_s
         future = _Future()
-        self._transfers.put(_Transfer(move, cost.duration_s, time.perf_counter(), future, result))
+        self._transfers.put(_Transfer(move, cost, time.perf_counter(), future, result))
         return _Work(future, self.usage)
 
     def close(self) -> None:
@@ -163,11 +163,9 @@ class _Queue:
     def _run(self) -> None:
         end_s = 0.0
         while (transfer := self._transfers.get()) is not None:
-            end_s = max(transfer.issued_s, end_s) + transfer.duration_s
+            end_s = max(transfer.issued_s, end_s) + transfer.cost.duration_s
             try:
-                occupied_until_s = time.thread_time() + (
-                    self.network.host_share * transfer.duration_s
-                )
+                occupied_until_s = time.thread_time() + transfer.cost.occupied_s
                 with torch.no_grad():
                     transfer.move()
                     _occupy_core(occupied_until_s)
