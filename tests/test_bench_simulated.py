@@ -208,6 +208,15 @@ def test_exposed_time_is_what_the_program_waited_for():
     assert used["waited_s"] < 0.5 * used["busy_s"]
 
 
+def test_transfers_go_one_after_another():
+    with simulated(Network(world_size=2, bandwidth_gb_s=1e-3, latency_us=0)):
+        start = time.perf_counter()
+        works = [dist.all_reduce(torch.ones(50_000), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        assert time.perf_counter() - start >= 3 * 0.2
+
+
 def test_a_transfer_can_occupy_the_processor():
     with simulated(Network(world_size=2, bandwidth_gb_s=1e-3, latency_us=0, host_share=0.5)):
         before_s = time.process_time()
