@@ -12,29 +12,36 @@ COMPARE_ARGS ?=
 TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
 TRAIN_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 LOGS ?= runs
 PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench compare train test check format tensorboard clean distclean
+.PHONY: help install bench bench-optimizer compare guide train test check format tensorboard clean distclean
 
 help: ## Show this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 install: $(READY) ## Create .venv and install the pinned versions into it
 
 bench: $(READY) ## Compare the engines on two CPU processes; table, CSV and JSON in runs/bench
 	$(RUN) lightning_fsdp.bench --out runs/bench $(BENCH_ARGS)
 
+bench-optimizer: $(READY) ## Optimizers built before and after sharding; table, JSON, picture in runs/optimizer
+	$(RUN) lightning_fsdp.bench optimizer --out runs/optimizer $(BENCH_ARGS)
+
 compare: $(READY) ## Judge by value what each engine lets one read; report in runs/compare
 	$(RUN) lightning_fsdp.compare --out runs/compare $(COMPARE_ARGS)
+
+guide: $(READY) ## Measure again what docs/fsdp1-vs-fsdp2.md says, and rewrite its tables
+	$(RUN) benchmarks.guide
 
 train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this Python's own sources
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
 
 test: $(READY) ## Run the tests
-	$(RUN) pytest $(TEST_ARGS)
+	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 check: $(READY) ## Formatting, lint, types and import layers
 	$(RUN) ruff format --check .

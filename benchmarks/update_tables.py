@@ -21,6 +21,7 @@ from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
+GUIDE = ROOT / "docs" / "fsdp1-vs-fsdp2.md"  # written by `make guide`
 UNITS = {"written_bytes": ("written GB", 1e9), "payload_bytes": ("payload GB", 1e9)}
 GIB = ("peak GiB", 2**30)
 
@@ -80,19 +81,29 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
+def split(page: str, name: str) -> tuple[str, str, str]:
+    """What is before, between and after ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
+    before, rest = page.split(f"<!-- {name}:begin -->\n")
+    table, after = rest.split(f"\n<!-- {name}:end -->")
+    return before, table, after
+
+
+def put(path: Path, name: str, table: str) -> None:
+    """Replace a table of a page."""
+    before, _, after = split(path.read_text(), name)
+    path.write_text(f"{before}<!-- {name}:begin -->\n{table}\n<!-- {name}:end -->{after}")
+
+
 def main() -> None:
-    """Replace the text between ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
+    """Put the table of a result into the page that has its markers."""
     name, source = sys.argv[1], Path(sys.argv[2])
     if name in TABLES:
         document = json.loads(source.read_text())
         table = "\n".join([describe(document), "", *TABLES[name](document)])
     else:
         table = source.read_text().strip()
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    (page,) = (page for page in PAGES if begin in page.read_text())
-    before, rest = page.read_text().split(begin)
-    _, after = rest.split(end)
-    page.write_text(f"{before}{begin}\n{table}\n{end}{after}")
+    (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
+    put(page, name, table)
 
 
 if __name__ == "__main__":

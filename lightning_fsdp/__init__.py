@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
+    from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
+    from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
     from lightning_fsdp.checkpoint.sharded import load_sharded as load_sharded
     from lightning_fsdp.checkpoint.sharded import save_sharded as save_sharded
     from lightning_fsdp.config import ZERO2 as ZERO2
@@ -42,6 +44,9 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.weights import weights as weights
+    from lightning_fsdp.data import DealtSampler as DealtSampler
+    from lightning_fsdp.data import ResumableLoader as ResumableLoader
+    from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
 # public name -> module that defines it
 _HOME = {
     "CPUOffloadPolicy": "config",
+    "DealtSampler": "data",
     "FSDP1Strategy": "strategies.fsdp1",
     "GradientAccessProbe": "callbacks.gradient_access",
     "GradientNoiseScale": "callbacks.noise_scale",
@@ -57,6 +63,7 @@ _HOME = {
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
     "ThroughputMonitor": "callbacks.throughput",
+    "ResumableLoader": "data",
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
@@ -70,8 +77,11 @@ _HOME = {
     "gradients": "core.gradients",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
+    "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
+    "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
+    "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
     "weights": "core.weights",
@@ -87,12 +97,15 @@ __all__ = [
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
+    "optimizers_follow",
     "full_state_dict",
     "load_full_state_dict",
     "full_optimizer_state_dict",
     "load_full_optimizer_state_dict",
     "save_sharded",
     "load_sharded",
+    "save_pretrained",
+    "load_pretrained",
     "gradients",
     "weights",
     "GradientUnavailable",

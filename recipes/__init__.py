@@ -5,8 +5,7 @@ Read it in the order of a run::
     corpus.py     which files, and the documents in them        -> text
     tokenizer.py  byte-level BPE, trained on the corpus or given -> token ids
     packing.py    the corpus as one array on disk, cut in sequences without padding
-    loading.py    which rank gets which sequence, and where to go on after a checkpoint
-    data.py       the four above as one LightningDataModule
+    data.py       the three above as one LightningDataModule, sharded by rank
     optimizer.py  decay groups, warm-up and cosine
     causal_lm.py  loss, perplexity, logging: what every language model here shares
     gpt2.py       GPT-2 of transformers, nano to XL

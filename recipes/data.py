@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
-from recipes.loading import DealtSampler, ResumableLoader
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 
@@ -91,8 +92,8 @@ class TextData(L.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.tokens = None
-        self._train_loader: ResumableLoader | None = None
-        self._position: dict[str, int] | None = None
+        self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
+        self._position: dict[str, Any] | None = None
 
     @override
     def prepare_data(self) -> None:
@@ -143,18 +144,21 @@ class TextData(L.LightningDataModule):
                 )
 
     @override
-    def train_dataloader(self) -> ResumableLoader:
+    def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
         """This rank's training batches; remembers its position."""
         num_ranks, rank = self._shards()
         self._train_loader = ResumableLoader(
             self.train,
             batch_size=self.batch_size,
-            sampler=DealtSampler(self.train, num_replicas=num_ranks, rank=rank, seed=self.seed),
+            seed=self.seed,
+            num_replicas=num_ranks,
+            rank=rank,
             num_workers=self.num_workers,
+            persistent_workers=self.num_workers > 0,
             pin_memory=self._on_cuda(),
         )
         if self._position is not None:
-            self._train_loader.load_state_dict(self._position)
+            self._go_on_from(self._position)
             self._position = None
         return self._train_loader
 
@@ -170,6 +174,7 @@ class TextData(L.LightningDataModule):
             sampler=DealtSampler(self.val, num_replicas=num_ranks, rank=rank, shuffle=False),
             num_workers=self.num_workers,
             pin_memory=self._on_cuda(),
+            generator=torch.Generator(),  # or else validating would shift what training draws
         )
 
     @override
@@ -181,7 +186,7 @@ class TextData(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position; the Trainer calls it before or after it asked for the loader."""
         if self._train_loader is not None:
-            self._train_loader.load_state_dict(state_dict)
+            self._go_on_from(state_dict)
         else:
             self._position = state_dict
 
@@ -190,6 +195,16 @@ class TextData(L.LightningDataModule):
         """Forget the loader: the next run begins at the beginning, or at its checkpoint."""
         if stage == "fit":
             self._train_loader = None
+
+    def _go_on_from(self, position: dict[str, Any]) -> None:
+        assert self._train_loader is not None
+        try:
+            self._train_loader.load_state_dict(position)
+        except ValueError as error:
+            raise RecipeError(
+                f"checkpoint: {error} That is --data.path, --data.seq_len, --data.seed and "
+                "--data.batch_size."
+            ) from error
 
     def _corpus(self) -> Corpus:
         if self.path is not None:

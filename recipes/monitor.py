@@ -100,11 +100,13 @@ class GracefulStop(L.Callback):
         self.is_asked = False
         self._previous: Any = None
         self._speaks = False  # on one rank
+        self._process = os.getpid()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over Ctrl-C, where Python lets us: in the main thread."""
         self.is_asked, self._speaks = False, trainer.is_global_zero
+        self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
 
@@ -142,6 +144,8 @@ class GracefulStop(L.Callback):
         self._release()
 
     def _on_interrupt(self, *_: object) -> None:
+        if os.getpid() != self._process:
+            return  # a data loader's worker, forked with the handler; it leaves with its rank
         if self.is_asked:
             self._release()
             raise KeyboardInterrupt

@@ -2,7 +2,6 @@
 
 import re
 import time
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lightning_fsdp.data import ResumableLoader
 from recipes.corpus import CorpusError, Document, open_corpus
 from recipes.data import TextData
 from recipes.errors import RecipeError
-from recipes.loading import DealtSampler, ResumableLoader
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import (
     END_OF_TEXT,
@@ -193,20 +192,6 @@ def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
 # ------------------------------------------------------------------------ ranks and position
 
 
-def _loader(
-    num_sequences: int, *, ranks: int, rank: int, batch_size: int = 1, seed: int = 0
-) -> ResumableLoader:
-    packed = PackedSequences(np.arange(num_sequences * 4 + 1, dtype=np.uint16), 4)
-    sampler = DealtSampler(packed, num_replicas=ranks, rank=rank, seed=seed)
-    return ResumableLoader(packed, batch_size=batch_size, sampler=sampler)
-
-
-def _batches(loader: ResumableLoader, epoch: int = 0) -> list[list[int]]:
-    """The numbers of the sequences in each batch."""
-    loader.sampler.set_epoch(epoch)
-    return [(batch["input_ids"][:, 0] // 4).tolist() for batch in loader]
-
-
 @pytest.mark.parametrize(("ranks", "batch_size"), [(1, 4), (2, 2), (3, 4), (4, 1)])
 def test_every_token_of_the_corpus_is_read_exactly_once_over_all_ranks(
     ranks: int, batch_size: int
@@ -215,98 +200,10 @@ def test_every_token_of_the_corpus_is_read_exactly_once_over_all_ranks(
     for epoch in (0, 1):
         seen = []
         for rank in range(ranks):
-            loader = _loader(24, ranks=ranks, rank=rank, batch_size=batch_size)
+            loader = ResumableLoader(packed, batch_size, num_replicas=ranks, rank=rank)
             loader.sampler.set_epoch(epoch)
             seen += [batch["input_ids"].flatten() for batch in loader]
-        assert sorted(torch.cat(seen).tolist()) == list(range(24 * 4)), (len(packed), epoch)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
-def test_no_sequence_is_read_twice_and_ranks_get_equally_many(
-    num_sequences: int, ranks: int, batch_size: int, epoch: int
-) -> None:
-    shares = [
-        _batches(_loader(num_sequences, ranks=ranks, rank=rank, batch_size=batch_size), epoch)
-        for rank in range(ranks)
-    ]
-    num_batches = num_sequences // ranks // batch_size
-    assert [len(share) for share in shares] == [num_batches] * ranks
-    flat = [index for share in shares for batch in share for index in batch]
-    assert len(flat) == len(set(flat)) == num_batches * ranks * batch_size
-
-
-def test_the_shuffle_follows_seed_and_epoch() -> None:
-    first = _batches(_loader(30, ranks=1, rank=0))
-    assert first == _batches(_loader(30, ranks=1, rank=0))
-    assert first != _batches(_loader(30, ranks=1, rank=0, seed=1))
-    assert first != _batches(_loader(30, ranks=1, rank=0), epoch=1)
-    assert first != sorted(first)
-
-
-@pytest.mark.parametrize(("ranks", "batch_size"), [(2, 3), (3, 2), (6, 1)])
-def test_the_global_batch_does_not_depend_on_the_number_of_ranks(
-    ranks: int, batch_size: int
-) -> None:
-    expected = [sorted(batch) for batch in _batches(_loader(24, ranks=1, rank=0, batch_size=6))]
-    shares = [
-        _batches(_loader(24, ranks=ranks, rank=rank, batch_size=batch_size))
-        for rank in range(ranks)
-    ]
-    together = [sorted(chain(*batches)) for batches in zip(*shares, strict=True)]
-    assert together == expected
-
-
-def _read(loader: ResumableLoader, num_batches: int, epoch: int) -> dict[str, int]:
-    loader.sampler.set_epoch(epoch)
-    iterator = iter(loader)
-    for _ in range(num_batches):
-        next(iterator)
-    return loader.state_dict()
-
-
-def test_reading_goes_on_where_the_position_says() -> None:
-    whole = _batches(_loader(24, ranks=1, rank=0, batch_size=4), epoch=2)
-    state = _read(_loader(24, ranks=1, rank=0, batch_size=4), 2, epoch=2)
-    assert (state["epoch"], state["num_sequences"]) == (2, 8)
-    loader = _loader(24, ranks=1, rank=0, batch_size=4)
-    loader.load_state_dict(state)
-    assert loader.state_dict() == state
-    assert _batches(loader, epoch=2) == whole[2:]
-    assert len(loader) == 6, "the length stays that of a whole epoch"
-    assert len(_batches(loader, epoch=2)) == 6, "the epoch after that is whole"
-
-
-def test_a_position_can_be_taken_up_by_another_number_of_ranks() -> None:
-    expected = _batches(_loader(24, ranks=1, rank=0, batch_size=4), epoch=1)[3:]
-    states = [_read(_loader(24, ranks=2, rank=r, batch_size=2), 3, epoch=1) for r in range(2)]
-    assert states[0] == states[1]
-    shares = []
-    for rank in range(4):
-        loader = _loader(24, ranks=4, rank=rank, batch_size=1)
-        loader.load_state_dict(states[0])
-        shares.append(_batches(loader, epoch=1))
-    together = [sorted(chain(*batches)) for batches in zip(*shares, strict=True)]
-    assert together == [sorted(batch) for batch in expected]
-
-
-def test_an_epoch_read_to_its_end_is_not_read_again() -> None:
-    state = _read(_loader(8, ranks=1, rank=0), 8, epoch=0)
-    loader = _loader(8, ranks=1, rank=0)
-    loader.load_state_dict(state)
-    assert _batches(loader, epoch=0) == []
-    loader.load_state_dict(state)
-    assert len(_batches(loader, epoch=1)) == 8
-
-
-def test_a_position_in_other_data_is_refused() -> None:
-    state = _read(_loader(24, ranks=1, rank=0), 3, epoch=0)
-    with pytest.raises(RecipeError, match=r"\(seed 0\), got seed 1\. Change --data\.seed back"):
-        _loader(24, ranks=1, rank=0, seed=1).load_state_dict(state)
-    with pytest.raises(RecipeError, match=r"\(total 24\), got total 20"):
-        _loader(20, ranks=1, rank=0).load_state_dict(state)
-    with pytest.raises(RecipeError, match=r"divides the 3 sequences read, got 4 \(2 ranks x 2\)"):
-        _loader(24, ranks=2, rank=0, batch_size=2).load_state_dict(state)
+        assert sorted(torch.cat(seen).tolist()) == list(range(24 * 4))
 
 
 # -------------------------------------------------------------------------------- TextData
@@ -362,6 +259,24 @@ def test_the_position_can_be_restored_before_or_after_the_loader_exists(
     after.load_state_dict(state)
     rest = [batch["input_ids"] for batch in iterator]
     assert torch.equal(torch.stack(rest), torch.stack(whole[3:]))
+
+
+def test_a_position_in_other_data_is_refused_with_the_options_to_change(
+    folder: Path, tmp_path: Path
+) -> None:
+    def opened(**options: int) -> TextData:
+        data = TextData(
+            path=folder, seq_len=8, batch_size=2, cache_dir=tmp_path / "cache", **options
+        )
+        data.setup("fit")
+        return data
+
+    data = opened()
+    next(iter(data.train_dataloader()))
+    other = opened(seed=1)
+    other.load_state_dict(data.state_dict())
+    with pytest.raises(RecipeError, match=r"\(seed 0\), got seed 1.*--data\.seed"):
+        other.train_dataloader()
 
 
 def test_validation_can_be_left_out(folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import textwrap
 import time
@@ -24,7 +23,8 @@ import lightning_fsdp
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.config import ZERO2, ZERO3
 from lightning_fsdp.strategies import lightning_internals, registry
-from tests.support.ranks import REPOSITORY, run_snippet
+from tests.support.jobs import Job
+from tests.support.ranks import run_snippet
 from tests.support.trainer import (
     Regressor,
     make_loader,
@@ -270,66 +270,6 @@ if __name__ == "__main__":
 """
 
 
-def _mind_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-class _Job:
-    """A script in a session of its own, so that whatever it leaves behind can be found."""
-
-    def __init__(self, folder: Path, launcher: list[str], mode: str) -> None:
-        script = folder / "train.py"
-        script.write_text(SCRIPT)
-        hidden = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        environment = {k: v for k, v in os.environ.items() if k not in hidden}
-        environment.update(
-            PYTHONPATH=str(REPOSITORY),
-            OMP_NUM_THREADS="1",
-            GLOO_SOCKET_IFNAME="lo",
-            PYTHONUNBUFFERED="1",
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(script), str(folder), mode],
-            env=environment,
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            # A runner that was started in the background ignores Ctrl-C, and passes that on.
-            preexec_fn=_mind_interrupts,
-        )
-
-    def wait(self, timeout_s: float) -> tuple[int, str]:
-        try:
-            output, _ = self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            output, _ = self.process.communicate()
-            pytest.fail(f"still running after {timeout_s} s:\n{output}")
-        self.check_nothing_is_left(output)
-        return self.process.returncode, output
-
-    def check_nothing_is_left(self, output: str) -> None:
-        deadline = time.monotonic() + 5.0
-        while left := self._members():
-            if time.monotonic() > deadline:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                pytest.fail(f"left processes {left} behind:\n{output}")
-            time.sleep(0.1)
-
-    def _members(self) -> list[int]:
-        members = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                members.append(int(stat.parent.name))
-        return members
-
-
 def _torchrun() -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -343,7 +283,7 @@ def _torchrun() -> list[str]:
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("launcher", ["script", "torchrun"])
 def test_started_by_the_script_or_by_torchrun_the_result_is_that_of_ddp(tmp_path, launcher):
-    job = _Job(tmp_path, _torchrun() if launcher == "torchrun" else [], "run")
+    job = Job(tmp_path, _torchrun() if launcher == "torchrun" else [], SCRIPT, "run")
     status, output = job.wait(timeout_s=120)
     assert status == 0, output
     result = json.loads((tmp_path / "result.json").read_text())
@@ -357,7 +297,7 @@ def test_started_by_the_script_or_by_torchrun_the_result_is_that_of_ddp(tmp_path
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
-    job = _Job(tmp_path, [], "raise")
+    job = Job(tmp_path, [], SCRIPT, "raise")
     status, output = job.wait(timeout_s=60)
     assert status != 0
     assert "only rank 1 says no" in output
@@ -365,7 +305,7 @@ def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_ctrl_c_ends_all_ranks(tmp_path):
-    job = _Job(tmp_path, [], "wait")
+    job = Job(tmp_path, [], SCRIPT, "wait")
     assert job.process.stdout is not None
     for line in job.process.stdout:
         if "TRAINING" in line:

@@ -1,4 +1,4 @@
-"""Command line of the benchmark; see ``--help``."""
+"""Command line of the benchmarks; see ``--help``, and ``optimizer --help`` for the second one."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from lightning_fsdp.bench import optimizer
 from lightning_fsdp.bench.arms import ENGINES, Workload, choose_arms
 from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import run_arms
@@ -21,8 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 if every arm ran and agrees with its reference.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["optimizer"]:
+        return optimizer.main(given[1:])
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(given)
     try:
         arms = choose_arms(
             engines=args.engines,
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
     rows = summarize(arms, runs, workload)
-    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *(arguments or sys.argv[1:])])
+    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
     write(args.out, rows, runs, document)
@@ -62,7 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench",
-        description="Train one recipe under several strategies, in turns, and compare.",
+        description="Train one recipe under several strategies, in turns, and compare. "
+        "(`optimizer`: another benchmark, of optimizers built before sharding.)",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES))

@@ -32,6 +32,7 @@ _KINDS: tuple[type[Exception], ...] = (
     OSError,
     TypeError,
     ValueError,
+    NotImplementedError,
     RuntimeError,
 )
 

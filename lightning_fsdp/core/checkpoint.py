@@ -83,12 +83,12 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
     is_owner = _rank_of(iter(parameters)) == 0 or not rank0_only
     whole_state: dict[Any, Any] = {}
     for index, values in state_dict["state"].items():
-        whole_values = {
-            key: _whole(value, to_host=True) if isinstance(value, Tensor) else value
-            for key, value in values.items()
-        }
         if is_owner:
-            whole_state[index] = whole_values
+            whole_state[index] = {}
+        for key, value in values.items():
+            whole = _whole(value, to_host=True) if isinstance(value, Tensor) else value
+            if is_owner:
+                whole_state[index][key] = whole
     return {**state_dict, "state": whole_state}
 
 
@@ -114,15 +114,28 @@ def slice_state(parameter: Tensor | None, key: str, value: Any) -> Any:
         parameter: The parameter that the state belongs to; plain ones keep their state.
         key: Name of the entry.
         value: Anything; sharded already, it is returned.
+
+    Raises:
+        ValueError: It was allocated on the meta device.
     """
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
         return value
     is_scalar = key in SCALARS  # of any parameter, also beside one without dimensions
     if is_scalar or isinstance(value, ShardedTensor) or value.shape != parameter.shape:
         return value
+    if value.is_meta:
+        raise ValueError(no_values(parameter.spec.name, key))
     with torch.no_grad():
         local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
     return ShardedTensor(local, parameter.spec)
+
+
+def no_values(name: str, key: str) -> str:
+    """What to say of state that an optimizer allocated on the meta device."""
+    return (
+        f"optimizer state {key!r} of {name!r}: expected values, got a tensor on the meta device. "
+        "Build this optimizer after sharding (Adagrad, for one, allocates when it is built)."
+    )
 
 
 def _whole(value: Tensor, *, to_host: bool) -> Tensor:

@@ -134,6 +134,7 @@ class ShardedTensor(FlatChunks, Tensor):
             mine = local.new_zeros(longest, device=spec.home.compute_device)
             spec.home.to_device(local, mine[: local.numel()])
             gathered = spec.communicator.all_gather_slices(mine, f"full_tensor of {spec.name!r}")
+            del mine  # what is held is the rows and the result
             whole = torch.cat([row[: p.numel] for row, p in zip(gathered, pieces, strict=True)])
             whole = spec.home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)

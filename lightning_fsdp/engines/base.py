@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.optimizers import refuse_foreign
 from lightning_fsdp.engines.sharded_state import ShardedState
 
 OWNER = "_lightning_fsdp_engine"
@@ -163,8 +164,19 @@ class Engine(ABC):
         return
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
-        """Called for every optimizer over the module's parameters, before its first step."""
-        return
+        """Called for every optimizer over the module's parameters, before its first step.
+
+        Raises:
+            ValueError: It has a parameter that the module does not have.
+        """
+        assert self.module is not None, "it was sharded"
+        refuse_foreign(
+            optimizer,
+            self.module.parameters(),
+            "the LightningModule",
+            "It would train on each rank by itself, or not at all. Assign its module to an "
+            "attribute of the LightningModule, before the optimizer is built.",
+        )
 
     def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
         """A gradient scaler with these settings that skips a step on all ranks or on none."""

@@ -217,10 +217,6 @@ class FSDP1Engine(NativeEngine):
                 "scratch_fsdp or fsdp2."
             )
         super().watch_optimizer(optimizer)
-        for name in self._of(optimizer):  # state that was allocated before sharding
-            values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
-            for key, value in values.items():
-                values[key] = native_state.cut_state(self, name, value)
 
     @override
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

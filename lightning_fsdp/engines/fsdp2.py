@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
@@ -28,6 +28,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
+from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
 
 
 class FSDP2Engine(NativeEngine):
@@ -69,6 +70,7 @@ class FSDP2Engine(NativeEngine):
             self._fsdp_parameters[name] = fsdp_parameter
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
+        mark_replaced(originals)
         self._syncs = True
         return parameters
 
@@ -91,8 +93,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        # No source rank: every rank has the whole and takes its own part.
-        return distribute_tensor(whole, self._mesh, [Shard(0)], src_data_rank=None)
+        return whole if isinstance(whole, DTensor) else shard_like(self.parameters[name], whole)
 
     @override
     def is_cut(self, name: str, tensor: Tensor) -> bool:

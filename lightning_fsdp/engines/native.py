@@ -35,6 +35,7 @@ from lightning_fsdp.engines.base import (
 from lightning_fsdp.engines.embeddings import keep_main_dtype
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
+from lightning_fsdp.engines.optimizers import hand_over, unmark
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
 
@@ -156,19 +157,15 @@ class NativeEngine(Engine):
         torch_internals.forget_sharding(module, form.parameters.values())
         self._forget()
         form.restore(values)
+        unmark(form.parameters.values())
         self._hand_optimizers(form.parameters)
         self.parameters = form.parameters
         self.module = None
 
     def _hand_optimizers(self, originals: Mapping[str, nn.Parameter]) -> None:
         """Let optimizers hold the module's own parameters, with the state of the sharded ones."""
-        original_of = {id(p): originals[name] for name, p in self.parameters.items()}
         for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["params"] = [original_of.get(id(p), p) for p in group["params"]]
-            moved = {original_of.get(id(p), p): state for p, state in optimizer.state.items()}
-            optimizer.state.clear()
-            optimizer.state.update(moved)
+            hand_over(optimizer, {id(p): originals[name] for name, p in self.parameters.items()})
         self._optimizers.clear()
 
     # -- gradients --------------------------------------------------------------------------------
@@ -238,8 +235,16 @@ class NativeEngine(Engine):
 
     @override
     def watch_optimizer(self, optimizer: Optimizer) -> None:
+        assert self.form is not None, "the module was sharded"
+        originals = self.form.parameters.items()
+        hand_over(optimizer, {id(p): self.parameters[name] for name, p in originals})
+        super().watch_optimizer(optimizer)
         for name in list(self._of(optimizer))[:1]:
             check_class(optimizer, name)
+        for name in self._of(optimizer):  # state that was allocated before sharding
+            values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
+            for key, value in values.items():
+                values[key] = native_state.cut_state(self, name, value)
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)

@@ -5,6 +5,7 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -68,20 +69,46 @@ def state_dict_with(
         of_parameter: Takes original name and sharded parameter; called once for tied ones.
         of_buffer: Takes a buffer, detached.
     """
+    values: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
+    for key, (name, value) in _keyed(engine, None).items():
+        if name is not None and name not in values:
+            values[name] = of_parameter(name, engine.parameters[name])
+        if name is not None:
+            state[key] = values[name]
+        else:
+            state[key] = of_buffer(value.detach()) if isinstance(value, Tensor) else value
+    return state
+
+
+def named_wholes(
+    engine: Pieces, module: nn.Module
+) -> dict[str, tuple[torch.Size, torch.dtype, int, Callable[[], Tensor]]]:
+    """What the state dict of a part of the module would be without sharding, to be made whole.
+
+    Args:
+        engine: Has sharded the module.
+        module: A part of it, or all.
+
+    Returns:
+        By key: shape, dtype, a number that tied parameters have in common, and what makes the
+        tensor whole, which is collective.
+    """
+    entries = {}
+    for key, (name, value) in _keyed(engine, module).items():
+        parameter = value if name is None else engine.parameters[name]
+        whole = value.detach if name is None else functools.partial(engine.whole, name, parameter)
+        entries[key] = (value.shape, value.dtype, id(parameter), whole)
+    return entries
+
+
+def _keyed(engine: Pieces, module: nn.Module | None) -> dict[str, tuple[str | None, Any]]:
+    """Per key of the state dict of a part: the parameter's name, or ``None``; and its outline."""
     outlines = _outlines(engine)
     name_of = {id(outline): name for name, outline in outlines.items()}
-    with _form(engine).worn(outlines) as module:
-        state: dict[str, Any] = module.state_dict(keep_vars=True)
-    values: dict[str, Tensor] = {}
-    for key, value in state.items():
-        name = name_of.get(id(value))
-        if name is not None:
-            if name not in values:
-                values[name] = of_parameter(name, engine.parameters[name])
-            state[key] = values[name]
-        elif isinstance(value, Tensor):
-            state[key] = of_buffer(value.detach())
-    return state
+    with _form(engine).worn(outlines) as root:
+        state = (root if module is None else module).state_dict(keep_vars=True)
+    return {key: (name_of.get(id(value)), value) for key, value in state.items()}
 
 
 def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool) -> None:

@@ -3,7 +3,7 @@
               a file (``"full"``)                               a folder (``"sharded"``)
     saving    every rank takes part; rank 0 gets whole          every rank writes its slices
               tensors on the CPU and writes
-    loading   every rank reads the file, keeps its slices       every rank reads its slices
+    loading   every rank maps the file and reads its slices     every rank reads its slices
     read by   plain ``torch.load``, any strategy                strategies of this package
 
 A file: on the ranks that do not write, ``checkpoint["state_dict"]`` holds the same names with
@@ -13,7 +13,7 @@ every rank, and would fail on an empty dict on all but one, while the others wai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import state as sharded
+from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.engines.native import NativeEngine
 
 
 def module_state(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -97,6 +99,29 @@ def load_optimizer_states(
             engine.load_full_optimizer_state_dict(optimizer, state)
         else:
             optimizer.load_state_dict(dict(state))
+
+
+def note_parameter_names(
+    checkpoint: dict[str, Any],
+    engine: Engine,
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+) -> None:
+    """Add the names of each optimizer's parameters, group by group.
+
+    Optimizer states go by numbers; with these, others can go by name. Parameters that are not the
+    module's have the name ``""``.
+    """
+    if "optimizer_states" not in checkpoint:
+        return
+    named = dict(module.named_parameters())
+    if isinstance(engine, NativeEngine) and engine.module is not None:
+        named = engine.parameters
+    name_of = {id(parameter): name for name, parameter in named.items()}
+    checkpoint[NAMES] = [
+        [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
 
 
 def _has_state_of_parameters(state: Mapping[str, Any]) -> bool:

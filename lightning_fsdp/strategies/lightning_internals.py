@@ -8,6 +8,7 @@ are the interface for subclasses and are overridden where they belong.)
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,8 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -60,9 +63,34 @@ def init_process_group(
     if dist.is_initialized():
         return
     device_id = None if device.type == "cpu" else device
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    store = _store_after_restart(environment, timeout)
+    options: dict[str, Any] = {} if store is None else {"store": store}
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id, **options)
     atexit.unregister(_destroy_dist_connection)  # once, also for NCCL
     atexit.register(_destroy_dist_connection)
+
+
+def _store_after_restart(
+    environment: ClusterEnvironment, timeout: timedelta | None
+) -> Store | None:
+    """Where ranks meet that torchrun has started again: its store, without what the last ones left.
+
+    torchrun's store outlives them (pytorch issue 135712), and in it the addresses at which they
+    could be reached; who reads those tries them until its time is up. Only on one host: several do
+    not agree on the number of restarts.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if attempt == "0" or not is_shared or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    store = TCPStore(
+        environment.main_address,
+        environment.main_port,
+        environment.world_size(),
+        is_master=False,
+        timeout=timeout or default_pg_timeout,
+    )
+    return PrefixStore(f"attempt_{attempt}", store)
 
 
 def set_rank_zero(rank: int) -> None:

@@ -6,7 +6,7 @@
                        load_checkpoint                 a file: into the module while it is whole
                        setup                           shard; a folder: into the shards;
                                                        then configure_optimizers
-                       load_optimizer_state_dict
+                       load_optimizer_state_dict, on_train_start
       each batch       process_dataloader (once), training_step, backward, block_backward_sync
       each save        lightning_module_state_dict, optimizer_state, save_checkpoint
                        on_exception, teardown          the module is whole again
@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -44,14 +45,23 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint import state as sharded
+from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
-from lightning_fsdp.strategies import lightning_internals, random_states, unit_calls
+from lightning_fsdp.strategies import (
+    lightning_internals,
+    random_states,
+    training_position,
+    unit_calls,
+)
 from lightning_fsdp.strategies.batches import Lockstep
+from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
+
+_RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
 
 
 class ShardedStrategy(ProcessStrategy):
@@ -95,8 +105,9 @@ class ShardedStrategy(ProcessStrategy):
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
-    _to_read: tuple[dict[str, Any], bool] | None  # stand-ins for weights, strictly?, until sharding
-    _random_states: list[dict[str, Any]] | None  # to take at the next batch
+    # What waits until the module is sharded: a state dict, and whether names must match.
+    _state_to_load: tuple[Mapping[str, Any], bool] | None
+    _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
     def __init__(
         self,
@@ -125,7 +136,7 @@ class ShardedStrategy(ProcessStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
+            checkpoint_io=checkpoint_io or FullCheckpointIO(),
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -137,7 +148,7 @@ class ShardedStrategy(ProcessStrategy):
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
-        self._to_read = self._random_states = None
+        self._state_to_load = self._random_states = None
 
     # -- access ------------------------------------------------------------------------------------
 
@@ -150,6 +161,24 @@ class ShardedStrategy(ProcessStrategy):
     def weights(self) -> WeightAccess:
         """Parameters by original name, while a module is sharded."""
         return self.engine.weights
+
+    def save_pretrained(
+        self,
+        directory: str | PathLike[str],
+        *,
+        max_shard_size: int | str = "5GB",
+        tokenizer: Any = None,
+    ) -> None:
+        """Write the model of transformers that is trained, for ``from_pretrained``. Collective.
+
+        See :func:`~lightning_fsdp.save_pretrained`.
+        """
+        from lightning_fsdp.checkpoint.pretrained import save_pretrained
+
+        assert self.lightning_module is not None, "during or after fit, test or predict"
+        save_pretrained(
+            self.lightning_module, directory, max_shard_size=max_shard_size, tokenizer=tokenizer
+        )
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 
@@ -174,7 +203,7 @@ class ShardedStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._is_interrupted = False
-        self._to_read = self._random_states = None
+        self._state_to_load = self._random_states = None
         if self.lightning_module is not None:
             # Where an exception left it sharded, perhaps under another strategy.
             engine = owner_of(self.lightning_module) or self.engine
@@ -202,12 +231,21 @@ class ShardedStrategy(ProcessStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         state = checkpoint["state_dict"]
-        if not any(map(sharded.is_stand_in, state.values())):
-            full.load_module_state(self.engine, self.lightning_module, state, strict)
-        elif self.engine.module is None:
-            self._to_read = dict(state), strict
+        # Slices, and values for a module without memory, go into shards.
+        needs_shards = any(map(sharded.is_stand_in, state.values())) or any(
+            parameter.is_meta for parameter in self.lightning_module.parameters()
+        )
+        if needs_shards and self.engine.module is None:
+            self._state_to_load = state, strict
         else:
-            full.read_slices(self.engine, self.lightning_module, state, strict)
+            self._load(state, strict)
+
+    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
+        assert self.lightning_module is not None
+        if any(map(sharded.is_stand_in, state.values())):
+            full.read_slices(self.engine, self.lightning_module, dict(state), strict)
+        else:
+            full.load_module_state(self.engine, self.lightning_module, state, strict)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -263,9 +301,9 @@ class ShardedStrategy(ProcessStrategy):
             device=self.root_device,
             precision=self.precision_plugin.policy,
         )
-        to_read, self._to_read = self._to_read, None
-        if to_read is not None:
-            full.read_slices(self.engine, self.lightning_module, *to_read)
+        waiting, self._state_to_load = self._state_to_load, None
+        if waiting is not None:
+            self._load(*waiting)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -273,20 +311,21 @@ class ShardedStrategy(ProcessStrategy):
         full.load_optimizer_states(
             self.engine, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
         )
-        states = checkpoint.get("rng_states")
-        if states is not None:
-            random_states.restore(states)
-            # In the middle of an epoch its first batches are drawn once more before it goes on; at
-            # its end what the next epoch draws belongs to the run.
-            batches = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-            is_in_epoch = batches.current.ready > 0 and not batches.is_last_batch
-            self._random_states = states if is_in_epoch else None
+        self._random_states = checkpoint.get(_RANDOM_STATES)
+        if self._random_states is not None:
+            random_states.restore(self._random_states, self.root_device)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
         states, self._random_states = self._random_states, None
-        if states is not None:
-            random_states.restore(states)
+        if states is not None and training_position.is_inside_epoch(trainer):
+            # The Trainer has made the epoch's iterator once more, which may have drawn a number. At
+            # the end of an epoch that number belongs to the next one.
+            random_states.restore(states, self.root_device)
+        training_position.count_in_own_batches(trainer)
+        training_position.leave_finished_epoch(trainer)
 
     # -- each batch --------------------------------------------------------------------------------
 
@@ -402,18 +441,25 @@ class ShardedStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
+        assert self.lightning_module is not None
         if "optimizer_states" in checkpoint:  # otherwise these are weights alone
-            checkpoint["rng_states"] = random_states.collect()
-        if not self.saves_sharded:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
+        if self.saves_sharded:
+            if storage_options is not None:
+                raise TypeError(
+                    "save_checkpoint(storage_options=...): expected None with "
+                    f"checkpoint='sharded', got {storage_options!r}. Ranks write files to a local "
+                    "or shared folder, without a CheckpointIO; use checkpoint='full' for one."
+                )
+            sharded.write(self.broadcast(filepath), checkpoint)
             return
-        if storage_options is not None:
-            raise TypeError(
-                "save_checkpoint(storage_options=...): expected None with checkpoint='sharded', "
-                f"got {storage_options!r}. Ranks write files to a local or shared folder, without "
-                "a CheckpointIO; use checkpoint='full' for one."
-            )
-        sharded.write(self.broadcast(filepath), checkpoint)
+        optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
+        full.note_parameter_names(checkpoint, self.engine, self.lightning_module, optimizers)
+        save = super().save_checkpoint  # on rank 0; what fails there, fails on all
+        Ranks().on_first(
+            f"checkpoint {str(filepath)!r}",
+            lambda: save(checkpoint, str(filepath), storage_options),
+        )
 
     # -- after the last batch ----------------------------------------------------------------------
 

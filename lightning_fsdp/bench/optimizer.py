@@ -1,0 +1,191 @@
+"""What becomes of an optimizer that was built before sharding: arms, table, JSON, picture.
+
+Each arm runs in fresh processes (:mod:`~lightning_fsdp.bench.optimizer_arms`) and is held against
+the first of its engine, whose optimizer was built after sharding. A fixed arm must end in the same
+bits, with every tensor trained and no optimizer entry that is not the model's; the arm that nobody
+fixed, under torch's FSDP2, must have trained nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lightning_fsdp.bench import optimizer_picture
+from lightning_fsdp.bench.optimizer_arms import (
+    ENGINES,
+    NOT_FIXED,
+    Outcome,
+    choose_arms,
+    engine_of,
+)
+from lightning_fsdp.harness.environment import describe, environment
+from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.tables import markdown_table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the arms, print the table, write the files.
+
+    Returns:
+        Exit code: 0 if every arm did what it must.
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.nproc < 2 or args.steps < 1:
+        parser.error("--nproc: at least 2; --steps: at least 1")
+    arms = choose_arms(args.engines)
+    outcomes: dict[str, list[Outcome]] = {}
+    failures: dict[str, str] = {}
+    for arm in tqdm(arms, unit="arm", disable=None):
+        folder = args.out / "arms" / arm
+        failure = _run(arm, args.nproc, args.steps, folder, args.timeout)
+        if failure is None:
+            files = [folder / f"rank{rank}.json" for rank in range(args.nproc)]
+            outcomes[arm] = [Outcome.from_json(file.read_text()) for file in files]
+        else:
+            failures[arm] = f"{failure}; see {folder / 'log.txt'}"
+    failures |= judge(outcomes)
+    command = shlex.join(["python", "-m", "lightning_fsdp.bench", "optimizer", *arguments])
+    document = {"command": command, **environment()}
+    table = format_table(arms, outcomes, failures)
+    _write(args.out, document, outcomes, failures, table)
+    print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: report.md, results.json, ")
+    print("memory.png (memory of each arm over time), arms/ (a log per arm)")
+    for arm, failure in failures.items():
+        print(f"error: {arm}: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def judge(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
+    """What is wrong, by arm.
+
+    Args:
+        outcomes: Of every rank, by arm; the first arm of an engine is what others are held against.
+    """
+    wrong: dict[str, str] = {}
+    for arm, ranks in outcomes.items():
+        reference = outcomes.get(f"{engine_of(arm)}_after")
+        for outcome in ranks:
+            reason = _judge_rank(outcome, reference[outcome.rank] if reference else None)
+            if reason is not None:
+                wrong.setdefault(arm, f"rank {outcome.rank}: {reason}")
+    return wrong
+
+
+def _judge_rank(outcome: Outcome, reference: Outcome | None) -> str | None:
+    total = len(outcome.weights)
+    if outcome.arm == NOT_FIXED:
+        if outcome.trained or outcome.num_held:
+            return f"expected an optimizer that trains nothing, got {len(outcome.trained)} tensors"
+        return None
+    if outcome.num_held != outcome.num_entries or outcome.num_entries != total:
+        return f"the optimizer holds {outcome.num_held} of the model's {total} parameters"
+    if len(outcome.trained) != total:
+        untrained = [name for name in outcome.weights if name not in outcome.trained]
+        return f"not trained: {', '.join(untrained)}"
+    if reference is None:
+        return "there is no arm to compare with"
+    if outcome.losses != reference.losses:
+        return f"losses {outcome.losses} are not those of {reference.arm}, {reference.losses}"
+    if outcome.weights != reference.weights:
+        return f"weights are not those of {reference.arm}"
+    return None
+
+
+def format_table(
+    arms: Sequence[str], outcomes: Mapping[str, Sequence[Outcome]], failures: Mapping[str, str]
+) -> str:
+    """The table that a person reads, in Markdown."""
+    head = [
+        "arm", "losses, weights", "trained", "entries that are the model's", "last loss",
+        "resting MB per rank", "peak MB per rank", "RSS MB per rank",
+    ]  # fmt: skip
+    body = []
+    for arm in arms:
+        if arm not in outcomes:
+            body.append([arm, "FAILED", *[""] * 6])
+            continue
+        ranks = outcomes[arm]
+        first = ranks[0]
+        name = f"{arm} WRONG" if arm in failures else arm
+        body.append([
+            name,
+            _likeness(ranks, outcomes.get(f"{engine_of(arm)}_after")),
+            f"{min(len(o.trained) for o in ranks)}/{len(first.weights)}",
+            f"{min(o.num_held for o in ranks)}/{first.num_entries}",
+            f"{sum(o.losses[-1] for o in ranks) / len(ranks):.6f}",
+            " ".join(f"{o.resting_bytes / 1e6:.1f}" for o in ranks),
+            " ".join(f"{o.peak_bytes / 1e6:.1f}" for o in ranks),
+            " ".join(f"{o.rss_bytes / 1e6:.0f}" for o in ranks),
+        ])  # fmt: skip
+    return markdown_table(head, body)
+
+
+def _likeness(ranks: Sequence[Outcome], reference: Sequence[Outcome] | None) -> str:
+    if reference is None:
+        return "?"
+    if ranks is reference:
+        return "reference"
+    pairs = list(zip(ranks, reference, strict=True))
+    losses = all(a.losses == b.losses for a, b in pairs)
+    weights = all(a.weights == b.weights for a, b in pairs)
+    return " ".join("same," if same else "other," for same in (losses, weights)).rstrip(",")
+
+
+def _run(arm: str, num_ranks: int, num_steps: int, folder: Path, timeout_s: float) -> str | None:
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
+    folder.mkdir(parents=True)
+    module = "lightning_fsdp.bench.optimizer_arms"
+    command = [sys.executable, "-m", module, arm, str(num_ranks), str(num_steps), str(folder)]
+    return run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
+
+
+def _write(
+    out: Path,
+    document: dict[str, Any],
+    outcomes: Mapping[str, Sequence[Outcome]],
+    failures: Mapping[str, str],
+    table: str,
+) -> None:
+    arms = {
+        arm: [
+            {
+                **asdict(outcome),
+                "resting_bytes": outcome.resting_bytes,
+                "peak_bytes": outcome.peak_bytes,
+                "rss_bytes": outcome.rss_bytes,
+            }
+            for outcome in ranks
+        ]
+        for arm, ranks in outcomes.items()
+    }
+    results = {**document, "failures": dict(failures), "arms": arms}
+    (out / "results.json").write_text(json.dumps(results))
+    (out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
+    if outcomes:
+        firsts = {arm: ranks[0].phases for arm, ranks in outcomes.items()}
+        optimizer_picture.draw(firsts).savefig(out / "memory.png", dpi=150)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_fsdp.bench optimizer",
+        description="Build an optimizer before and after sharding, and see what it trains.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--nproc", type=int, default=2, help="ranks")
+    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per arm")
+    parser.add_argument("--out", type=Path, default=Path("runs/optimizer"))
+    return parser

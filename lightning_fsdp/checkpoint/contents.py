@@ -1,0 +1,226 @@
+"""What is in a checkpoint of any form, by name, tensors unread.
+
+==============  ==============================================  ==================================
+form            is                                              tensors are read
+==============  ==============================================  ==================================
+full            one file of the Trainer                         where they lie in the mapped file
+sharded         a folder of ``lightning_fsdp.checkpoint.folder``  some at a time, into memory
+safetensors     a folder of transformers, weights alone         where they lie in the mapped files
+==============  ==============================================  ==================================
+
+All have the names of the sharded form: ``model.<name>``, ``optimizer.<i>.<name>.<key>``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
+from lightning_fsdp.core.checkpoint import SCALARS
+
+FORMS = ("full", "sharded", "safetensors")
+NAMES = "optimizer_parameter_names"
+"""Key of a full checkpoint: of each optimizer, the names of the parameters of each group."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint that is open.
+
+    Attributes:
+        form: One of ``FORMS``.
+        outlines: Of all tensors.
+        state_dict: Of the module: by name ``{"tensor": name in outlines}`` or ``{"value": any}``;
+            tied parameters are one tensor.
+        optimizers: Per optimizer, by parameter name: ``slices`` (dtypes of the tensors there are),
+            ``state`` (the rest), ``param_groups`` (with names); ``None`` where there is nothing.
+        extra: Everything else.
+        missing: What is in the checkpoint and not in here, for the user to read.
+        read: Tensors, in the order that was asked for.
+    """
+
+    form: str
+    outlines: dict[str, Outline]
+    state_dict: dict[str, dict[str, Any]]
+    read: Callable[[Sequence[str]], Iterator[Tensor]]
+    optimizers: list[dict[str, Any]] | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+
+def open_checkpoint(path: Path, stack: ExitStack) -> Contents:
+    """Look into a checkpoint; runs no code from it.
+
+    Args:
+        path: A file or folder.
+        stack: Closes what is opened.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        ValueError: It is no checkpoint, or a damaged one.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: expected a checkpoint, got nothing there.")
+    if path.is_file():
+        return _open_full(path)
+    if is_folder(path):
+        return _open_safetensors(stack.enter_context(SafetensorsFolder(path)))
+    return _open_sharded(path)
+
+
+# -- full ------------------------------------------------------------------------------------------
+
+
+def _open_full(path: Path) -> Contents:
+    try:
+        file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        raise ValueError(
+            f"{path}: expected a file that torch.load(weights_only=True) reads, got another or a "
+            f"damaged one ({str(error).splitlines()[0]}). What would run code is not read."
+        ) from error
+    state = file.get("state_dict") if isinstance(file, dict) else None
+    if not isinstance(state, dict):
+        found = list(file)[:5] if isinstance(file, dict) else type(file).__name__
+        raise ValueError(
+            f"{path}: expected a checkpoint of the Trainer, with 'state_dict' in it, got {found}."
+        )
+    tensors: dict[str, Tensor] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    stored_as: dict[Any, str] = {}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            key = stored_as.setdefault(_identity(value, name), f"model.{name}")
+            tensors[key] = value
+            entries[name] = {"tensor": key}
+        else:
+            entries[name] = {"value": value}
+    optimizers, missing = _by_name(file, tensors)
+    extra = {k: v for k, v in file.items() if k not in ("state_dict", "optimizer_states", NAMES)}
+    outlines = {key: Outline(tuple(t.shape), t.dtype) for key, t in tensors.items()}
+    return Contents(
+        "full",
+        outlines,
+        entries,
+        lambda keys: (tensors[key] for key in keys),
+        optimizers,
+        extra,
+        missing,
+    )
+
+
+def _identity(tensor: Tensor, name: str) -> Any:
+    """The same for tied parameters."""
+    if tensor.numel() == 0:
+        return name
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _by_name(
+    file: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Optimizer states with names for numbers; their tensors are added to ``tensors``."""
+    states = file.get("optimizer_states")
+    if states is None:
+        return None, []
+    names_of = file.get(NAMES) or [_names_by_torch(state) for state in states]
+    if any(names is None or any("" in group for group in names) for names in names_of):
+        reason = (
+            "optimizer state: the file has numbers where a sharded checkpoint has names. Files "
+            "that the strategies of lightning_fsdp write have both"
+        )
+        return None, [reason]
+    result = []
+    for index, (state, names) in enumerate(zip(states, names_of, strict=True)):
+        if "state" not in state:  # what Lightning puts where there is no optimizer
+            result.append(dict(state))
+            continue
+        flat = [name for group in names for name in group]
+        slices: dict[str, dict[str, Any]] = {}
+        others: dict[str, dict[str, Any]] = {}
+        for number, values in state["state"].items():
+            name = flat[number]
+            shape = _shape_of(name, file["state_dict"])
+            for key, value in values.items():
+                if isinstance(value, Tensor) and key not in SCALARS and value.shape == shape:
+                    tensors[f"optimizer.{index}.{name}.{key}"] = value
+                    slices.setdefault(name, {})[key] = value.dtype
+                else:
+                    others.setdefault(name, {})[key] = value
+        groups = zip(state["param_groups"], names, strict=True)
+        result.append(
+            {
+                "slices": slices,
+                "state": others,
+                "param_groups": [{**group, "params": list(mine)} for group, mine in groups],
+            }
+        )
+    return result, []
+
+
+def _names_by_torch(state: Mapping[str, Any]) -> list[list[str]] | None:
+    """What torch notes where an optimizer was built over named parameters."""
+    groups = state.get("param_groups")
+    if groups is None:
+        return []
+    if not all("param_names" in group for group in groups):
+        return None
+    return [list(group["param_names"]) for group in groups]
+
+
+def _shape_of(name: str, state_dict: Mapping[str, Any]) -> torch.Size | None:
+    value = state_dict.get(name)
+    return value.shape if isinstance(value, Tensor) else None
+
+
+# -- safetensors -----------------------------------------------------------------------------------
+
+
+def _open_safetensors(opened: SafetensorsFolder) -> Contents:
+    names = {name: name for name in opened.outlines} | opened.aliases
+    return Contents(
+        "safetensors",
+        {f"model.{name}": outline for name, outline in opened.outlines.items()},
+        {name: {"tensor": f"model.{stored}"} for name, stored in names.items()},
+        lambda keys: (opened.mapped(key.removeprefix("model.")) for key in keys),
+    )
+
+
+# -- sharded ---------------------------------------------------------------------------------------
+
+
+def _open_sharded(path: Path) -> Contents:
+    try:
+        extra = folder.read_extra(path)
+        shapes = folder.read_shapes(path)
+    except (OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"{path}: expected a sharded checkpoint, or safetensors, got a folder without, or a "
+            f"damaged one ({error})."
+        ) from error
+    outlines = {key: Outline(tuple(shape), dtype) for key, (shape, dtype) in shapes.items()}
+
+    def read(keys: Sequence[str]) -> Iterator[Tensor]:
+        tensors = {key: torch.empty(*outlines[key][:1], dtype=outlines[key].dtype) for key in keys}
+        if tensors:
+            folder.load(path, tensors, partial=True)
+        while tensors:
+            yield tensors.pop(next(iter(tensors)))
+
+    return Contents(
+        "sharded",
+        outlines,
+        extra.pop("state_dict"),
+        read,
+        extra.pop("optimizer_states", None),
+        extra,
+    )

@@ -1,0 +1,244 @@
+"""Checkpoints from one form into another, in one process.
+
+==============  ==========================================================  =====================
+to              holds                                                       in memory at a time
+==============  ==========================================================  =====================
+full            everything                                                  nothing; all of it, if
+                                                                            it comes from shards
+sharded         everything; optimizer state if its names are known          one tensor
+safetensors     the weights                                                 one tensor; one file,
+                                                                            if from shards
+==============  ==========================================================  =====================
+
+What cannot be held is told. The new checkpoint is there when all of it is, and never replaces one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.contents import FORMS, NAMES, Contents, open_checkpoint
+from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
+
+# What transformers keeps beside weights: of the model, and of the tokenizer.
+_BESIDE = ("config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt")
+_BESIDE_MORE = ("*.model", "chat_template*")
+
+Progress = Callable[[int], None]
+
+
+def _ignore(_num_bytes: int) -> None:
+    return
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    prefix: str = "",
+    config: str | os.PathLike[str] | None = None,
+    max_shard_size: int | str = "5GB",
+    on_total: Progress = _ignore,
+    on_bytes: Progress = _ignore,
+) -> list[str]:
+    """Write a checkpoint in another form. Needs neither a process group nor an accelerator.
+
+    Args:
+        source: A file of the Trainer, a sharded folder, or a folder of safetensors.
+        target: Where nothing is yet.
+        to: ``"full"``, ``"sharded"`` or ``"safetensors"``.
+        prefix: Of names in the Trainer's checkpoint, which names in safetensors do without.
+        config: A folder of transformers: configuration and tokenizer are copied from it.
+        max_shard_size: Of a safetensors file.
+        on_total: Told once how many bytes of tensors there are.
+        on_bytes: Told of each tensor, when it is written, or where it is handed over to be written.
+
+    Returns:
+        What the new checkpoint does not hold, in words.
+
+    Raises:
+        OSError: There is nothing at ``source``, or something at ``target``.
+        ValueError: ``source`` is no checkpoint, or a damaged one, or has that form already.
+    """
+    source, target = Path(source), Path(target)
+    max_bytes = bytes_of(max_shard_size)
+    if to not in FORMS:
+        raise ValueError(f"to: expected one of {', '.join(FORMS)}, got {to!r}.")
+    if target.exists() or target.is_symlink():
+        raise FileExistsError(f"{target}: expected nothing there yet. Choose another name.")
+    if config is not None and not (Path(config) / "config.json").is_file():
+        raise FileNotFoundError(f"{config}: expected a folder with config.json.")
+    with ExitStack() as stack:
+        contents = open_checkpoint(source, stack)
+        if contents.form == to:
+            raise ValueError(f"{source}: is {to} already. Copy it.")
+        on_total(sum(outline.nbytes for outline in contents.outlines.values()))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if to == "safetensors":
+            left_out = _write_safetensors(contents, target, prefix, config, max_bytes, on_bytes)
+        else:
+            if contents.form == "safetensors":
+                contents = _with_prefix(contents, prefix)
+            write = _write_full if to == "full" else _write_sharded
+            write(contents, target, on_bytes)
+            left_out = [*contents.missing]
+    return left_out
+
+
+def _with_prefix(contents: Contents, prefix: str) -> Contents:
+    """The names that the Trainer's module has."""
+
+    def renamed(key: str) -> str:
+        return f"model.{prefix}{key.removeprefix('model.')}"
+
+    return Contents(
+        contents.form,
+        {renamed(key): outline for key, outline in contents.outlines.items()},
+        {f"{prefix}{n}": {"tensor": renamed(e["tensor"])} for n, e in contents.state_dict.items()},
+        lambda keys: contents.read([f"model.{k[len('model.' + prefix) :]}" for k in keys]),
+        extra={"pytorch-lightning_version": _lightning_version(), "epoch": 0, "global_step": 0},
+    )
+
+
+def _lightning_version() -> str:
+    import lightning
+
+    return str(lightning.__version__)
+
+
+def _all_tensors(contents: Contents, on_bytes: Progress) -> dict[str, Tensor]:
+    keys = list(contents.outlines)
+    tensors = {}
+    for key, tensor in zip(keys, contents.read(keys), strict=True):
+        tensors[key] = tensor
+        on_bytes(contents.outlines[key].nbytes)
+    return tensors
+
+
+# -- to full ---------------------------------------------------------------------------------------
+
+
+def _write_full(contents: Contents, target: Path, on_bytes: Progress) -> None:
+    tensors = _all_tensors(contents, on_bytes)
+    file = dict(contents.extra)
+    file["state_dict"] = {
+        name: tensors[entry["tensor"]] if "tensor" in entry else entry["value"]
+        for name, entry in contents.state_dict.items()
+    }
+    if contents.optimizers is not None:
+        packed = [_by_number(i, state, tensors) for i, state in enumerate(contents.optimizers)]
+        file["optimizer_states"] = packed
+        file[NAMES] = [
+            [group["params"] for group in state.get("param_groups", ())]
+            for state in contents.optimizers
+        ]
+    beside = target.with_name(f".{target.name}.partial")
+    try:
+        with beside.open("wb") as stream:
+            torch.save(file, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _by_number(index: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """As ``optimizer.state_dict()`` has it."""
+    if "slices" not in state:
+        return state
+    by_number: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    for group in state["param_groups"]:
+        names, first = group["params"], sum(len(other["params"]) for other in groups)
+        groups.append({**group, "params": list(range(first, first + len(names)))})
+        for number, name in enumerate(names, first):
+            values = dict(state["state"].get(name, {}))
+            for key in state["slices"].get(name, {}):
+                values[key] = tensors[f"optimizer.{index}.{name}.{key}"]
+            if values:
+                by_number[number] = values
+    return {"state": by_number, "param_groups": groups}
+
+
+# -- to sharded ------------------------------------------------------------------------------------
+
+
+def _write_sharded(contents: Contents, target: Path, on_bytes: Progress) -> None:
+    extra = {**contents.extra, "state_dict": contents.state_dict}
+    if contents.optimizers is not None:
+        extra["optimizer_states"] = contents.optimizers
+    folder.save(target, _all_tensors(contents, on_bytes), extra)
+
+
+# -- to safetensors --------------------------------------------------------------------------------
+
+
+def _write_safetensors(
+    contents: Contents,
+    target: Path,
+    prefix: str,
+    config: str | os.PathLike[str] | None,
+    max_bytes: int,
+    on_bytes: Progress,
+) -> list[str]:
+    names = [n for n, e in contents.state_dict.items() if "tensor" in e and n.startswith(prefix)]
+    if not names:
+        first = list(contents.state_dict)[:3]
+        raise ValueError(f"prefix: expected the beginning of names as {first}, got {prefix!r}.")
+    key_of: dict[str, str] = {}  # tensors under the first of their names
+    aliases: dict[str, str] = {}
+    name_of: dict[str, str] = {}
+    for name in names:
+        key, stored = contents.state_dict[name]["tensor"], name.removeprefix(prefix)
+        if key in name_of:
+            aliases[stored] = name_of[key]
+        else:
+            name_of[key], key_of[stored] = stored, key
+    outlines = {name: contents.outlines[key] for name, key in key_of.items()}
+    beside = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(beside, ignore_errors=True)  # of a conversion that was interrupted
+    beside.mkdir()
+    try:
+        writer = SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases)
+        for group in writer.groups:
+            tensors = contents.read([key_of[name] for name in group])
+            for name, tensor in zip(group, tensors, strict=True):
+                writer.write(name, tensor)
+                on_bytes(outlines[name].nbytes)
+            del tensor  # before the next file is read
+        writer.finish()
+        for pattern in (*_BESIDE, *_BESIDE_MORE) if config is not None else ():
+            for file in Path(str(config)).glob(pattern):
+                shutil.copy(file, beside)
+        beside.replace(target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return _left_out(contents, prefix, has_config=config is not None)
+
+
+def _left_out(contents: Contents, prefix: str, *, has_config: bool) -> list[str]:
+    told = []
+    if contents.optimizers or contents.missing:
+        told.append("optimizer state: safetensors hold weights alone")
+    if contents.extra:
+        told.append(f"{', '.join(map(str, contents.extra))}: safetensors hold weights alone")
+    others = [n for n, e in contents.state_dict.items() if "tensor" not in e]
+    if others:
+        told.append(f"{', '.join(others)}: no tensors")
+    outside = [n for n in contents.state_dict if not n.startswith(prefix)]
+    if outside:
+        told.append(f"{', '.join(outside)}: not below {prefix!r}")
+    if not has_config:
+        told.append("config.json, which from_pretrained needs: --config FOLDER copies one")
+    return told

@@ -1,0 +1,1 @@
+"""Converts checkpoints: ``python -m lightning_fsdp.convert --help``."""

@@ -1,0 +1,74 @@
+"""Command line of the conversion; see ``--help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from lightning_fsdp.checkpoint.contents import FORMS
+from lightning_fsdp.checkpoint.convert import convert
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert, and tell what the new checkpoint does not hold.
+
+    Returns:
+        Exit code: 0 if it is written.
+    """
+    args = _parser().parse_args(arguments)
+    with tqdm(unit="B", unit_scale=True, desc=str(args.target), leave=False) as bar:
+
+        def on_total(num_bytes: int) -> None:
+            bar.reset(total=num_bytes)
+
+        def on_bytes(num_bytes: int) -> None:
+            bar.update(num_bytes)
+
+        try:
+            left_out = convert(
+                args.source,
+                args.target,
+                to=args.to,
+                prefix=args.prefix,
+                config=args.config,
+                max_shard_size=args.max_shard_size,
+                on_total=on_total,
+                on_bytes=on_bytes,
+            )
+        except (OSError, ValueError) as error:
+            bar.close()
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(f"{args.target}: {args.to}")
+    for what in left_out:
+        print(f"not in it: {what}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_fsdp.convert",
+        description="Write a checkpoint in another form; one process, no accelerator.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument(
+        "source", type=Path, metavar="SRC", help="a Trainer's file, a sharded folder, safetensors"
+    )
+    parser.add_argument("target", type=Path, metavar="DST", help="where nothing is yet")
+    parser.add_argument("--to", required=True, choices=FORMS)
+    parser.add_argument(
+        "--prefix", default="", help="of names, which safetensors do without: 'model.'"
+    )
+    parser.add_argument(
+        "--config", type=Path, help="a folder with config.json (and a tokenizer) to copy"
+    )
+    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

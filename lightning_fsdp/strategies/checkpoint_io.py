@@ -1,0 +1,65 @@
+"""Full checkpoints on a local disk, without a second copy of them in memory.
+
+    saving     tensor by tensor into a file beside, which then takes the name
+    loading    the file is mapped: who takes a slice of a tensor reads that slice alone
+
+Lightning's own would write the file into memory first, twice, and read all of it on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from typing_extensions import override
+
+# What is cut or copied when it is loaded.
+_MAPPED = ("state_dict", "optimizer_states")
+
+
+class FullCheckpointIO(TorchCheckpointIO):
+    """Writes and reads local files; leaves URLs, and files of another kind, to Lightning."""
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.partial")
+        try:
+            with beside.open("wb") as stream:
+                torch.save(checkpoint, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        map_location: Callable[..., Any] | None = lambda storage, loc: storage,  # noqa: ARG005
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        if not _is_local(path) or not zipfile.is_zipfile(path):
+            return super().load_checkpoint(path, map_location, weights_only)
+        file: dict[str, Any] = torch.load(
+            path, map_location=map_location, mmap=True, weights_only=weights_only
+        )
+        # What others keep (callbacks, schedulers) must not hang on the file.
+        return {k: v if k in _MAPPED else copy.deepcopy(v) for k, v in file.items()}
+
+
+def _is_local(path: str | Path) -> bool:
+    return "://" not in str(path)

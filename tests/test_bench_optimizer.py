@@ -1,0 +1,144 @@
+"""The arms of the benchmark of optimizers: what each of them trains, and that judging can fail."""
+
+import dataclasses
+import importlib.util
+import os
+
+import pytest
+
+from lightning_fsdp.bench import optimizer, optimizer_picture
+from lightning_fsdp.bench.optimizer_arms import KINDS, NOT_FIXED, PEER, Outcome, Phase, run_arm
+from tests.support.trainer import on_trainer_ranks
+
+STEPS = 3
+
+
+def _run(rank, world_size, arms):
+    return {arm: run_arm(arm, rank, STEPS) for arm in arms}
+
+
+def _run_quietly(rank, world_size, arms):
+    os.environ["OMP_NUM_THREADS"] = "1"  # accelerate warns that it sets it
+    return _run(rank, world_size, arms)
+
+
+def _by_arm(arms):
+    by_rank = on_trainer_ranks(_run, 2, arms, timeout_s=110)
+    return {arm: [outcomes[arm] for outcomes in by_rank] for arm in arms}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return _by_arm([f"{engine}_{kind}" for engine in ("fsdp2", "scratch") for kind in KINDS])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["before_fixed", "lightning"])
+@pytest.mark.parametrize("engine", ["fsdp2", "scratch"])
+def test_a_fixed_arm_ends_in_the_bits_of_an_optimizer_built_after(outcomes, engine, kind):
+    for ours, theirs in zip(outcomes[f"{engine}_{kind}"], outcomes["fsdp2_after"], strict=True):
+        assert len(ours.losses) == STEPS
+        assert ours.losses == theirs.losses
+        assert ours.weights == theirs.weights
+        assert ours.trained == list(ours.weights)
+        assert ours.num_held == ours.num_entries == len(ours.weights) == 52
+
+
+@pytest.mark.slow
+def test_under_fsdp2_the_arm_that_is_not_fixed_trains_nothing(outcomes):
+    for outcome, right in zip(outcomes[NOT_FIXED], outcomes["fsdp2_after"], strict=True):
+        assert outcome.trained == []
+        assert outcome.num_held == 0
+        assert outcome.num_entries == 52
+        assert outcome.losses[0] == right.losses[0]
+        assert outcome.losses[1:] != right.losses[1:]
+
+
+@pytest.mark.slow
+def test_the_core_needs_no_fixing(outcomes):
+    assert [dataclasses.replace(o, arm="", phases=[]) for o in outcomes["scratch_after"]] == [
+        dataclasses.replace(o, arm="", phases=[]) for o in outcomes["scratch_before_not_fixed"]
+    ]
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_an_optimizer_built_after_and_not_fixed_keeps_the_old_model(outcomes):
+    weights = 4 * 1_059_584  # bytes of the whole model
+    for engine in ("fsdp2", "scratch"):
+        after = outcomes[f"{engine}_after"][0]
+        # Weights and two moments, half of each.
+        assert 1.5 * weights <= after.resting_bytes < 1.6 * weights
+        fixed = outcomes[f"{engine}_before_fixed"][0]
+        assert fixed.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05)
+        assert fixed.resting_bytes == after.resting_bytes
+    # Half of the new weights and their gradients, and all of the old ones.
+    assert outcomes[NOT_FIXED][0].resting_bytes >= 2.0 * weights
+
+
+@pytest.mark.slow
+def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_path):
+    assert optimizer.judge(outcomes) == {}
+    table = optimizer.format_table(list(outcomes), outcomes, {})
+    assert "| fsdp2_before_not_fixed   | other, other" in table
+    assert table.count("52/52") == 2 * 7
+    figure = optimizer_picture.draw({arm: ranks[0].phases for arm, ranks in outcomes.items()})
+    figure.savefig(tmp_path / "memory.png")
+    assert [len(axes.lines) for axes in figure.axes] == [4, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="the extra 'peers' is not installed"
+)
+def test_accelerate_ends_in_the_same_bits():
+    by_rank = on_trainer_ranks(_run_quietly, 2, ["fsdp2_after", PEER], timeout_s=110)
+    outcomes = {arm: [rank[arm] for rank in by_rank] for arm in by_rank[0]}
+    assert optimizer.judge(outcomes) == {}
+
+
+def _outcome(arm, **changes):
+    right = Outcome(
+        arm=arm, rank=0, losses=[2.0, 1.0], weights={"a": "1", "b": "2"}, trained=["a", "b"],
+        num_entries=2, num_held=2, phases=[Phase("build", [1], [1])],
+    )  # fmt: skip
+    return dataclasses.replace(right, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"losses": [2.0, 1.0000001]}, "losses .* are not those of fsdp2_after"),
+        ({"weights": {"a": "1", "b": "3"}}, "weights are not those of fsdp2_after"),
+        ({"trained": ["a"]}, "not trained: b"),
+        ({"num_held": 1}, "holds 1 of the model's 2"),
+    ],
+)
+def test_an_arm_that_is_wrong_is_told(changes, reason):
+    outcomes = {
+        "fsdp2_after": [_outcome("fsdp2_after")],
+        "fsdp2_before_fixed": [_outcome("fsdp2_before_fixed", **changes)],
+    }
+    wrong = optimizer.judge(outcomes)
+    assert list(wrong) == ["fsdp2_before_fixed"]
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(wrong["fsdp2_before_fixed"])
+    assert "WRONG" in optimizer.format_table(list(outcomes), outcomes, wrong)
+
+
+def test_an_arm_that_is_not_fixed_and_trains_is_told():
+    assert optimizer.judge({NOT_FIXED: [_outcome(NOT_FIXED)]}) == {
+        NOT_FIXED: "rank 0: expected an optimizer that trains nothing, got 2 tensors"
+    }
+    silent = _outcome(NOT_FIXED, trained=[], num_held=0)
+    assert optimizer.judge({NOT_FIXED: [silent]}) == {}
+
+
+def test_an_outcome_survives_its_file():
+    outcome = _outcome("fsdp2_after")
+    assert Outcome.from_json(outcome.to_json()) == outcome
+
+
+def test_a_wrong_number_of_ranks_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        optimizer.main(["--nproc", "1"])
+    assert "--nproc: at least 2" in capsys.readouterr().err

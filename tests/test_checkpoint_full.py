@@ -1,0 +1,249 @@
+"""Full checkpoints: how much of them anybody holds at a time, when written and when read."""
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
+from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
+from tests.support.ranks import errors_on_ranks, run_snippet
+from tests.support.trainer import (
+    SHARDED,
+    Block,
+    Regressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+MIB = 2**20
+needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells")
+
+
+def _own_bytes():
+    """Memory of this process that no file stands behind."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", text)[1])
+
+
+class _Wide(Regressor):
+    """Eight blocks of 8 MiB in fp32 each; Adam."""
+
+    def __init__(self, num_blocks=8, width=1024):
+        super().__init__(width=8)
+        self.blocks = nn.ModuleList(
+            nn.Linear(width, 2 * width, bias=False) for _ in range(num_blocks)
+        )
+        self.widths = (width, 2 * width)
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = x + block(x.repeat(1, self.widths[0] // 8))[:, :8]
+        return self.head(x)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+
+# -- written ---------------------------------------------------------------------------------------
+
+
+class _Gathers(Regressor):
+    """Watches what the gathering of a checkpoint adds to the memory of its rank."""
+
+    def __init__(self):
+        super().__init__(width=64, num_blocks=6)
+        self.watched = {}
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.001)
+
+    def on_train_end(self):
+        strategy, optimizer = self.trainer.strategy, self.trainer.optimizers[0]
+        for what, gather in (
+            ("model", strategy.lightning_module_state_dict),
+            ("optimizer", lambda: strategy.optimizer_state(optimizer)),
+        ):
+            peaks = [0]
+            tracker = StorageTracker(self)
+            tracker.track(optimizer_tensors(optimizer))
+            at_rest = tracker.settled_bytes()
+
+            def look(peaks=peaks, tracker=tracker):
+                if tracker.live_bytes() > max(peaks):  # gloo's threads let go a little later
+                    peaks.append(tracker.settled_bytes())
+
+            tracker.at_each_operation = look
+            with tracker:
+                result = gather()
+            values = list(result.get("state", {}).values()) or [result]
+            kept = [v for each in values for v in each.values() if isinstance(v, torch.Tensor)]
+            kept = bytes_of(v for v in kept if not v.is_meta)
+            self.watched[what] = (max(peaks) - at_rest, kept)
+
+
+def _gather(rank, world_size, folder, strategy):
+    model = seeded(_Gathers)
+    make_trainer(strategy, Path(folder)).fit(model, make_loader())
+    return model.watched
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_the_writer_holds_the_state_and_one_unit_and_others_less_than_two(tmp_path, strategy):
+    first, second = on_trainer_ranks(_gather, 2, str(tmp_path), strategy)
+    plain = _Gathers()
+    total = bytes_of(plain.parameters())
+    unit = bytes_of(Block(64).parameters())
+    for what, whole in (("model", total), ("optimizer", 2 * total)):
+        peak, kept = first[what]
+        assert whole <= kept <= 1.01 * whole, what
+        assert peak <= kept + unit, what
+        peak, kept = second[what]
+        assert kept <= 4096, what  # counts of steps
+        assert peak < 2 * unit, what
+
+
+@needs_proc
+def test_a_file_is_written_without_a_copy_in_memory(tmp_path):
+    finished = run_snippet(
+        f"""
+        import resource, torch
+        from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
+        state = {{str(n): torch.ones(2**20) for n in range(32)}}  # 128 MiB
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        FullCheckpointIO().save_checkpoint({{"state_dict": state}}, {str(tmp_path / "a.ckpt")!r})
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        """
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert int(finished.stdout) * 1024 <= 16 * MIB
+    assert (tmp_path / "a.ckpt").stat().st_size >= 128 * MIB
+
+
+def _full_disk(rank, world_size, folder):
+    path = Path(folder) / "kept.ckpt"
+    trainer = make_trainer(SHARDED[0], Path(folder))
+    trainer.fit(seeded(Regressor), make_loader())
+    trainer.save_checkpoint(path)
+    before = path.read_bytes()
+
+    save = torch.save
+
+    def fail(what, stream, *args, **kwargs):
+        if isinstance(stream, io.BytesIO):  # a message between ranks
+            return save(what, stream, *args, **kwargs)
+        stream.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    torch.save = fail
+    try:
+        trainer.save_checkpoint(path)
+    finally:
+        assert path.read_bytes() == before
+        assert rank or [p.name for p in path.parent.iterdir()] == ["kept.ckpt"]
+
+
+def _with_trainer(rank, world_size, fn, *args):
+    from tests.support.trainer import as_torchrun
+
+    as_torchrun(rank, world_size)
+    return fn(rank, world_size, *args)
+
+
+def test_a_full_disk_is_an_error_on_every_rank_and_the_last_file_stays(tmp_path):
+    for error in errors_on_ranks(_with_trainer, 2, _full_disk, str(tmp_path)):
+        assert error is not None
+        assert re.search(r"kept\.ckpt.*rank 0 of 2.*No space left", error.message), error
+
+
+# -- read ------------------------------------------------------------------------------------------
+
+
+class _Loads(_Wide):
+    """Watches what the loading of a checkpoint adds to the memory of its rank."""
+
+    path = None
+    added = None
+
+    def on_train_start(self):
+        engine, (optimizer,) = self.trainer.strategy.engine, self.trainer.optimizers
+        before = _own_bytes()
+        file = FullCheckpointIO().load_checkpoint(self.path)
+        self.mapped = _own_bytes() - before
+        (state,) = file["optimizer_states"]
+        tracker = StorageTracker()
+        self.added = []
+        for load in (
+            lambda: engine.load_full_state_dict(file["state_dict"]),
+            lambda: engine.load_full_optimizer_state_dict(optimizer, state),
+        ):
+            peaks = []
+            before = _own_bytes()
+            tracker.at_each_operation = lambda p=peaks: p.append(_own_bytes())
+            with tracker:
+                load()
+            self.added.append(max(peaks) - before)
+        self.held = bytes_of(v for v in optimizer_tensors(optimizer) if v.dim())
+
+
+def _load(rank, world_size, folder, strategy):
+    path = Path(folder) / "full.ckpt"
+    model = seeded(_Wide)
+    trainer = make_trainer("ddp", Path(folder))
+    trainer.fit(model, make_loader(8))
+    trainer.save_checkpoint(path)
+    del trainer
+    loaded = seeded(_Loads, seed=1)
+    loaded.path = path
+    make_trainer(strategy, Path(folder), limit_train_batches=1).fit(loaded, make_loader(8))
+    return loaded.added, loaded.held, loaded.mapped
+
+
+@needs_proc
+@pytest.mark.parametrize("strategy", SHARDED[::2])
+def test_a_reader_holds_its_slices_and_one_tensor(tmp_path, strategy):
+    total, tensor = 64 * MIB, 8 * MIB
+    results = on_trainer_ranks(_load, 2, str(tmp_path), strategy)
+    for (model, optimizer), held, mapped in results:
+        assert mapped <= 4 * MIB
+        assert model <= tensor + 4 * MIB
+        assert 0.9 * total <= held <= 1.1 * total  # two states of a half
+        assert optimizer <= held + tensor + 4 * MIB
+
+
+class _Meta(Regressor):
+    """Has no memory before it is sharded."""
+
+    def __init__(self):
+        super().__init__()
+        self.inlet = self.blocks = self.head = None
+
+    def configure_model(self):
+        if self.head is None:
+            with torch.device("meta"):
+                built = Regressor()
+            self.inlet, self.blocks, self.head = built.inlet, built.blocks, built.head
+
+
+def _resume(rank, world_size, folder):
+    path = Path(folder) / "full.ckpt"
+    expected = seeded(Regressor)
+    trainer = make_trainer("ddp", Path(folder))
+    trainer.fit(expected, make_loader())
+    trainer.save_checkpoint(path)
+    for strategy in SHARDED:
+        model = seeded(_Meta, seed=7)
+        trainer = make_trainer(strategy, Path(folder))
+        trainer.validate(model, make_loader(), ckpt_path=path, verbose=False, weights_only=False)
+        torch.testing.assert_close(weights_of(model), weights_of(expected), atol=0, rtol=0)
+
+
+def test_a_model_without_memory_is_loaded_once_it_is_sharded(tmp_path):
+    on_trainer_ranks(_resume, 2, str(tmp_path))
