@@ -20,6 +20,7 @@ from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
 from lightning_fsdp.engines.embeddings import keep_main_dtype
 from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import PHASES, Run, dry_run, largest_batch
+from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import MODELS, block_classes, build, config_of
 from lightning_fsdp.strategies.precision import POLICIES
 from recipes.causal_lm import CausalLM
@@ -247,6 +248,17 @@ def test_a_name_has_the_parameters_of_its_paper(name, num_parameters):
         model = build(config_of(name))
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
     assert len(block_classes(model)) == 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_looking_at_all_storages_finds_no_more(folder_of, monkeypatch, stage):
+    options = {"world_size": 64, "zero_stage": stage, "grad_accum": 2, "precision": "bf16-mixed"}
+    folder = folder_of("qwen")
+    found = planned(folder, **options, activation_checkpointing=True)
+    for name in ("tell", "live_bytes", "_note", "_measure"):
+        monkeypatch.delattr(FakeLedger, name)  # what it does faster than any ledger
+    assert planned(folder, **options, activation_checkpointing=True) == found
+    assert found.peak_bytes > 0
 
 
 # -- the largest batch -------------------------------------------------------------------------
