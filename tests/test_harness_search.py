@@ -23,6 +23,22 @@ def test_it_finds_the_limit_or_the_cap_and_tries_no_size_twice(limit, cap):
     assert all((tried.failure is None) == (tried.size <= limit) for tried in search.tried)
 
 
+@given(limit=st.integers(0, 300), cap=st.integers(1, 300), guess=st.integers(-5, 400))
+def test_a_guess_changes_the_way_and_not_the_end(limit, cap, guess):
+    search = largest_that_fits(up_to(limit), cap=cap, guess=lambda: guess)
+    assert search.largest == (min(limit, cap) or None)
+    assert len(set(sizes(search))) == len(sizes(search)) <= 2 * cap.bit_length() + 4
+    assert max(sizes(search)) <= cap
+    assert all((tried.failure is None) == (tried.size <= limit) for tried in search.tried)
+
+
+def test_a_good_guess_saves_most_attempts():
+    right = largest_that_fits(up_to(100), cap=1000, guess=lambda: 100)
+    assert sizes(right) == [1, 2, 100, 101]
+    near = largest_that_fits(up_to(99), cap=1000, guess=lambda: 100)
+    assert sizes(near) == [1, 2, 100, 99]
+
+
 def test_nothing_fits_where_the_smallest_fails():
     search = largest_that_fits(up_to(0), cap=64)
     assert search.largest is None

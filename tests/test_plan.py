@@ -275,6 +275,14 @@ def test_the_largest_batch_fits_and_the_next_does_not(folder):
     assert search.limit.startswith(f"{search.largest + 1}: takes ")
 
 
+def test_a_search_over_activations_takes_four_plans():
+    config, run = config_of("gpt2-nano"), Run(world_size=8)
+    search, _ = largest_batch(config, run, device_bytes=20 * 10**9, cap=1000)
+    sizes = [tried.size for tried in search.tried]
+    assert sizes == [1, 2, search.largest, search.largest + 1]
+    assert search.largest > 16
+
+
 def test_the_command_writes_the_table_and_the_file(tmp_path, folder, capsys):
     out = tmp_path / "out" / "plan.json"
     arguments = ["--model", str(folder), "--world", "8", "--seq-len", "32", "--json", str(out)]
@@ -298,12 +306,18 @@ def test_the_command_writes_the_table_and_the_file(tmp_path, folder, capsys):
     [
         ({"--model": "gpt9"}, "expected one of gpt2-nano, .* or a folder"),
         ({"--world": "0"}, "world_size: expected at least 1, got 0"),
-        ({"--stage": "1"}, "zero_stage: expected 2 .* or 3 .*, got 1"),
+        ({"--stage": "4"}, "zero_stage: expected 2 .* or 3 .*, got 4"),
         ({"--precision": "16-mixed"}, "expected one without a gradient scaler"),
         ({"--precision": "half"}, "precision: expected one of '32-true'"),
         ({"--batch-size": "0"}, "batch_size: expected at least 1, got 0"),
         ({"--seq-len": "4096"}, "expected at most the model's 1024 positions, got 4096"),
-        ({"--device-memory": "much"}, "expected an amount of memory, such as 80GB"),
+        (
+            {"--device-memory": "much"},
+            "--device-memory: expected an amount of memory, such as 80GB",
+        ),
+        ({"--device-memory": ""}, "--device-memory: expected an amount of memory, .* got ''"),
+        ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
+        ({"--device-memory": "1GB", "--batch-size": "4"}, "not allowed with argument"),
         ({"--device-memory": "1GB", "--max-batch-size": "0"}, "cap: expected at least 1, got 0"),
     ],
 )

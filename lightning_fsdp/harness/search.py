@@ -48,7 +48,13 @@ class Search:
         return f"{length}{nearest.size}: {nearest.failure}"
 
 
-def largest_that_fits(attempt: Attempt, *, cap: int, verify: Attempt | None = None) -> Search:
+def largest_that_fits(
+    attempt: Attempt,
+    *,
+    cap: int,
+    verify: Attempt | None = None,
+    guess: Callable[[], int] | None = None,
+) -> Search:
     """Double from 1 until an attempt fails, then bisect.
 
     Sizes below one that fits are taken to fit as well, and sizes above one that fails to fail.
@@ -58,6 +64,8 @@ def largest_that_fits(attempt: Attempt, *, cap: int, verify: Attempt | None = No
         cap: The largest size to try.
         verify: Tries a size at full length. What it refuses does not fit, whatever ``attempt``
             said, and the search goes on below; what the search finds has passed it.
+        guess: Asked once 1 and 2 fit: what the answer probably is. It is tried next, with its
+            neighbours; a wrong one costs three attempts, a right one saves most others.
 
     Raises:
         ValueError: ``cap`` leaves nothing to try.
@@ -71,17 +79,24 @@ def largest_that_fits(attempt: Attempt, *, cap: int, verify: Attempt | None = No
         return tried[-1].failure is None
 
     largest, refused = 0, cap + 1  # what is known to fit, and what is not; nothing in between
-    while refused - largest > 1 and fits(size := min(2 * largest or 1, cap), by=attempt):
-        largest = size
-    if largest < cap:
-        refused = tried[-1].size
+
+    def narrow(size: int) -> None:
+        nonlocal largest, refused
+        if largest < size < refused:  # else the answer is known
+            if fits(size, by=attempt):
+                largest = size
+            else:
+                refused = size
+
+    while largest < cap < refused:  # so far everything fits
+        narrow(min(2 * largest or 1, cap))
+        if largest == 2 and guess is not None:
+            likely = min(guess(), cap)
+            for size in (likely, likely + 1, likely - 1):
+                narrow(size)
     while True:
         while refused - largest > 1:
-            middle = (largest + refused) // 2
-            if fits(middle, by=attempt):
-                largest = middle
-            else:
-                refused = middle
+            narrow((largest + refused) // 2)
         if largest == 0 or verify is None or fits(largest, by=verify):
             return Search(largest or None, cap, tuple(tried))
         refused = largest

@@ -14,6 +14,8 @@ from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.report import as_json, format_plan, format_search
 from lightning_fsdp.strategies.precision import POLICIES
 
+_MAX_BATCH_SIZE = 1024
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, write the file.
@@ -23,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(arguments)
+    if args.max_batch_size is not None and args.device_memory is None:
+        parser.error("--max-batch-size: expected --device-memory with it, as it ends a search")
+    cap = _MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size
     search = plan = None
     try:
         config = config_of(args.model)
@@ -39,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.device_memory is None:
             plan = dry_run(config, run)
         else:
-            search, plan = largest_batch(
-                config, run, device_bytes=args.device_memory, cap=args.max_batch_size
-            )
+            search, plan = largest_batch(config, run, device_bytes=args.device_memory, cap=cap)
     except ValueError as error:
         parser.error(str(error))
     if plan is not None:
@@ -75,20 +78,26 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--precision", default=Run.precision, help=f"of the Trainer: {', '.join(POLICIES)}"
     )
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences per micro-batch")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--batch-size", type=int, default=1, help="sequences per micro-batch")
+    size.add_argument(
+        "--device-memory",
+        type=_amount,
+        metavar="AMOUNT",
+        help="such as 80GB: look for the largest batch that fits, in place of --batch-size",
+    )
+    parser.add_argument(
+        "--max-batch-size",
+        type=int,
+        metavar="CAP",
+        help=f"with --device-memory: where to stop looking; without it {_MAX_BATCH_SIZE}",
+    )
     parser.add_argument("--seq-len", type=int, default=Run.seq_len, help="tokens per sequence")
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--activation-checkpointing", action="store_true", help="of the blocks")
     parser.add_argument(
         "--backend", default=Run.backend, choices=["nccl", "gloo"], help="of the process group"
     )
-    parser.add_argument(
-        "--device-memory",
-        type=_amount,
-        metavar="AMOUNT",
-        help="such as 80GB: look for the largest batch that fits, in place of --batch-size",
-    )
-    parser.add_argument("--max-batch-size", type=int, default=1024, help="where to stop looking")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     return parser
 

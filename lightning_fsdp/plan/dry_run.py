@@ -175,8 +175,13 @@ def largest_batch(
         peak_bytes = plans[size].peak_bytes
         return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
 
+    def guess() -> int:
+        # Most peaks are a constant and as much again for each sequence.
+        first, second = plans[1].peak_bytes, plans[2].peak_bytes
+        return 1 + (device_bytes - first) // max(second - first, 1)
+
     with _training(config, run) as training:
-        search = largest_that_fits(attempt, cap=cap)
+        search = largest_that_fits(attempt, cap=cap, guess=guess)
     return search, None if search.largest is None else plans[search.largest]
 
 
