@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import lightning_fsdp
 from lightning_fsdp import shard_model
 from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.plan import __main__ as plan
 from recipes.gpt2 import GPT2
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
@@ -145,6 +147,17 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path):
     ):
         assert tag in scalars, tag
     assert [image.step for image in events.Images("memory/timeline")] == [0, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_plan_prints_what_the_readme_shows(capsys):
+    blocks = re.findall(
+        r"```\n\$ python -m lightning_fsdp\.plan (.*?)\n(.*?)```", README, re.DOTALL
+    )
+    ((arguments, shown),) = blocks
+    assert plan.main(shlex.split(arguments)) == 0
+    assert capsys.readouterr().out == shown
 
 
 class _SeesTheStart(L.Callback):

@@ -6,16 +6,18 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench import optimizer
 from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
+from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
 from lightning_fsdp.bench.report import format_table, summarize, write
-from lightning_fsdp.bench.runner import run_arms
+from lightning_fsdp.bench.runner import Run, run_arm, run_arms
 from lightning_fsdp.bench.scaling import networks_of, run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
+from lightning_fsdp.harness.amounts import format_bytes, parse_bytes
 from lightning_fsdp.harness.environment import describe, environment
 
 
@@ -43,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--config: no file {str(args.config)!r}. Run from the project's folder.")
     if args.nproc < 1 or args.steps < 2 or args.repeats < 1 or args.warmup < 0:
         parser.error("--nproc and --repeats: at least 1; --steps: at least 2; --warmup: at least 0")
+    if (args.largest_batch is None) != (args.device_memory is None):
+        parser.error("--largest-batch and --device-memory: expected both or none of them")
+    if args.largest_batch is not None and args.simulate_world:
+        parser.error("--simulate-world and --largest-batch: expected one of them")
+    if args.largest_batch is not None and args.largest_batch < 1:
+        parser.error(f"--largest-batch: expected at least 1, got {args.largest_batch}")
     workload = Workload(
         config=args.config,
         num_ranks=args.nproc,
@@ -52,12 +60,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         observed_steps=2,
     )
     command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
-    if args.simulate_world:
-        return _simulate(parser, args, arms, workload, {"command": command, **environment()})
-    runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
-    rows = summarize(arms, runs, workload)
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
+    if args.simulate_world:
+        return _simulate(parser, args, arms, workload, document)
+    if args.largest_batch is not None:
+        return _find_largest(arms, workload, args, document)
+    runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
+    rows = summarize(arms, runs, workload)
     write(args.out, rows, runs, document)
     print(f"\n{describe(document)}\n\n{format_table(rows)}\n\nWritten to {args.out}/: report.md, ")
     print("comparison.csv, results.json (every repeat), runs/ (a log per run)")
@@ -97,6 +107,42 @@ def _simulate(
     return 1 if failed else 0
 
 
+def _find_largest(
+    arms: Sequence[Arm], workload: Workload, args: argparse.Namespace, document: dict[str, Any]
+) -> int:
+    def run(arm: Arm, of: Workload, out: Path) -> Run:
+        done = run_arm(arm, of, repeat=0, out=out, timeout_s=args.timeout)
+        peaks = [format_bytes(rank.peak_bytes or 0) for rank in done.ranks]
+        said = done.failure or f"at most {' '.join(peaks)}"
+        print(f"{arm.name}, {of.total_steps} steps, {done.wall_s:.0f} s: {said}", flush=True)
+        return done
+
+    # A size is searched, and one process would take the batches of all ranks.
+    chosen = dict.fromkeys(replace(arm, batch_size=1) for arm in arms if arm.engine != "single")
+    found = find_largest(
+        list(chosen),
+        workload,
+        run,
+        cap=args.largest_batch,
+        device_bytes=args.device_memory,
+        out=args.out / "runs",
+    )
+    write_found(args.out, found, document)
+    print(f"\n{describe(document)}\n\n{format_found(found)}\n\nWritten to {args.out}/: ")
+    print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
+    without = [each for each in found if each.search.largest is None]
+    for each in without:
+        print(f"error: {each.arm}: no batch fits; {each.search.limit}", file=sys.stderr)
+    return 1 if without else 0
+
+
+def _amount(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench",
@@ -128,6 +174,18 @@ def _parser() -> argparse.ArgumentParser:
     simulation.add_argument("--hosts", type=int, default=1, help="that the largest N are spread on")
     simulation.add_argument("--host-bandwidth", type=float, help="of a link between hosts, GB/s")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run")
+    parser.add_argument(
+        "--largest-batch",
+        type=int,
+        metavar="CAP",
+        help="in place of comparing: find each arm's largest batch per rank, at most CAP",
+    )
+    parser.add_argument(
+        "--device-memory",
+        type=_amount,
+        metavar="AMOUNT",
+        help="with --largest-batch: what a rank's tensors may take, such as 2GB",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser
 

@@ -2,13 +2,15 @@
 
 A run is three stretches of optimizer steps: warm-up, timed, observed. Only wall time is taken in
 the timed ones; memory and traffic come from the observed ones, which exact tracking makes slow.
+
+A rank that raises writes what it raised in place of what it measured.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +51,44 @@ class RankMeasurement:
     simulated: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True)
+class RankFailure:
+    """What a rank writes that raised.
+
+    Attributes:
+        type: Of the exception, with its module.
+        message: First line of what it says.
+        is_out_of_memory: By type, of the exception or of one that led to it. (torch's allocator on
+            CPU raises a plain ``RuntimeError``, which is not told from others.)
+    """
+
+    rank: int
+    type: str
+    message: str
+    is_out_of_memory: bool
+
+    @classmethod
+    def of(cls, rank: int, exception: BaseException) -> RankFailure:
+        """Describe an exception, or the one among those that led to it that is about memory."""
+        shown, is_out_of_memory = exception, False
+        link: BaseException | None = exception
+        seen: set[int] = set()
+        while link is not None and id(link) not in seen and not is_out_of_memory:
+            seen.add(id(link))  # a chain may close
+            if isinstance(link, (torch.OutOfMemoryError, MemoryError)):
+                shown, is_out_of_memory = link, True
+            link = link.__cause__ or link.__context__
+        lines = str(shown).strip().splitlines() or [""]
+        module, name = type(shown).__module__, type(shown).__qualname__
+        full_name = name if module == "builtins" else f"{module}.{name}"
+        return cls(rank, full_name, lines[0], is_out_of_memory)
+
+
 class Measure(L.Callback):
     """Measures the run that it is a callback of.
 
     Args:
-        out: Folder for ``rank{r}.json``.
+        out: Folder for ``rank{r}.json``, or ``failure{r}.json``.
         warmup_steps: Optimizer steps before the clock starts.
         timed_steps: Optimizer steps on the clock; those after them are observed.
     """
@@ -136,10 +171,16 @@ class Measure(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Stop observing; an unfinished run writes nothing."""
+        """Stop observing, and write why; what was measured of an unfinished run is dropped."""
         if self._observer is not None:
             self._observer.stop()
             self._observer = None
+        failure = RankFailure.of(trainer.global_rank, exception)
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / f"failure{failure.rank}.json"
+        unfinished = path.with_suffix(".part")  # other ranks may end this one while it writes
+        unfinished.write_text(json.dumps(asdict(failure)))
+        unfinished.replace(path)
 
 
 def _num_tokens(batch: Any) -> int:

@@ -144,6 +144,7 @@ def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[st
                 "repeat": run.repeat,
                 "wall_s": run.wall_s,
                 "failure": run.failure,
+                "failure_kind": run.failure_kind,
                 "ranks": [vars(rank) for rank in run.ranks],
             }
             for run in runs

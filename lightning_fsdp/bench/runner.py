@@ -9,12 +9,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.measure import RankMeasurement
+from lightning_fsdp.bench.measure import RankFailure, RankMeasurement
 from lightning_fsdp.harness.processes import run_command
+
+FailureKind = Literal["out_of_memory", "other"]
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Run:
         ranks: What each rank measured; empty if the run failed.
         wall_s: From start to end of the processes.
         failure: Why there is nothing to show, or ``None``.
+        failure_kind: By the type of what a rank raised; ``None`` without a failure.
         log: File with everything that the processes printed.
     """
 
@@ -34,6 +38,7 @@ class Run:
     log: Path
     ranks: list[RankMeasurement] = field(default_factory=list)
     failure: str | None = None
+    failure_kind: FailureKind | None = None
 
 
 def run_arms(
@@ -53,11 +58,22 @@ def run_arms(
     with tqdm(turns, unit="run", disable=None) as bar:
         for repeat, arm in bar:
             bar.set_description(f"{arm.name} (round {repeat + 1} of {repeats})")
-            runs.append(_run(arm, workload, repeat, out / "runs", timeout_s))
+            runs.append(
+                run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s)
+            )
     return runs
 
 
-def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float) -> Run:
+def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
+    """Run an arm once, in processes of its own.
+
+    Args:
+        arm: What to run.
+        workload: What it does.
+        repeat: Tells runs of one arm apart.
+        out: Folder for a folder of its log and measurements.
+        timeout_s: Wall time after which it is ended, with all its processes.
+    """
     folder = out / f"{arm.name}_r{repeat}"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
     folder.mkdir(parents=True)
@@ -66,12 +82,26 @@ def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float)
     command = [sys.executable, "-m", *workload.launcher, *recipe]
     start = time.perf_counter()
     failure = run_command(command, log=log, timeout_s=timeout_s)
-    run = Run(arm, repeat, time.perf_counter() - start, log, failure=failure)
-    if failure is None:
-        files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
-            run.failure = f"no measurement from {', '.join(missing)}"
-        else:
-            run.ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
-    return run
+    wall_s = time.perf_counter() - start
+    if failure is not None:
+        memory = _out_of_memory(folder)
+        kind: FailureKind = "other" if memory is None else "out_of_memory"
+        return Run(arm, repeat, wall_s, log, failure=memory or failure, failure_kind=kind)
+    files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        failure = f"no measurement from {', '.join(missing)}"
+        return Run(arm, repeat, wall_s, log, failure=failure, failure_kind="other")
+    ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
+    return Run(arm, repeat, wall_s, log, ranks=ranks)
+
+
+def _out_of_memory(folder: Path) -> str | None:
+    """Where and how a run ran out of memory; ``None`` if that is not why it failed."""
+    # A rank that loses another one fails as well, so any that ran out of memory is the cause.
+    for file in sorted(folder.glob("failure*.json")):
+        failure = RankFailure(**json.loads(file.read_text()))
+        if failure.is_out_of_memory:
+            says = f": {failure.message}" if failure.message else ""
+            return f"out of memory on rank {failure.rank}: {failure.type}{says}"
+    return None

@@ -84,9 +84,12 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         if any(not _is_plain(cls) for cls in types):
             return NotImplemented  # a subclass first; its own operations come back here
-        result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            self._count(func.__name__.split(".")[0], args)
+        return self.observe(func, args, kwargs or {})
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on tensors that count, and take in what it did."""
+        result = func(*args, **kwargs)
+        self._count(func, args)
         for tensor in _tensors((args, kwargs, result)):
             self._note(tensor)
         self._measure()
@@ -100,17 +103,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _measure(self) -> None:
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
 
-    def _note(self, tensor: Tensor) -> None:
-        if tensor.is_meta or not _is_plain(type(tensor)):
-            return
-        self._storages.add(tensor.untyped_storage())
+    def counts(self, tensor: Tensor) -> bool:
+        """Whether a tensor's storage is memory to be counted."""
+        return _is_plain(type(tensor)) and not tensor.is_meta
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name not in _COLLECTIVES:
-            return
-        kind, position = _COLLECTIVES[name]
-        self.observation.calls[kind] += 1
-        self.observation.payload_bytes += sum(t.nbytes for t in _tensors(args[position]))
+    def _note(self, tensor: Tensor) -> None:
+        if self.counts(tensor):
+            self._storages.add(tensor.untyped_storage())
+
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        kind, sent = sent_by(func, args)
+        if kind is not None:
+            self.observation.calls[kind] += 1
+            self.observation.payload_bytes += sum(tensor.nbytes for tensor in sent)
 
 
 class Ledger(Observer):  # type: ignore[no-untyped-call]
@@ -158,6 +163,10 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         """Bytes of the tensors alive at the last operation."""
         return sum(self._sizes.values())
 
+    @override
+    def counts(self, tensor: Tensor) -> bool:
+        return _is_plain(type(tensor)) and tensor.device.type == self._device_type
+
     def settle(self) -> None:
         """Take in what was freed since the last operation."""
         self._measure()
@@ -186,20 +195,28 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
             return
         self.num_operations += 1
         sizes = {number: storage.nbytes() for storage, number in self._numbers.items()}
-        for number in sizes.keys() | self._sizes.keys():
-            if sizes.get(number, 0) != self._sizes.get(number, 0):
-                self.changes.append((self.num_operations, number, sizes.get(number, 0)))
+        for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
+            self.changes.append((self.num_operations, number, sizes.get(number, 0)))
         self._sizes = sizes
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
 
     @override
     def _note(self, tensor: Tensor) -> None:
-        if tensor.device.type != self._device_type or not _is_plain(type(tensor)):
+        if not self.counts(tensor):
             return
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = self._num_storages
             self._num_storages += 1
+
+
+def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str | None, list[Tensor]]:
+    """The kind of a collective, and what this rank sends by it; ``None`` for other operations."""
+    name = func.__name__.split(".")[0]
+    if func.namespace != "c10d" or name not in _COLLECTIVES:
+        return None, []
+    kind, position = _COLLECTIVES[name]
+    return kind, _tensors(args[position])
 
 
 def resting_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:

@@ -141,6 +141,7 @@ class Communicator:
         num_replicas: Sharding groups that train the same model; 1 on a 1-D mesh.
         ranks: Of the default group, those in the sharding group.
         device_type: Of the tensors that the data group moves.
+        exchanges_in_pairs: Which of the two ways data moves.
         control: All ranks that train together, and what they agree on.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
@@ -168,7 +169,7 @@ class Communicator:
         self.traffic = {kind: Traffic() for kind in kinds}
         backend = dist.get_backend(group)
         self.device_type = "cuda" if "nccl" in backend else "cpu"
-        self._is_pairwise = backend == "gloo" and self.world_size <= _MAX_PAIRWISE_WORLD_SIZE
+        self.exchanges_in_pairs = exchanges_in_pairs(backend, self.world_size)
         self.control = ControlGroup(
             everyone or self.ranks,
             torch_internals.group_timeout(group),
@@ -238,7 +239,7 @@ class Communicator:
         slots = whole.view(self.world_size, -1)
         self._count("all_gather", slots[0].nbytes * (self.world_size - 1))
         works: list[tuple[dist.Work, str]] = []
-        if self.world_size > 1 and self._is_pairwise:
+        if self.world_size > 1 and self.exchanges_in_pairs:
             mine = slots[self.rank]
             works = self._exchange(
                 lambda peer: [mine], lambda peer: [slots[peer]], _tag_of(unit_name, reduces=False)
@@ -254,7 +255,7 @@ class Communicator:
     @property
     def takes_pieces(self) -> bool:
         """Whether a reduction sends pieces from where they are, or wants one flat region."""
-        return self._is_pairwise and self.world_size > 1
+        return self.exchanges_in_pairs and self.world_size > 1
 
     def reduce(
         self, pieces: Sequence[Piece], shard_numel: int, unit_name: str, *, dtype: torch.dtype
@@ -399,6 +400,11 @@ class Communicator:
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def exchanges_in_pairs(backend: str, world_size: int) -> bool:
+    """Whether ranks of such a group send to each other in pairs."""
+    return backend == "gloo" and world_size <= _MAX_PAIRWISE_WORLD_SIZE
 
 
 @functools.cache

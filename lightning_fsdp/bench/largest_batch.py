@@ -1,0 +1,128 @@
+"""The largest batch per rank that fits, for each arm: tried, not computed.
+
+Each attempt is a run of a few steps in processes of its own. It fails if the run does, for whatever
+reason, or if its tensors take more than the device has. What the search finds is then run at full
+length, and given up if that fails. (``python -m lightning_fsdp.plan`` computes, and runs nothing.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.environment import describe
+from lightning_fsdp.harness.search import Search, largest_that_fits
+from lightning_fsdp.harness.tables import markdown_table
+
+RunArm = Callable[[Arm, Workload, Path], Run]
+"""Runs an arm once; the folder is for its log and measurements."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search found for one arm.
+
+    Attributes:
+        arm: Its name without the batch size.
+        search: Its sizes are batches per rank.
+        runs: Of its attempts, in the same order.
+    """
+
+    arm: str
+    search: Search
+    runs: tuple[Run, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, by name; each attempt with its reason, its memory and its log."""
+        document = {"arm": self.arm, "limit": self.search.limit, **asdict(self.search)}
+        document["tried"] = [
+            {
+                **asdict(tried),
+                "failure_kind": run.failure_kind,
+                "peak_bytes": _peak_bytes(run),
+                "wall_s": run.wall_s,
+                "log": str(run.log),
+            }
+            for tried, run in zip(self.search.tried, self.runs, strict=True)
+        ]
+        return document
+
+
+def find_largest(
+    arms: Sequence[Arm], workload: Workload, run: RunArm, *, cap: int, device_bytes: int, out: Path
+) -> list[Found]:
+    """Search for each arm; their own batch sizes do not matter.
+
+    Args:
+        arms: Whose largest batch is asked for.
+        workload: What a run at full length does.
+        run: Runs an arm once.
+        cap: The largest batch to try.
+        device_bytes: What all tensors of a rank may take together.
+        out: Folder for all runs.
+    """
+    short = replace(workload, warmup_steps=1, timed_steps=1)
+    found = []
+    for arm in arms:
+        runs: list[Run] = []
+
+        def attempt(
+            size: int,
+            *,
+            arm: Arm = arm,
+            runs: list[Run] = runs,
+            of: Workload = short,
+            at: str = "short",
+        ) -> str | None:
+            runs.append(run(replace(arm, batch_size=size), of, out / at))
+            return _why_not(runs[-1], device_bytes)
+
+        verify = partial(attempt, of=workload, at="full")
+        search = largest_that_fits(attempt, cap=cap, verify=verify)
+        found.append(Found(_name_of(arm), search, tuple(runs)))
+    return found
+
+
+def format_found(found: Sequence[Found]) -> str:
+    """The table that a person reads, in Markdown."""
+    rows = []
+    for each in found:
+        sizes = [str(tried.size) for tried in each.search.tried if not tried.is_verification]
+        largest = "none" if each.search.largest is None else str(each.search.largest)
+        rows.append([each.arm, largest, each.search.limit, " ".join(sizes)])
+    return markdown_table(["arm", "largest batch per rank", "why not more", "tried"], rows)
+
+
+def write_found(out: Path, found: Sequence[Found], document: dict[str, Any]) -> None:
+    """Write ``largest_batch.json``, every attempt with its reason, and ``largest_batch.md``."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = {**document, "arms": [each.as_json() for each in found]}
+    (out / "largest_batch.json").write_text(json.dumps(results, indent=1) + "\n")
+    (out / "largest_batch.md").write_text(f"{describe(document)}\n\n{format_found(found)}\n")
+
+
+def _why_not(run: Run, device_bytes: int) -> str | None:
+    if run.failure is not None:
+        return run.failure
+    peak_bytes = _peak_bytes(run)
+    if peak_bytes is None:
+        return "its memory was not measured"
+    return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
+
+
+def _peak_bytes(run: Run) -> int | None:
+    """Of the rank that takes most; ``None`` if any of them was not measured."""
+    peaks = [rank.peak_bytes for rank in run.ranks if rank.peak_bytes is not None]
+    return max(peaks) if peaks and len(peaks) == len(run.ranks) else None
+
+
+def _name_of(arm: Arm) -> str:
+    stage = "" if arm.zero_stage is None else f"_zero{arm.zero_stage}"
+    return f"{arm.engine}{stage}_a{arm.grad_accum}"

@@ -1,0 +1,316 @@
+"""One training step of one rank by the real engine, on tensors without data and a group of one.
+
+torch's fake tensors have shapes, dtypes and storages, and no bytes; the collectives of its fake
+process group do nothing. So model, engine, autograd and optimizer run as they are, at any number of
+ranks, and every storage that they hold is seen when it comes and when it goes. A formula would have
+to repeat the engine's order of gathers, frees and reductions, and what autograd keeps; it would be
+wrong as soon as either changed.
+
+The step does what the Trainer does with the recipes' models, in its order::
+
+    forward    per micro-batch: model, cross entropy of the fp32 logits; gradients of the step
+               before are there until the first backward
+    backward   all but the last micro-batch's without communication
+    step       clipping by norm, fused AdamW
+
+It is the second step, as the first has no optimizer state and does not know the order of units yet.
+
+What is not seen: what an operation allocates and frees inside (workspaces of kernels), the CUDA
+context, buffers of NCCL, and the allocator's fragments. Operations are torch's for CPU, whose
+results, and what they keep for backward, have the shapes of those on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_fsdp.callbacks.storages import local_part
+from lightning_fsdp.config import plan_of_stage
+from lightning_fsdp.core.collectives import Communicator, exchanges_in_pairs
+from lightning_fsdp.core.fully_shard import shard_model
+from lightning_fsdp.core.gradients import gradients
+from lightning_fsdp.core.sharded_module import ShardedModule, units_in
+from lightning_fsdp.engines.embeddings import keep_main_dtype
+from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.search import Search, largest_that_fits
+from lightning_fsdp.plan import torch_internals
+from lightning_fsdp.plan.ledger import FakeLedger
+from lightning_fsdp.plan.models import block_classes, build
+from lightning_fsdp.strategies import unit_calls
+from lightning_fsdp.strategies.precision import ShardedPrecision
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+OWNERS = ("parameters", "gradients", "optimizer", "gathered", "local gradients", "activations")
+PHASES = ("forward", "backward", "step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is to be trained, and how.
+
+    Attributes:
+        world_size: Ranks.
+        zero_stage: 2 or 3.
+        precision: Of the Trainer.
+        batch_size: Sequences per rank and micro-batch.
+        seq_len: Tokens per sequence.
+        grad_accum: Micro-batches per optimizer step.
+        activation_checkpointing: Keep only the blocks' inputs and compute the rest again.
+        backend: Of the process group. Up to 8 ranks of gloo exchange shards in pairs, which holds
+            less.
+    """
+
+    world_size: int
+    zero_stage: int = 3
+    precision: str = "bf16-mixed"
+    batch_size: int = 1
+    seq_len: int = 1024
+    grad_accum: int = 1
+    activation_checkpointing: bool = False
+    backend: Literal["nccl", "gloo"] = "nccl"
+
+    def __post_init__(self) -> None:
+        plan_of_stage(self.zero_stage)
+        ShardedPrecision(self.precision)
+        if self.precision == "16-mixed":
+            raise ValueError(
+                "precision: expected one without a gradient scaler, which looks at values, got "
+                "'16-mixed'. Plan with 'bf16-mixed', which takes the same bytes."
+            )
+        for name in ("world_size", "batch_size", "seq_len", "grad_accum"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}: expected at least 1, got {getattr(self, name)}. Raise it."
+                )
+        if self.backend not in ("nccl", "gloo"):
+            raise ValueError(f"backend: expected 'nccl' or 'gloo', got {self.backend!r}.")
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """One phase; of several micro-batches the highest peak and the last rest.
+
+    Attributes:
+        peak: Bytes by owner at the moment of the phase with most bytes.
+        most: The most bytes of each owner in the phase, at whatever moment.
+        resting: Bytes by owner at its end.
+    """
+
+    peak: dict[str, int]
+    most: dict[str, int]
+    resting: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The memory of the rank that holds most.
+
+    Attributes:
+        num_parameters: Of the whole model.
+        phases: By name.
+    """
+
+    run: Run
+    num_parameters: int
+    phases: dict[str, PhaseBytes]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of tensors alive at once."""
+        return max(sum(phase.peak.values()) for phase in self.phases.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, by name."""
+        return {**asdict(self), "peak_bytes": self.peak_bytes}
+
+
+def dry_run(config: PretrainedConfig, run: Run) -> Plan:
+    """Plan a model's training.
+
+    Args:
+        config: Of a causal language model of transformers; nothing is allocated.
+        run: How it is trained.
+
+    Raises:
+        RuntimeError: This process belongs to a process group already.
+        ValueError: Sequences longer than the model's positions.
+    """
+    with _training(config, run) as training:
+        return training.plan(run.batch_size)
+
+
+def largest_batch(
+    config: PretrainedConfig, run: Run, *, device_bytes: int, cap: int
+) -> tuple[Search, Plan | None]:
+    """The most sequences per rank and micro-batch whose tensors fit on a device.
+
+    Args:
+        config: Of a causal language model of transformers.
+        run: How it is trained; its batch size does not matter.
+        device_bytes: What all tensors of a rank may take together.
+        cap: The largest batch to try.
+
+    Returns:
+        The search, and the plan of what it found.
+
+    Raises:
+        RuntimeError: See :func:`dry_run`.
+        ValueError: Likewise, or the cap is below 1.
+    """
+    plans: dict[int, Plan] = {}
+
+    def attempt(size: int) -> str | None:
+        plans[size] = training.plan(size)
+        peak_bytes = plans[size].peak_bytes
+        return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
+
+    def guess() -> int:
+        # Most peaks are a constant and as much again for each sequence.
+        first, second = plans[1].peak_bytes, plans[2].peak_bytes
+        return 1 + (device_bytes - first) // max(second - first, 1)
+
+    with _training(config, run) as training:
+        search = largest_that_fits(attempt, cap=cap, guess=guess)
+    return search, None if search.largest is None else plans[search.largest]
+
+
+@contextmanager
+def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
+    num_positions = getattr(config, "max_position_embeddings", run.seq_len)
+    if run.seq_len > num_positions:
+        raise ValueError(
+            f"seq_len: expected at most the model's {num_positions} positions, got {run.seq_len}. "
+            "Lower it."
+        )
+    with _group_of(run) as mesh, torch_internals.fake_tensors() as forget:
+        precision = ShardedPrecision(run.precision)
+        with precision.module_init_context():  # not convert_module, which swaps parameters
+            model = build(config)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        if run.activation_checkpointing:
+            unit_calls.apply(model, None, checkpointing=block_classes(model), compiles=False)
+        forget()
+        shard_model(model, plan_of_stage(run.zero_stage), mesh=mesh, mp_policy=precision.policy)
+        keep_main_dtype(model, precision.policy)
+        yield _Training(model, run, precision, num_parameters)
+
+
+class _Training:
+    """A sharded model in training, as the Trainer would run it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        precision: ShardedPrecision,
+        num_parameters: int,
+    ) -> None:
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self._run = run
+        self._precision = precision
+        self._num_parameters = num_parameters
+        self._step(1, lambda _: nullcontext())  # it learns the order of units
+
+    def plan(self, batch_size: int) -> Plan:
+        """Watch a step with so many sequences per micro-batch."""
+        ledger = FakeLedger()
+        clocks: list[tuple[str, int, int]] = []
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            start = ledger.num_operations
+            yield
+            ledger.settle()  # first: looking for owners makes views of its own
+            clocks.append((name, start, ledger.num_operations))
+            self._tell_owners(ledger)
+
+        self._tell_owners(ledger)
+        watch = gradients(self._model).on_local(
+            lambda _, gradient, __: ledger.tell("local gradients", [gradient])
+        )
+        ledger.start()
+        try:
+            self._step(batch_size, phase)
+        finally:
+            ledger.stop()
+            watch.remove()
+        run = replace(self._run, batch_size=batch_size)
+        return Plan(run, self._num_parameters, _phases_of(ledger, clocks))
+
+    def _step(self, batch_size: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+        model, num_micro_batches = cast(ShardedModule, self._model), self._run.grad_accum
+        for index in range(num_micro_batches):
+            with phase("forward"):
+                shape = batch_size, self._run.seq_len
+                input_ids, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
+                with self._precision.forward_context():
+                    loss = self._loss(input_ids, labels) / num_micro_batches
+                if index == 0:
+                    self._optimizer.zero_grad()
+            is_last = index == num_micro_batches - 1
+            with phase("backward"), nullcontext() if is_last else model.no_sync():
+                torch.autograd.backward(loss)
+        with phase("step"):
+            model.clip_grad_norm_(1.0)
+            self._optimizer.step()
+
+    def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self._model(input_ids=input_ids, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    def _tell_owners(self, ledger: FakeLedger) -> None:
+        segments = {segment for unit in units_in(self._model) for segment in unit.segments}
+        ledger.tell("gathered", (segment.buffer.flat for segment in segments))
+        ledger.tell("parameters", (segment.shard for segment in segments))
+        ledger.tell("parameters", self._model.buffers())
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        ledger.tell("optimizer", (local_part(v) for v in states if isinstance(v, Tensor)))
+        for gradient in gradients(self._model).values():
+            if gradient.state == "local":
+                ledger.tell("local gradients", [gradient.local()])
+            elif gradient.state == "reduced":
+                ledger.tell("gradients", [gradient.shard])
+
+
+def _phases_of(ledger: FakeLedger, clocks: list[tuple[str, int, int]]) -> dict[str, PhaseBytes]:
+    moments = ledger.moments(OWNERS)
+    phases = {}
+    for name in PHASES:
+        ranges = [(start, stop) for phase, start, stop in clocks if phase == name]
+        inside = [moments[i] for start, stop in ranges for i in range(start, stop + 1)]
+        phases[name] = PhaseBytes(
+            peak=max(inside, key=lambda of_owners: sum(of_owners.values())),
+            most={owner: max(moment[owner] for moment in inside) for owner in OWNERS},
+            resting=moments[ranges[-1][1]],
+        )
+    return phases
+
+
+@contextmanager
+def _group_of(run: Run) -> Iterator[DeviceMesh]:
+    """A process group whose other ranks do not exist."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "dry_run: expected a process without a process group, as it opens one of its own, got "
+            f"one of {dist.get_world_size()} ranks. Plan before training, or in another process."
+        )
+    torch_internals.open_fake_group(run.world_size)
+    try:
+        mesh = init_device_mesh("cpu", (run.world_size,))
+        communicator = Communicator.of(mesh.get_group())
+        communicator.exchanges_in_pairs = exchanges_in_pairs(run.backend, run.world_size)
+        yield mesh
+    finally:
+        dist.destroy_process_group()

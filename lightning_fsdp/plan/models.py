@@ -1,0 +1,98 @@
+"""Models by name, or by the folder of their config; built from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from lightning_fsdp.core.grouping import find_units
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout")
+
+
+def _gpt2(num_layers: int, width: int, num_heads: int) -> PretrainedConfig:
+    from transformers import GPT2Config
+
+    return GPT2Config(n_layer=num_layers, n_embd=width, n_head=num_heads)
+
+
+def _qwen2(num_layers: int, width: int, mlp_width: int, num_heads: int) -> PretrainedConfig:
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=151936,
+        num_hidden_layers=num_layers,
+        hidden_size=width,
+        intermediate_size=mlp_width,
+        num_attention_heads=num_heads,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+
+
+MODELS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2-nano": lambda: _gpt2(4, 128, 4),
+    "gpt2-small": lambda: _gpt2(12, 768, 12),
+    "gpt2-medium": lambda: _gpt2(24, 1024, 16),
+    "gpt2-large": lambda: _gpt2(36, 1280, 20),
+    "gpt2-xl": lambda: _gpt2(48, 1600, 25),
+    "qwen2.5-0.5b": lambda: _qwen2(24, 896, 4864, 14),
+    "qwen2.5-1.5b": lambda: _qwen2(28, 1536, 8960, 12),
+}
+
+
+def config_of(model: str) -> PretrainedConfig:
+    """The config of a model, set as the recipes train it: without cache and dropout.
+
+    Args:
+        model: A name of :data:`MODELS`, or a folder with a ``config.json`` of transformers.
+
+    Raises:
+        ValueError: Neither.
+    """
+    config = MODELS[model]() if model in MODELS else _config_in(Path(model))
+    config.use_cache = False
+    for name in _DROPOUTS:
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    return config
+
+
+def build(config: PretrainedConfig) -> nn.Module:
+    """The causal language model of a config, in training mode, on torch's default device."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert isinstance(model, nn.Module), type(model)
+    return model.train()
+
+
+def block_classes(model: nn.Module) -> list[str]:
+    """Names of the classes of the repeated blocks."""
+    units = find_units(model, None)
+    return sorted({type(m[0]).__name__ for name, m in units if name.split(".")[-1].isdigit()})
+
+
+def _config_in(folder: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    expected = f"expected one of {', '.join(MODELS)}, or a folder with config.json"
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--model: {expected}, got {str(folder)!r}. Correct it.")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"--model: {expected}, got {str(folder)!r} ({error}).") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(
+            f"--model: expected a config of a causal language model, got {str(folder)!r} of type "
+            f"{config.model_type!r}. Choose another folder."
+        )
+    return config

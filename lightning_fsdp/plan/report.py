@@ -1,0 +1,47 @@
+"""A plan as a table for people, and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.search import Search
+from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.plan.dry_run import OWNERS, PHASES, Plan
+
+
+def format_plan(name: str, plan: Plan) -> str:
+    """Bytes by owner and phase, each at the phase's peak, with a summary above."""
+    run = plan.run
+    head = ["owner", *(f"{phase}, peak" for phase in PHASES), "most at any time"]
+    body = []
+    for owner in OWNERS:
+        most = max(plan.phases[phase].most[owner] for phase in PHASES)
+        cells = [plan.phases[phase].peak[owner] for phase in PHASES]
+        body.append([owner, *(format_bytes(num_bytes) for num_bytes in (*cells, most))])
+    totals = [sum(plan.phases[phase].peak.values()) for phase in PHASES]
+    body.append(["together", *map(format_bytes, totals), format_bytes(plan.peak_bytes)])
+    checkpointing = ", activation checkpointing" if run.activation_checkpointing else ""
+    return (
+        f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {run.world_size} "
+        f"ranks over {run.backend}, {run.precision}, AdamW; per rank {run.grad_accum} x "
+        f"{run.batch_size} x {run.seq_len} tokens{checkpointing}\n\n{markdown_table(head, body)}"
+    )
+
+
+def format_search(search: Search, device_bytes: int) -> str:
+    """One sentence."""
+    device = format_bytes(device_bytes)
+    if search.largest is None:
+        return f"Largest batch on {device}: none; {search.limit}"
+    return f"Largest batch on {device}: {search.largest} per rank; not more, as {search.limit}"
+
+
+def as_json(model: str, plan: Plan | None, search: Search | None) -> dict[str, Any]:
+    """Everything in bytes; ``plan`` is null where nothing fits, ``search`` where none was made."""
+    return {
+        "model": model,
+        "plan": None if plan is None else plan.as_json(),
+        "search": None if search is None else {**asdict(search), "limit": search.limit},
+    }

@@ -1,0 +1,206 @@
+"""The search over arms, with runs made up here; one test runs the command itself.
+
+How a run says that it ran out of memory is tested here as well.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+
+from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
+from lightning_fsdp.bench.measure import RankFailure, RankMeasurement
+from lightning_fsdp.bench.runner import Run, run_arm
+from lightning_fsdp.harness.environment import environment
+
+WORKLOAD = Workload(
+    config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=5, timed_steps=20,
+    observed_steps=2,
+)  # fmt: skip
+ARMS = [
+    Arm(engine=engine, zero_stage=stage, batch_size=1, grad_accum=1)
+    for engine, stage in (("ddp", None), ("scratch", 3))
+]
+BYTES_PER_SEQUENCE = 100
+
+
+class Runs:
+    """Arms whose second rank takes 100 bytes a sequence; some fail."""
+
+    def __init__(self, *, failing_from=None, failing_at_length_from=None):
+        self.failing_from, self.failing_at_length_from = failing_from, failing_at_length_from
+        self.made = []
+
+    def __call__(self, arm, workload, out):
+        self.made.append((arm.batch_size, workload.total_steps, out.name))
+        is_full = workload == WORKLOAD
+        limit = self.failing_at_length_from if is_full else self.failing_from
+        if limit is not None and arm.batch_size >= limit:
+            failure = "exit code 1: boom"
+            return Run(arm, 0, 1.0, Path("log.txt"), failure=failure, failure_kind="other")
+        peaks = [arm.batch_size * n for n in (BYTES_PER_SEQUENCE // 2, BYTES_PER_SEQUENCE)]
+        ranks = [RankMeasurement(r, 2, peak_bytes=peak) for r, peak in enumerate(peaks)]
+        return Run(arm, 0, 1.0, Path("log.txt"), ranks=ranks)
+
+
+def search(runs, *, arms=ARMS[:1], cap=64, device_bytes=750):
+    return find_largest(arms, WORKLOAD, runs, cap=cap, device_bytes=device_bytes, out=Path("out"))
+
+
+def test_the_rank_that_takes_most_decides_and_what_is_found_was_run_at_full_length():
+    runs = Runs()
+    found = search(runs, arms=ARMS)
+    assert [each.search.largest for each in found] == [7, 7]
+    assert [each.arm for each in found] == ["ddp_a1", "scratch_zero3_a1"]
+    assert runs.made[:6] == [
+        (1, 4, "short"), (2, 4, "short"), (4, 4, "short"), (8, 4, "short"), (6, 4, "short"),
+        (7, 4, "short"),
+    ]  # fmt: skip
+    assert runs.made[6] == (7, WORKLOAD.total_steps, "full")
+
+
+def test_a_failed_run_is_a_reason_like_any_other():
+    (found,) = search(Runs(failing_from=4))
+    assert found.search.largest == 3
+    assert found.search.limit == "4: exit code 1: boom"
+
+
+def test_what_fails_at_full_length_is_given_up():
+    (found,) = search(Runs(failing_at_length_from=5))
+    assert found.search.largest == 4
+    assert found.search.limit == "at full length, 5: exit code 1: boom"
+
+
+def test_nothing_is_found_where_the_smallest_fails(tmp_path):
+    found = search(Runs(failing_from=1))
+    assert found[0].search.largest is None
+    write_found(tmp_path, found, {"command": "bench", **environment()})
+    (arm,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
+    assert arm["largest"] is None
+    assert arm["tried"] == [
+        {
+            "size": 1, "failure": "exit code 1: boom", "is_verification": False,
+            "failure_kind": "other", "peak_bytes": None, "wall_s": 1.0, "log": "log.txt",
+        }
+    ]  # fmt: skip
+    assert "none" in format_found(found)
+
+
+def test_a_run_that_did_not_measure_its_memory_does_not_fit():
+    def run(arm, workload, out):
+        ranks = [RankMeasurement(0, 2, peak_bytes=1), RankMeasurement(1, 2)]
+        return Run(arm, 0, 1.0, Path("log.txt"), ranks=ranks)
+
+    (found,) = search(run)
+    assert found.search.largest is None
+    assert found.search.limit == "1: its memory was not measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--largest-batch", "8"], "expected both or none"),
+        (["--device-memory", "1GB"], "expected both or none"),
+        (
+            ["--largest-batch", "8", "--device-memory", "1GB", "--simulate-world", "8"],
+            "--simulate-world and --largest-batch: expected one of them",
+        ),
+        (["--largest-batch", "0", "--device-memory", "1GB"], "expected at least 1, got 0"),
+        (["--largest-batch", "8", "--device-memory", "x"], "expected an amount of memory"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys):
+    # One sequence takes 41 MB under DDP and 23 MB here, two take 36 MB.
+    arguments = ["--largest-batch", "4", "--device-memory", "30MB", "--steps", "2", "--warmup", "0"]
+    arguments += ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert "error: ddp_a1: no batch fits; 1: takes 4" in printed.err
+    ddp, scratch = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
+    assert (ddp["arm"], ddp["largest"], len(ddp["tried"])) == ("ddp_a1", None, 1)
+    assert ddp["tried"][0]["peak_bytes"] > 30e6
+    assert (scratch["arm"], scratch["largest"]) == ("scratch_zero3_a1", 1)
+    tried = [(t["size"], t["is_verification"], t["failure"] is None) for t in scratch["tried"]]
+    assert tried == [(1, False, True), (2, False, False), (1, True, True)]
+    assert 15e6 < scratch["tried"][2]["peak_bytes"] < 30e6 < scratch["tried"][1]["peak_bytes"]
+    for attempt in scratch["tried"]:
+        measured = json.loads(Path(attempt["log"]).with_name("rank1.json").read_text())
+        assert len(measured["losses"]) == 4  # optimizer steps, short or full
+    assert f"| {scratch['limit']} " in (tmp_path / "largest_batch.md").read_text()
+
+
+# -- why a run failed --------------------------------------------------------------------------
+
+
+class Fails(L.Callback):
+    """Given to a run by its command line: raises on rank 1, in the second step."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 1:
+            if self.how == "by type":
+                bytearray(1 << 62)
+            raise RuntimeError("CUDA out of memory")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("how", "kind", "failure"),
+    [
+        ("by type", "out_of_memory", "out of memory on rank 1: MemoryError"),
+        ("by its text only", "other", "exit code 1: "),
+    ],
+)
+def test_a_run_out_of_memory_is_known_by_the_type_that_a_rank_raised(tmp_path, how, kind, failure):
+    callback = {"class_path": f"{__name__}.Fails", "init_args": {"how": how}}
+    overrides = ("--trainer.callbacks+", json.dumps(callback))
+    workload = replace(
+        WORKLOAD, config=Path("recipes/gpt2_zero3.yaml"), timed_steps=2, overrides=overrides
+    )
+    run = run_arm(ARMS[1], workload, repeat=0, out=tmp_path, timeout_s=200)
+    assert run.failure_kind == kind, run.log.read_text()
+    assert run.failure.startswith(failure)
+    assert "CUDA out of memory" in run.log.read_text() or kind == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("no room\nfor 2 GiB"), ("torch.OutOfMemoryError", "no room", True)),
+        (MemoryError(), ("MemoryError", "", True)),
+        (RuntimeError("out of memory"), ("RuntimeError", "out of memory", False)),
+        (KeyError("x"), ("KeyError", "'x'", False)),
+    ],
+)
+def test_a_failure_is_told_by_type(error, expected):
+    assert RankFailure.of(3, error) == RankFailure(3, *expected)
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_what_led_to_a_failure_counts(is_explicit):
+    first, then = MemoryError("here"), RuntimeError("unit 'h.0' could not be gathered")
+    then.__cause__, then.__context__ = (first, None) if is_explicit else (None, first)
+    assert RankFailure.of(0, then) == RankFailure(0, "MemoryError", "here", True)
+
+
+def test_a_chain_of_errors_that_closes_ends():
+    first, then = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, then.__cause__ = then, first
+    assert not RankFailure.of(0, first).is_out_of_memory
