@@ -2,6 +2,7 @@
 with: those of plain tensors, made from a seed.
 """
 
+import contextlib
 import itertools
 import json
 import zlib
@@ -19,6 +20,25 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from lightning_fsdp.checkpoint import folder
+
+
+@contextlib.contextmanager
+def verified_files():
+    """Names of the files whose whole content this process compares with its checksum."""
+    plain, names = folder.check_content, []
+
+    def check_content(path, expected):
+        names.append(path.name)
+        plain(path, expected)
+
+    folder.check_content = check_content
+    try:
+        yield names
+    finally:
+        folder.check_content = plain
+
 
 FORMS = ("plain", "dtensor", "flat")
 
