@@ -12,6 +12,7 @@ COMPARE_ARGS ?=
 TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
 TRAIN_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 LOGS ?= runs
 PORT ?= 6006
 
@@ -40,7 +41,7 @@ train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this P
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
 
 test: $(READY) ## Run the tests
-	$(RUN) pytest $(TEST_ARGS)
+	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 check: $(READY) ## Formatting, lint, types and import layers
 	$(RUN) ruff format --check .
