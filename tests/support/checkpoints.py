@@ -5,6 +5,8 @@ with: those of plain tensors, made from a seed.
 import contextlib
 import itertools
 import json
+import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -38,6 +40,23 @@ def verified_files():
         yield names
     finally:
         folder.check_content = plain
+
+
+@contextlib.contextmanager
+def disk_stops():
+    """Until the context ends, whatever is pushed to the disk waits, at most 20 s."""
+    go_on, plain = threading.Event(), os.fsync
+
+    def fsync(descriptor):
+        assert go_on.wait(20)
+        plain(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield
+    finally:
+        go_on.set()
+        os.fsync = plain
 
 
 FORMS = ("plain", "dtensor", "flat")
