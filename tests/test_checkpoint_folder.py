@@ -3,6 +3,7 @@
 import re
 import shutil
 import tracemalloc
+import zipfile
 from functools import partial
 
 import pytest
@@ -56,6 +57,13 @@ def test_without_a_process_group(tmp_path):
     assert torch.equal(extra["rng"], EXTRA["rng"])
     shapes = {name: (value.shape, value.dtype) for name, value in whole_state(1).items()}
     assert checkpoint.read_shapes(path) == shapes
+
+
+def test_only_files_of_checkpoints_are_without_torchs_sums(tmp_path):
+    checkpoint.save(tmp_path / "a", whole_state(1), {})
+    torch.save(whole_state(1), tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
+        assert archive.testzip() is None
 
 
 def test_torch_itself_reads_the_folder(tmp_path, recwarn):

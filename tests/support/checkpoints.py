@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.files import SummedFile
 
 
 @contextlib.contextmanager
@@ -44,19 +45,23 @@ def verified_files():
 
 @contextlib.contextmanager
 def disk_stops():
-    """Until the context ends, whatever is pushed to the disk waits, at most 20 s."""
-    go_on, plain = threading.Event(), os.fsync
+    """Until the context ends, whatever is written or pushed to the disk waits, at most 20 s."""
+    go_on, fsync, write = threading.Event(), os.fsync, SummedFile.write
 
-    def fsync(descriptor):
+    def late_fsync(descriptor):
         assert go_on.wait(20)
-        plain(descriptor)
+        fsync(descriptor)
 
-    os.fsync = fsync
+    def late_write(file, data):
+        assert go_on.wait(20)
+        return write(file, data)
+
+    os.fsync, SummedFile.write = late_fsync, late_write
     try:
         yield
     finally:
         go_on.set()
-        os.fsync = plain
+        os.fsync, SummedFile.write = fsync, write
 
 
 FORMS = ("plain", "dtensor", "flat")
