@@ -81,9 +81,8 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
     """The rows of ``checkpoint_speed.py``, an operation a line."""
     about = document["about"]
     names = {"scratch": "this core", "fsdp2": "FSDP2", "dcp": "FSDP2, by torch's DCP"}
-    head = [f"{names[arm]}, ms" for arm in about] + [f"{names[arm]}, of DCP's" for arm in about][
-        :-1
-    ]
+    head = [f"{names[arm]}, ms" for arm in about]
+    head += [f"{names[arm]}, of DCP's" for arm in list(about)[:-1]]
     lines = [f"| {' | '.join(['', *head])} |", "| --- " * (len(head) + 1) + "|"]
     for operation in dict.fromkeys(row["operation"] for row in document["rows"]):
         rows = [row for row in document["rows"] if row["operation"] == operation]
