@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp import ResumableLoader
-from lightning_fsdp.checkpoint import is_checkpoint
+from lightning_fsdp.checkpoint import is_checkpoint, wait_for_saving
 from tests.support.checkpoints import disk_stops
 from tests.support.trainer import (
     SHARDED,
@@ -46,6 +46,7 @@ class _DiskStops(pl.Callback):
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == self.at_step - 1:
+            wait_for_saving()  # what was saved earlier is to get there
             self.stopped.enter_context(disk_stops())
 
     def on_train_batch_end(self, trainer, *_):
