@@ -9,6 +9,9 @@ python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
 python benchmarks/update_tables.py counters benchmarks/results/exact_counters.json
 python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
 python benchmarks/update_tables.py simulation benchmarks/results/simulation_check.md
+python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
+python benchmarks/update_tables.py checkpoint benchmarks/results/checkpoint_speed.json
+make bench-optimizer && python benchmarks/update_tables.py optimizer runs/optimizer/report.md
 """
 
 from __future__ import annotations
@@ -76,10 +79,35 @@ def counters_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def checkpoint_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``checkpoint_speed.py``, an operation a line."""
+    about = document["about"]
+    names = {"scratch": "this core", "fsdp2": "FSDP2", "dcp": "FSDP2, by torch's DCP"}
+    head = [f"{names[arm]}, ms" for arm in about]
+    head += [f"{names[arm]}, of DCP's" for arm in list(about)[:-1]]
+    lines = [f"| {' | '.join(['', *head])} |", "| --- " * (len(head) + 1) + "|"]
+    for operation in dict.fromkeys(row["operation"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["operation"] == operation]
+        cells = [
+            f"{row['median_s'] * 1e3:.0f} ({row['q1_s'] * 1e3:.0f}..{row['q3_s'] * 1e3:.0f}), "
+            f"{row['bytes_per_s'] / 1e6:.0f} MB/s"
+            for row in rows
+        ]
+        ratios = ["" if r["ratio_to_dcp"] is None else f"{r['ratio_to_dcp']:.2f}" for r in rows]
+        lines.append(f"| {' | '.join([operation, *cells, *ratios[:-1]])} |")
+    for operation in ("save", "async save", "load"):
+        extra = [f"{each['extra_bytes'][operation] / 1e6:.1f} MB" for each in about.values()]
+        lines.append(f"| memory of a rank: {' | '.join([operation, *extra])}{' |' * len(about)}")
+    written = [f"{each['written_bytes'] / 1e6:.1f} MB" for each in about.values()]
+    lines.append(f"| {' | '.join(['bytes in the folder', *written])}{' |' * len(about)}")
+    return lines
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "core": core_table,
     "host": host_table,
     "counters": counters_table,
+    "checkpoint": checkpoint_table,
 }
 
 

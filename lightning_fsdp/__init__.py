@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
     from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
     from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
+    from lightning_fsdp.checkpoint.sharded import async_save_sharded as async_save_sharded
     from lightning_fsdp.checkpoint.sharded import load_sharded as load_sharded
     from lightning_fsdp.checkpoint.sharded import save_sharded as save_sharded
     from lightning_fsdp.config import ZERO2 as ZERO2
@@ -71,6 +72,7 @@ _HOME = {
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.sharded_tensor",
+    "async_save_sharded": "checkpoint.sharded",
     "full_optimizer_state_dict": "core.checkpoint",
     "full_state_dict": "core.checkpoint",
     "fully_shard": "core.fully_shard",
@@ -103,6 +105,7 @@ __all__ = [
     "full_optimizer_state_dict",
     "load_full_optimizer_state_dict",
     "save_sharded",
+    "async_save_sharded",
     "load_sharded",
     "save_pretrained",
     "load_pretrained",

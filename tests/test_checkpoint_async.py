@@ -11,26 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_fsdp import checkpoint
-from tests.support.checkpoints import FORMS, FlatSlice, assert_is, make_state, whole_state
+from lightning_fsdp import async_save_sharded, checkpoint, load_sharded
+from tests.support.checkpoints import (
+    FORMS,
+    FlatSlice,
+    assert_is,
+    disk_stops,
+    make_state,
+    whole_state,
+)
 from tests.support.ranks import errors_on_ranks, run_on_ranks, run_snippet
-
-
-@contextlib.contextmanager
-def _disk_stops():
-    """Until the context ends, whatever is pushed to the disk waits, at most 20 s."""
-    go_on, plain = threading.Event(), os.fsync
-
-    def fsync(descriptor):
-        assert go_on.wait(20)
-        plain(descriptor)
-
-    os.fsync = fsync
-    try:
-        yield
-    finally:
-        go_on.set()
-        os.fsync = plain
+from tests.test_checkpoint_matrix import ENGINES, Run, assert_equal, copied
 
 
 def _overwrite(state):
@@ -41,7 +32,7 @@ def _overwrite(state):
 
 def _save_while_training(rank, world_size, folder, form):
     state = make_state(form, 1)
-    with _disk_stops() if rank == world_size - 1 else contextlib.nullcontext():
+    with disk_stops() if rank == world_size - 1 else contextlib.nullcontext():
         saving = checkpoint.async_save(folder / "background", state, {"seed": 1})
         time.sleep(0.2)  # the others come to wait for the last one, in their background
         for _ in range(3):  # collectives of training are not mixed up with those of the save
@@ -102,6 +93,29 @@ def test_a_second_save_waits_for_the_first(tmp_path, second):
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(holds)
 
 
+def _read_meanwhile(rank, world_size, folder):
+    checkpoint.save(folder / "a", make_state("dtensor", 1), {})
+    opened = checkpoint.OpenCheckpoint(folder / "a")
+    state = make_state("dtensor", 5)
+    with contextlib.ExitStack() as stack:
+        if rank == 1:
+            stop = stack.enter_context(contextlib.ExitStack())
+            stop.enter_context(disk_stops())
+        saving = checkpoint.async_save(folder / "b", make_state("dtensor", 2), {})
+        time.sleep(0.2)  # rank 0 has come to the exchange where it waits for rank 1
+        if rank == 1:
+            timer = threading.Timer(0.3, stop.close)  # by then both ranks read
+            timer.start()
+        opened.read(state)
+        assert saving.is_done
+    assert_is(state, 1)
+    saving.wait()
+
+
+def test_reading_an_open_checkpoint_is_not_mixed_up_with_a_save(tmp_path):
+    run_on_ranks(_read_meanwhile, 2, tmp_path)
+
+
 _plain_fsync = os.fsync
 
 
@@ -142,9 +156,31 @@ def test_an_error_in_the_background_comes_up_on_every_rank(tmp_path, then):
         assert ("the save before this one failed" in error.message) == (then != "wait")
 
 
+def _train_meanwhile(rank, world_size, kind, path):
+    run = Run(kind, seed=1)
+    run.train(range(2))
+    expected = copied(run.whole())
+    with disk_stops():
+        saving = async_save_sharded(path, run.wrapped, run.optimizers, {"step": 2})
+        run.train([2])
+        assert not saving.is_done
+    with pytest.raises(AssertionError):
+        assert_equal(run.whole(), expected, kind)
+    expected["model"]["mark"].fill_(10)  # buffers are those of rank 0
+    fresh = Run("scratch", seed=3)
+    assert load_sharded(path, fresh.wrapped, fresh.optimizers) == {"step": 2}  # waits for it
+    assert saving.is_done
+    assert_equal(fresh.whole(), expected, kind)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_run_goes_on_while_its_state_is_saved(tmp_path, kind):
+    run_on_ranks(_train_meanwhile, 2, kind, tmp_path / "a")
+
+
 def _destroy_meanwhile(rank, world_size, path):
     checkpoint.save(path, make_state("dtensor", 1), {})
-    with _disk_stops():
+    with disk_stops():
         saving = checkpoint.async_save(path, make_state("dtensor", 2), {})
         dist.destroy_process_group()
     saving.wait()

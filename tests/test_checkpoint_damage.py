@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from lightning_fsdp import checkpoint
@@ -49,6 +50,38 @@ def _assert_on_every_rank(errors, type_name, *words):
         assert error.type_name == type_name
         for word in words:
             assert word in error.message
+
+
+def _read_after(rank, world_size, path, change):
+    opened = checkpoint.OpenCheckpoint(path)
+    state = make_state("dtensor", 5)
+    opened.read(state)
+    assert_is(state, 1)
+    if change == "saved again":
+        checkpoint.save(path, make_state("dtensor", 2), {})
+    elif rank == 0:
+        file = path / "version-1" / "__0_0.distcp"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    state = make_state("dtensor", 5)
+    try:
+        opened.read(state)
+    finally:
+        assert_is(state, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("written to", "__0_0.distcp: expected this file as it was when it was verified"),
+        ("saved again", "expected this file, got none"),
+    ],
+)
+def test_what_has_changed_since_it_was_verified_is_not_read(saved, change, words):
+    errors = errors_on_ranks(_read_after, 2, saved[0], change)
+    _assert_on_every_rank(errors, "DamagedCheckpoint", words)
 
 
 FILES = ["__0_0.distcp", "__1_0.distcp", ".metadata", "extra.pt", "complete.json"]
@@ -176,7 +209,8 @@ def _plant_in_tensor(folder, evil):
     index, info = next(iter(metadata.storage_data.items()))
     size = file.stat().st_size
     original = folder / "one.zip"
-    original.write_bytes(file.read_bytes()[info.offset : info.offset + info.length])
+    stored = file.read_bytes()[info.offset : info.offset + info.length]
+    torch.save(torch.load(io.BytesIO(stored)), original)  # with torch's sums, for zipfile
     with zipfile.ZipFile(original) as old, zipfile.ZipFile(folder / "two.zip", "w") as new:
         for record in old.infolist():
             is_pickle = record.filename.endswith("data.pkl")

@@ -1,6 +1,7 @@
 """``save_sharded`` and ``load_sharded``: what the matrix of engines and ranks does not show."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from lightning_fsdp.engines.scratch import ScratchEngine
+from tests.support.checkpoints import verified_files
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
@@ -108,6 +110,38 @@ def test_no_tensor_is_whole_while_it_is_saved_or_loaded(tmp_path):
     run_on_ranks(_memory, 4, tmp_path, timeout_s=100)
 
 
+# -- how much is read ------------------------------------------------------------------------------
+
+
+class _TwoLayers(nn.Module):
+    def __init__(self, is_tied):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        if is_tied:
+            self.b.weight = self.a.weight
+
+
+def _count_verified(rank, world_size, path):
+    tied, model = (shard_model(_TwoLayers(is_tied)) for is_tied in (True, False))
+    for each in (tied, model):  # two optimizers, and a tied tensor that is read into two
+        each.optimizers = [torch.optim.AdamW(layer.parameters()) for layer in (each.a, each.b)]
+    tied.optimizers[1] = torch.optim.AdamW([tied.b.bias])
+    model.optimizers[1] = torch.optim.AdamW([model.b.bias])
+    tied.a(torch.ones(1, 3)).sum().backward()
+    for optimizer in tied.optimizers:
+        optimizer.step()
+    save_sharded(path, tied, tied.optimizers)
+    with verified_files() as names:
+        load_sharded(path, model, model.optimizers)
+    return names
+
+
+def test_a_checkpoint_is_verified_once_however_often_it_is_read(tmp_path):
+    names = itertools.chain(*run_on_ranks(_count_verified, 2, tmp_path / "a"))
+    files = [path.name for path in (tmp_path / "a" / "version-1").iterdir()]
+    assert sorted(names) == sorted(set(files) - {"complete.json"})
+
+
 # -- dtypes, offloading, other optimizers ----------------------------------------------------------
 
 
@@ -176,16 +210,8 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path):
     assert_equal(optimizers[1].state_dict(), optimizers[0].state_dict(), "optimizer")
 
 
-class _Untied(nn.Module):
-    def __init__(self, is_tied):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
-        if is_tied:
-            self.b.weight = self.a.weight
-
-
 def test_what_was_tied_is_saved_once_and_read_into_both(tmp_path):
-    tied, untied = _Untied(is_tied=True), _Untied(is_tied=False)
+    tied, untied = _TwoLayers(is_tied=True), _TwoLayers(is_tied=False)
     save_sharded(tmp_path, tied)
     assert set(folder.read_shapes(tmp_path)) == {"model.a.weight", "model.a.bias", "model.b.bias"}
     load_sharded(tmp_path, untied)

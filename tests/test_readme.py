@@ -193,6 +193,30 @@ def test_the_run_that_moves_continues_where_it_was(tmp_path):
     torch.testing.assert_close(read, saved, atol=0, rtol=0)
 
 
+def _run_background_snippet(rank, world_size, code, folder):
+    code = code.replace("ModelCheckpoint(", f"ModelCheckpoint({folder!r}, ")
+    code = code.replace("steps=50", "steps=1").replace("steps=100", "steps=2, **options")
+    names = {
+        "L": L,
+        "lightning_fsdp": lightning_fsdp,
+        "model": seeded(Regressor),
+        "data": make_loader(),
+        "options": {"enable_progress_bar": False, "enable_model_summary": False, "logger": False},
+    }
+    exec(code, names)
+    return names["keep"].best_model_path, weights_of(names["model"])
+
+
+def test_the_snippet_that_saves_in_the_background_leaves_the_last_checkpoint(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (code,) = [code for code in scripts if "async_save=True" in code]
+    path, weights = on_trainer_ranks(_run_background_snippet, 2, code, str(tmp_path))[0]
+    assert [str(each) for each in tmp_path.iterdir()] == [path]
+    read = seeded(Regressor, seed=9)
+    lightning_fsdp.load_sharded(path, read)
+    torch.testing.assert_close(weights_of(read), weights, atol=0, rtol=0)
+
+
 def _run_sharded_snippet(rank, world_size, code, folder):
     model = shard_model(causal_lm(seed=1 + world_size))
     names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}

@@ -44,6 +44,7 @@ STRATEGY = SHARDED[0]
     [
         ({"zero_stage": 1}, ValueError, r"zero_stage: expected 2 .* or 3 .*, got 1"),
         ({"checkpoint": "best"}, ValueError, r"checkpoint: expected 'full'.*'sharded'.*'best'"),
+        ({"async_save": True}, NotImplementedError, r"async_save=True: .*'sharded'.*got .*'full'"),
         ({"accumulation": "separate"}, ValueError, r"accumulation: expected 'local'.*'separate'"),
         ({"units": True}, TypeError, r"units: expected a list of class names.*got True"),
         ({"units": "Block"}, TypeError, r"units: expected a list of class names.*got 'Block'"),

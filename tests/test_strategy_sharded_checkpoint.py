@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fsdp
+from tests.support.checkpoints import verified_files
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -102,6 +103,24 @@ def _resume_without_optimizer(strategy, folder, rank):
 )
 def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path, scenario):
     assert_like_ddp(scenario, tmp_path, atol=5e-6)
+
+
+def _count_verified(rank, world_size, folder):
+    path = folder / "run.ckpt"
+    trainer = _trainer(SHARDED[0], folder)
+    trainer.fit(seeded(_Adamw), make_loader())
+    trainer.save_checkpoint(path)
+    with verified_files() as names:
+        _trainer(SHARDED[4], folder, max_epochs=2).fit(
+            seeded(_Adamw, seed=9), make_loader(), ckpt_path=path
+        )
+    return names
+
+
+def test_a_resume_verifies_each_file_once(tmp_path):
+    names = [name for of_rank in on_trainer_ranks(_count_verified, 2, tmp_path) for name in of_rank]
+    files = {path.name for path in (tmp_path / "run.ckpt" / "current").iterdir()}
+    assert sorted(names) == sorted(files - {"complete.json"})
 
 
 class _Dropout(_Adamw):

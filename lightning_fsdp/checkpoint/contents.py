@@ -220,8 +220,8 @@ def _open_safetensors(opened: SafetensorsFolder) -> Contents:
 
 def _open_sharded(path: Path) -> Contents:
     try:
-        extra = folder.read_extra(path)
-        shapes = folder.read_shapes(path)
+        opened = folder.OpenCheckpoint(path)
+        extra, shapes = opened.extra(), opened.shapes()
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         raise ValueError(
             f"{path}: expected a sharded checkpoint, or safetensors, got a folder without, or a "
@@ -242,7 +242,7 @@ def _open_sharded(path: Path) -> Contents:
     def read(keys: Sequence[str]) -> Iterator[Tensor]:
         tensors = {key: torch.empty(*outlines[key][:1], dtype=outlines[key].dtype) for key in keys}
         if tensors:
-            folder.load(path, tensors, partial=True)
+            opened.read(tensors, partial=True)
         while tensors:
             yield tensors.pop(next(iter(tensors)))
 

@@ -15,7 +15,7 @@ import errno
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 MARKER = "complete.json"
 FORMAT = 1
 _BLOCK_BYTES = 4 << 20
+Stamps = dict[str, tuple[int, int, int]]
 RESTORE = "Load another checkpoint, or restore this file from a copy."
 
 
@@ -168,6 +169,12 @@ def check_sizes(folder: Path, sums: Mapping[str, Sum]) -> None:
             raise DamagedCheckpoint(
                 f"{path}: expected {expected.num_bytes} bytes, got {found}. {RESTORE}"
             )
+
+
+def read_stamps(folder: Path, names: Iterable[str]) -> Stamps:
+    """By what it shows, without reading them, that files are written to."""
+    stats = {name: (folder / name).stat() for name in names}
+    return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
 
 def check_content(path: Path, expected: Sum) -> None:

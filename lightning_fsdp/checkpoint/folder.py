@@ -11,23 +11,25 @@ plain tensors (the same on every rank, written once), DTensors, or any tensor wi
 from __future__ import annotations
 
 import io
-import logging
 import os
-import threading
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 
+from lightning_fsdp.checkpoint.background import Saving, join_last, start, wait_before_saving
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.files import (
+    Stamps,
     Sum,
     check_content,
     check_sizes,
     read_listed,
     read_marker,
+    read_stamps,
     write_file,
     write_marker,
 )
@@ -44,7 +46,6 @@ from lightning_fsdp.checkpoint.tensors import (
 )
 
 EXTRA = "extra.pt"
-_log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 Path_ = str | os.PathLike[str]
@@ -72,57 +73,9 @@ def async_save(path: Path_, state: Mapping[str, Any], extra: Mapping[str, Any]) 
     time: this one, and every other save and load, first waits for the last. A process does not exit
     before its save is done, and ``destroy_process_group`` does not disturb it.
     """
-    global _last  # noqa: PLW0603 (a process has one save at a time)
     begun = _Save(path, state, extra)
     begun.copy_to_host()
-    _last = Saving(begun.finish)
-    return _last
-
-
-class Saving:
-    """A save in the background."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._error: Exception | None = None
-        # Not a daemon: the interpreter waits for it.
-        self._thread = threading.Thread(target=self._run, args=(work,), name="lightning_fsdp save")
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        """Return when it has ended, well or not."""
-        self._thread.join()
-
-    def wait(self) -> None:
-        """Return when the checkpoint is in place.
-
-        Raises:
-            Exception: What the save failed with; the checkpoint that was there is untouched.
-        """
-        self.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except Exception as error:  # noqa: BLE001 (raised where somebody waits)
-            self._error = error
-            _log.error("in the background: %s", error)
-
-
-_last: Saving | None = None
-
-
-def wait_for_saving() -> None:
-    """Wait for the last :func:`async_save`, if any, and raise what it failed with."""
-    if _last is not None:
-        _last.wait()
+    return start(begun.finish)
 
 
 def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> None:
@@ -139,55 +92,17 @@ def load(path: Path_, state: Mapping[str, Any], *, partial: bool = False) -> Non
         ValueError: Another name, shape or dtype was saved; names the parameter. No tensor changed.
         OSError: There is no checkpoint.
     """
-    doing = f"load {os.fspath(path)!r}"
-    _join_last()
-    ranks = Ranks()
-
-    def verify() -> tuple[Path, dict[str, Sum]]:
-        folder, sums = _open(path)
-        check_sizes(folder, sums)
-        largest_first = sorted(sums, key=lambda name: (-sums[name].num_bytes, name))
-        for name in ranks.share_of(largest_first):
-            check_content(folder / name, sums[name])
-        return folder, sums
-
-    seen = ranks.on_each(doing, verify)
-    folder, sums = seen[ranks.rank]
-    if any((other.name, theirs) != (folder.name, sums) for other, theirs in seen):
-        raise RuntimeError(
-            f"{doing}: expected the same files on every rank, got others on some. Load from a "
-            "folder that all ranks share, while nobody saves to it."
-        )
-    planned: list[Callable[[], None]] = []
-    ranks.on_each(
-        doing,
-        lambda: planned.append(plan_load(SliceReader(folder, sums), state, partial=partial)),
-    )
-    ranks.on_each(doing, planned[0])
+    OpenCheckpoint(path).read(state, partial=partial)
 
 
 def read_extra(path: Path_) -> dict[str, Any]:
-    """What was given to :func:`save` as ``extra``; tensors come on the host. Needs no other rank.
-
-    Raises:
-        DamagedCheckpoint: It is not whole, or could run code.
-        OSError: There is no checkpoint.
-    """
-    folder, sums = _open(path)
-    data = read_listed(folder, EXTRA, sums)
-    try:
-        extra: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise DamagedCheckpoint(
-            f"{folder / EXTRA}: expected plain data, got what torch does not load without running "
-            f"code from it ({_cause(error)}). Do not load it anywhere else."
-        ) from error
-    return extra
+    """What was given to :func:`save` as ``extra``; see :meth:`OpenCheckpoint.extra`."""
+    return OpenCheckpoint(path).extra()
 
 
 def read_shapes(path: Path_) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor in a checkpoint. Needs no other rank; raises as ``load``."""
-    return SliceReader(*_open(path)).shapes()
+    """Shape and dtype of every tensor; see :meth:`OpenCheckpoint.shapes`."""
+    return OpenCheckpoint(path).shapes()
 
 
 def is_checkpoint(path: Path_) -> bool:
@@ -197,6 +112,86 @@ def is_checkpoint(path: Path_) -> bool:
     except (DamagedCheckpoint, OSError):
         return False
     return True
+
+
+class OpenCheckpoint:
+    """A finished checkpoint: verified once, however often it is read.
+
+    It stays with the version that was there when it was opened. Where a save to the same path has
+    removed that one, or a file was written to since it was verified, reading raises: what is read
+    in several steps is never of several checkpoints.
+    """
+
+    def __init__(self, path: Path_) -> None:
+        """Needs no other rank.
+
+        Args:
+            path: What :func:`save` was given.
+
+        Raises:
+            DamagedCheckpoint: It is not finished.
+            OSError: There is no checkpoint.
+        """
+        join_last()  # which may be the one that is asked for
+        self._doing = f"load {os.fspath(path)!r}"
+        self._folder, self._sums = _open(path)
+        self._verified: Stamps | None = None
+
+    def extra(self) -> dict[str, Any]:
+        """What was given to :func:`save`; tensors come on the host. Needs no other rank.
+
+        Raises:
+            DamagedCheckpoint: It is not what was saved, or could run code.
+        """
+        data = read_listed(self._folder, EXTRA, self._sums)
+        try:
+            extra: dict[str, Any] = torch.load(
+                io.BytesIO(data), map_location="cpu", weights_only=True
+            )
+        except Exception as error:
+            raise DamagedCheckpoint(
+                f"{self._folder / EXTRA}: expected plain data, got what torch does not load "
+                f"without running code from it ({_cause(error)}). Do not load it anywhere else."
+            ) from error
+        return extra
+
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Shape and dtype of every tensor. Needs no other rank; raises as ``read``."""
+        return self._reader.shapes()
+
+    def read(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
+        """Fill the tensors of ``state`` in place; see :func:`load`. Collective."""
+        ranks = Ranks()
+        seen = ranks.on_each(self._doing, lambda: self._verify(ranks))
+        if any((name, sums) != (self._folder.name, self._sums) for name, sums, _ in seen):
+            raise RuntimeError(
+                f"{self._doing}: expected the same files on every rank, got others on some. Load "
+                "from a folder that all ranks share, while nobody saves to it."
+            )
+        _, _, self._verified = seen[ranks.rank]
+        planned: list[Callable[[], None]] = []
+        ranks.on_each(
+            self._doing, lambda: planned.append(plan_load(self._reader, state, partial=partial))
+        )
+        ranks.on_each(self._doing, planned[0])
+
+    def _verify(self, ranks: Ranks) -> tuple[str, dict[str, Sum], Stamps]:
+        check_sizes(self._folder, self._sums)
+        stamps = read_stamps(self._folder, self._sums)  # first: to notice who writes meanwhile
+        if self._verified is None:
+            largest_first = sorted(self._sums, key=lambda n: (-self._sums[n].num_bytes, n))
+            for name in ranks.share_of(largest_first):
+                check_content(self._folder / name, self._sums[name])
+        elif changed := [name for name in stamps if stamps[name] != self._verified[name]]:
+            raise DamagedCheckpoint(
+                f"{self._folder / changed[0]}: expected this file as it was when it was verified, "
+                "got one that was written to since. Load again, while nobody writes to it."
+            )
+        return self._folder.name, self._sums, stamps
+
+    @cached_property
+    def _reader(self) -> SliceReader:
+        return SliceReader(self._folder, self._sums)
 
 
 class _Save:
@@ -219,7 +214,7 @@ class _Save:
         self._together(lambda: self._commit(written) if self._ranks.rank == 0 else None)
 
     def _look_at(self, state: Mapping[str, Any], extra: Mapping[str, Any]) -> SavePlan:
-        _wait_for_the_last()
+        wait_before_saving()
         self._extra = _dump(extra) if self._ranks.rank == 0 else b""
         self._planner = SlicePlanner(state)
         return self._planner.create_local_plan()
@@ -252,21 +247,6 @@ class _Save:
         except Exception:
             self._place.abandon()
             raise
-
-
-def _join_last() -> None:
-    if _last is not None:
-        _last.join()
-
-
-def _wait_for_the_last() -> None:
-    """Wait for the last save, and fail as it did if a rank has not heard of it yet."""
-    try:
-        wait_for_saving()
-    except Exception as error:
-        raise type(error)(
-            f"nothing is saved, for the save before this one failed: {error}"
-        ) from error
 
 
 def _open(path: Path_) -> tuple[Path, dict[str, Sum]]:

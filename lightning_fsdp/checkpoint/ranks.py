@@ -5,7 +5,8 @@
 
 A rank that fails tells the others in the exchange that they all come to anyway, so nobody waits for
 it, and the error that is raised is the same everywhere. The exchange has a gloo group of its own: a
-save in the background must not meet the collectives of training.
+save in the background must not meet the collectives of training. Nor may two of these meet, so each
+begins when the save in the background has ended.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from lightning_fsdp.checkpoint.background import join_last
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.core.torch_internals import group_timeout
 
@@ -57,6 +59,7 @@ class Ranks:
 
     def __init__(self) -> None:
         """Collective, the first time after the default process group was made."""
+        join_last()
         is_many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank = dist.get_rank() if is_many else 0
         self.world_size = dist.get_world_size() if is_many else 1

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import state as states
+from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.sharded_state import ShardedState
 
@@ -35,13 +36,26 @@ def save_sharded(
         ValueError: An optimizer has a parameter that is not in the module.
         TypeError: A module that was wrapped in torch's FSDP1 by hand.
     """
-    state = _state_of(module)
-    checkpoint = {
-        "state_dict": state.of_module(),
-        "optimizer_states": [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)],
-        "extra": dict(extra or {}),
-    }
-    states.write(path, checkpoint)
+    states.write(path, _checkpoint_of(module, optimizers, extra))
+
+
+def async_save_sharded(
+    path: str | PathLike[str],
+    module: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    extra: Mapping[str, Any] | None = None,
+) -> Saving:
+    """As :func:`save_sharded`, with the writing in the background. Collective.
+
+    Returns when this rank's slices are copied to the host: training may go on, and what is written
+    are the values of the call. One save runs at a time: this one, and every other save and load,
+    first waits for the last.
+
+    Returns:
+        ``wait()`` returns when the checkpoint is in place, and raises what the save failed with, on
+        every rank. Whoever does not wait hears of it from the next save.
+    """
+    return states.write_in_background(path, _checkpoint_of(module, optimizers, extra))
 
 
 def load_sharded(
@@ -83,6 +97,17 @@ def load_sharded(
         states.read_optimizers(state, optimizers, saved.get("optimizer_states", ()))
     extra: dict[str, Any] = saved.get("extra", {})
     return extra
+
+
+def _checkpoint_of(
+    module: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    state = _state_of(module)
+    return {
+        "state_dict": state.of_module(),
+        "optimizer_states": [states.optimizer_state(state, o, i) for i, o in enumerate(optimizers)],
+        "extra": dict(extra or {}),
+    }
 
 
 def _state_of(module: nn.Module) -> ShardedState:

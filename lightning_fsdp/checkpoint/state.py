@@ -14,7 +14,7 @@ rank 0.
 Note: two passes. ``ShardedState.of_module`` and :func:`optimizer_state` collect live tensors,
 without a copy or communication; a Trainer's hooks may edit what they give; then :func:`write`.
 Reading is the same backwards: :func:`read_extra`, hooks, :func:`read_module` and
-:func:`read_optimizers`.
+:func:`read_optimizers`, which read one checkpoint that is verified once.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
 from lightning_fsdp.core.flat_chunks import FlatChunks, FlatPiece
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in
 
 TENSORS_OF = "tensors_of"
 PREFIXES = {"state_dict": "model"}  # of names in the folder; others have that of their state dict
-_PATH_OF = "_saved_under"  # on a tensor without memory: folder and name of what it stands for
+_SOURCE = "_saved_under"  # on a tensor without memory: checkpoint and name of what it stands for
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -90,6 +91,16 @@ def write(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> None:
             ``optimizer_states`` of :func:`optimizer_state`, or none; other state dicts with slices;
             of all else, that of rank 0 is kept.
     """
+    folder.save(path, *_taken_apart(checkpoint))
+
+
+def write_in_background(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> Saving:
+    """As :func:`write`; returns when this rank's part is copied. Collective."""
+    return folder.async_save(path, *_taken_apart(checkpoint))
+
+
+def _taken_apart(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and extra, as in the table above. Collective."""
     tensors: dict[str, Tensor] = {}
     extra = dict(checkpoint)
     tensors_of: dict[str, dict[str, str]] = {}
@@ -112,7 +123,7 @@ def write(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> None:
                 for key, value in of_parameter.items():
                     tensors[f"optimizer.{index}.{name}.{key}"] = _written_once(value)
         extra["optimizer_states"] = _of_all_ranks(checkpoint["optimizer_states"])
-    folder.save(path, tensors, {**extra, TENSORS_OF: tensors_of})
+    return tensors, {**extra, TENSORS_OF: tensors_of}
 
 
 def is_slot(name: str, value: Any) -> bool:
@@ -176,22 +187,22 @@ def read_extra(path: str | PathLike[str]) -> dict[str, Any]:
 
     A stand-in may be renamed or dropped before it is handed to :func:`read_module`.
     """
-    extra = folder.read_extra(path)
-    shapes = folder.read_shapes(path)
+    opened = folder.OpenCheckpoint(path)
+    extra, shapes = opened.extra(), opened.shapes()
     for part, names in extra.pop(TENSORS_OF).items():
         for name, key in names.items():
             shape, dtype = shapes[key]
             stand_in = torch.empty(shape, dtype=dtype, device="meta")
-            setattr(stand_in, _PATH_OF, (str(path), key))
+            setattr(stand_in, _SOURCE, (opened, key))
             extra[part][name] = stand_in
     for index, state in enumerate(extra.get("optimizer_states", ())):
-        state["saved_under"] = (str(path), f"optimizer.{index}")
+        state["saved_under"] = (opened, f"optimizer.{index}")
     return extra
 
 
 def is_stand_in(value: Any) -> bool:
     """Whether this is a stand-in for a tensor in a folder."""
-    return hasattr(value, _PATH_OF)
+    return hasattr(value, _SOURCE)
 
 
 def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -> dict[str, Any]:
@@ -213,12 +224,12 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
     unexpected = [name for name in entries if name not in targets]
     problems = [f"missing: {missing}"] * bool(missing and strict)
     problems += [f"unexpected: {unexpected}"] * bool(unexpected and strict)
-    to_read: dict[str, dict[str, dict[int, Tensor]]] = {}
+    to_read: dict[folder.OpenCheckpoint, dict[str, dict[int, Tensor]]] = {}
     others = {}
     for name, entry in entries.items():
         if name not in targets:
             continue
-        source = getattr(entry, _PATH_OF, None)
+        source = getattr(entry, _SOURCE, None)
         if source is None:
             others[name] = entry
             if isinstance(entry, Tensor) and entry.is_meta:
@@ -234,18 +245,18 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
                 f"{name!r}: saved with shape {tuple(entry.shape)}, the module's is "
                 f"{tuple(target.shape)}"
             )
-        path, key = source
-        to_read.setdefault(path, {}).setdefault(key, {})[id(targets[name])] = target
+        opened, key = source
+        to_read.setdefault(opened, {}).setdefault(key, {})[id(targets[name])] = target
     if problems:
         raise RuntimeError(
             "sharded checkpoint: expected the names and shapes of the module; "
             f"{'; '.join(problems)}. Load it into the module that was saved, or set "
             "strict_loading = False for other names."
         )
-    for path, by_key in to_read.items():
+    for opened, by_key in to_read.items():
         while any(by_key.values()):  # once, unless a tied tensor goes into several
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
-            folder.load(path, batch, partial=True)
+            opened.read(batch, partial=True)
     return others
 
 
@@ -263,7 +274,7 @@ def read_optimizers(
         ValueError: Another number of optimizers, or other groups.
     """
     check_number(optimizers, saved)
-    to_read: dict[str, dict[str, Tensor]] = {}
+    to_read: dict[folder.OpenCheckpoint, dict[str, Tensor]] = {}
     to_load: list[tuple[Optimizer, dict[str, Any]]] = []
     for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
         if "slices" not in of_saved:
@@ -271,16 +282,16 @@ def read_optimizers(
             continue
         groups = names_in(state, optimizer, index)
         _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
-        path, prefix = of_saved["saved_under"]
+        opened, prefix = of_saved["saved_under"]
         entries = _entries(state, optimizer, of_saved)
         for name, values in entries.items():
             for key in of_saved["slices"].get(name, {}):
                 target = state.slice_of(name, key, values[key])
                 assert target is not None, "it was made like the parameter"
-                to_read.setdefault(path, {})[f"{prefix}.{name}.{key}"] = target
+                to_read.setdefault(opened, {})[f"{prefix}.{name}.{key}"] = target
         to_load.append((optimizer, _packed(groups, entries, of_saved["param_groups"])))
-    for path, tensors in to_read.items():
-        folder.load(path, tensors, partial=True)
+    for opened, tensors in to_read.items():
+        opened.read(tensors, partial=True)
     for optimizer, packed in to_load:
         optimizer.load_state_dict(packed)
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -32,7 +33,9 @@ _CALLBACKS: dict[type[pl.Callback], str] = {
 }
 
 
-def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+def refuse_unsupported(
+    trainer: pl.Trainer, module: pl.LightningModule, *, saves_in_background: bool
+) -> None:
     """Refuse what would be silently wrong or hang under sharding.
 
     Raises:
@@ -46,6 +49,14 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
                 raise NotImplementedError(
                     f"{type(callback).__name__} does not work with a sharded module: {reason}."
                 )
+        is_linked = isinstance(callback, ModelCheckpoint) and callback.save_last == "link"
+        if saves_in_background and is_linked:
+            raise NotImplementedError(
+                f"{type(callback).__name__}(save_last='link') with async_save=True: expected a "
+                "link to a checkpoint that is in place, got one that is being written; a run that "
+                "is killed meanwhile could not resume from it. Set save_last=True, which saves "
+                "once more."
+            )
     for logger in trainer.loggers:
         if runs_the_model_on_one_rank(logger):
             raise NotImplementedError(
@@ -70,6 +81,7 @@ def refuse_unsupported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 def refuse_unsupported_options(
     *,
     checkpoint: str,
+    async_save: bool,
     activation_checkpointing: object,
     accumulation: str,
     cpu_offload: object,
@@ -79,6 +91,7 @@ def refuse_unsupported_options(
     """Refuse constructor options that do not work yet.
 
     Raises:
+        NotImplementedError: Options that do not work together.
         ValueError: A value that will never be one.
         TypeError: A kind of value that will never be one.
     """
@@ -91,6 +104,12 @@ def refuse_unsupported_options(
         raise ValueError(
             "checkpoint: expected 'full' (one file that plain torch.load reads) or 'sharded' (a "
             f"folder to which each rank writes its slices), got {checkpoint!r}."
+        )
+    if async_save and checkpoint != "sharded":
+        raise NotImplementedError(
+            "async_save=True: expected checkpoint='sharded', of which every rank copies its slices "
+            f"and writes them while training goes on, got checkpoint={checkpoint!r}, for which "
+            "rank 0 gathers whole tensors while it writes."
         )
     is_names = isinstance(activation_checkpointing, (list, tuple)) and all(
         isinstance(name, str) for name in activation_checkpointing

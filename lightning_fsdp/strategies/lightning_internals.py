@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
@@ -139,6 +140,16 @@ def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any
             callback.on_fit_start(trainer, module)
 
     callback.__dict__["on_fit_start"] = on_fit_start
+
+
+def wait_before_naming(callback: ModelCheckpoint, wait: Callable[[], None]) -> None:
+    """Let the callback wait before it asks whether a file exists, to come to a new name."""
+
+    def file_exists(path: Any, trainer: Any) -> bool:
+        wait()
+        return type(callback).file_exists(callback, path, trainer)
+
+    callback.__dict__["file_exists"] = file_exists
 
 
 def runs_the_model_on_one_rank(logger: Logger) -> bool:

@@ -9,7 +9,8 @@
                        load_optimizer_state_dict, on_train_start
       each batch       process_dataloader (once), training_step, backward, block_backward_sync
       each save        lightning_module_state_dict, optimizer_state, save_checkpoint
-                       on_exception, teardown          the module is whole again
+                       on_exception, teardown          the module is whole again; the last save
+                                                       in the background is in place
 
 Note: the optimizer is built after sharding. ``configure_optimizers`` then sees parameters in their
 original shapes, because a sharded parameter shows the shape of the whole; and state that an
@@ -35,7 +36,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -44,6 +45,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp.checkpoint import background
 from lightning_fsdp.checkpoint import state as sharded
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
@@ -83,6 +85,9 @@ class ShardedStrategy(ProcessStrategy):
             reduced into the shard.
         checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
             which each rank writes its slices. It loads either, whatever this says.
+        async_save: During a fit, sharded checkpoints are copied to the host and written while
+            training goes on. A save waits for the one before, the end of the fit for the last one;
+            a checkpoint that is replaced is removed once the next one is in place.
         activation_checkpointing: ``True``: every unit that encloses no other is computed again in
             the backward, and only its inputs are kept; or the names of classes to do this for.
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
@@ -120,6 +125,7 @@ class ShardedStrategy(ProcessStrategy):
         units: list[str] | int | Callable[[nn.Module], bool] | None = None,
         accumulation: Literal["local", "sum"] = "local",
         checkpoint: Literal["full", "sharded"] = "full",
+        async_save: bool = False,
         activation_checkpointing: list[str] | bool | None = None,
         cpu_offload: bool = False,
         compile: bool = False,  # noqa: A002 (a public name)
@@ -128,6 +134,7 @@ class ShardedStrategy(ProcessStrategy):
     ) -> None:
         refuse_unsupported_options(
             checkpoint=checkpoint,
+            async_save=async_save,
             activation_checkpointing=activation_checkpointing,
             accumulation=accumulation,
             cpu_offload=cpu_offload,
@@ -147,6 +154,7 @@ class ShardedStrategy(ProcessStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compiles = compile
         self.saves_sharded = checkpoint == "sharded"
+        self._saves_in_background = async_save
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
@@ -256,7 +264,7 @@ class ShardedStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        refuse_unsupported(trainer, module)
+        refuse_unsupported(trainer, module, saves_in_background=self._saves_in_background)
         if is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
@@ -274,6 +282,7 @@ class ShardedStrategy(ProcessStrategy):
             self.setup_optimizers(trainer)
         self.model_to_device()
         self._let_summaries_count_whole_parameters(trainer, module)
+        self._let_names_wait_for_saves(trainer)
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -284,6 +293,12 @@ class ShardedStrategy(ProcessStrategy):
             self.engine.watch_optimizer(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
+
+    def _let_names_wait_for_saves(self, trainer: pl.Trainer) -> None:
+        # A name whose file is still being written would be given twice, and one checkpoint be lost.
+        for callback in trainer.checkpoint_callbacks:
+            if self._saves_in_background and isinstance(callback, ModelCheckpoint):
+                lightning_internals.wait_before_naming(callback, background.join_last)
 
     def _let_summaries_count_whole_parameters(
         self, trainer: pl.Trainer, module: pl.LightningModule
@@ -454,7 +469,11 @@ class ShardedStrategy(ProcessStrategy):
                     f"checkpoint='sharded', got {storage_options!r}. Ranks write files to a local "
                     "or shared folder, without a CheckpointIO; use checkpoint='full' for one."
                 )
-            sharded.write(self.broadcast(filepath), checkpoint)
+            # Between two runs the module is whole, and nobody trains who would have to wait.
+            is_training = self.engine.module is not None
+            in_background = self._saves_in_background and is_training
+            write = sharded.write_in_background if in_background else sharded.write
+            write(self.broadcast(filepath), checkpoint)
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
         full.note_parameter_names(checkpoint, self.engine, self.lightning_module, optimizers)
@@ -463,6 +482,11 @@ class ShardedStrategy(ProcessStrategy):
             f"checkpoint {str(filepath)!r}",
             lambda: save(checkpoint, str(filepath), storage_options),
         )
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        remove = super().remove_checkpoint
+        background.after_saving(lambda: remove(filepath))  # of the one that replaces it
 
     # -- after the last batch ----------------------------------------------------------------------
 
@@ -489,3 +513,7 @@ class ShardedStrategy(ProcessStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._is_interrupted:
+            background.join_last()  # it has logged its error, which is not why the run ended
+        else:
+            background.wait_for_saving()

@@ -2,8 +2,11 @@
 with: those of plain tensors, made from a seed.
 """
 
+import contextlib
 import itertools
 import json
+import os
+import threading
 import zlib
 from pathlib import Path
 
@@ -19,6 +22,47 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.files import SummedFile
+
+
+@contextlib.contextmanager
+def verified_files():
+    """Names of the files whose whole content this process compares with its checksum."""
+    plain, names = folder.check_content, []
+
+    def check_content(path, expected):
+        names.append(path.name)
+        plain(path, expected)
+
+    folder.check_content = check_content
+    try:
+        yield names
+    finally:
+        folder.check_content = plain
+
+
+@contextlib.contextmanager
+def disk_stops():
+    """Until the context ends, whatever is written or pushed to the disk waits, at most 20 s."""
+    go_on, fsync, write = threading.Event(), os.fsync, SummedFile.write
+
+    def late_fsync(descriptor):
+        assert go_on.wait(20)
+        fsync(descriptor)
+
+    def late_write(file, data):
+        assert go_on.wait(20)
+        return write(file, data)
+
+    os.fsync, SummedFile.write = late_fsync, late_write
+    try:
+        yield
+    finally:
+        go_on.set()
+        os.fsync, SummedFile.write = fsync, write
+
 
 FORMS = ("plain", "dtensor", "flat")
 
