@@ -8,10 +8,11 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp import ResumableLoader
-from lightning_fsdp.checkpoint import is_checkpoint
+from lightning_fsdp.checkpoint import is_checkpoint, wait_for_saving
 from tests.support.checkpoints import disk_stops
 from tests.support.trainer import (
     SHARDED,
@@ -46,6 +47,7 @@ class _DiskStops(pl.Callback):
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.global_step == self.at_step - 1:
+            wait_for_saving()  # what was saved earlier is to get there
             self.stopped.enter_context(disk_stops())
 
     def on_train_batch_end(self, trainer, *_):
@@ -165,6 +167,7 @@ def _remove_late(rank, world_size, folder):
     stop = _DiskStops(4, lambda: sorted(path.name for path in folder.glob("*.ckpt")))
     _trainer(SHARDED[0], folder, keep, stop).fit(seeded(_Adamw), make_loader())
     assert stop.seen == ["step=2.ckpt"]
+    dist.barrier()  # rank 0 removes; the others do not wait for that
     assert [path.name for path in folder.glob("*.ckpt")] == ["step=8.ckpt"]
 
 
