@@ -8,6 +8,7 @@ import time
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp import ResumableLoader
@@ -166,6 +167,7 @@ def _remove_late(rank, world_size, folder):
     stop = _DiskStops(4, lambda: sorted(path.name for path in folder.glob("*.ckpt")))
     _trainer(SHARDED[0], folder, keep, stop).fit(seeded(_Adamw), make_loader())
     assert stop.seen == ["step=2.ckpt"]
+    dist.barrier()  # rank 0 removes; the others do not wait for that
     assert [path.name for path in folder.glob("*.ckpt")] == ["step=8.ckpt"]
 
 
