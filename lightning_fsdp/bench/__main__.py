@@ -11,9 +11,12 @@ from pathlib import Path
 
 from lightning_fsdp.bench import optimizer
 from lightning_fsdp.bench.arms import ENGINES, Workload, choose_arms
+from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
 from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import run_arms
 from lightning_fsdp.harness.environment import describe, environment
+
+_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16", "64": "float64"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,13 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precision=args.precision,
         warmup_steps=args.warmup,
         timed_steps=args.steps,
+        profiled_steps=2,
         observed_steps=2,
+        writes_traces=args.profile,
     )
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
-    rows = summarize(arms, runs, workload)
+    limits = measure_limits(
+        args.nproc,
+        unit_bytes=mean_unit_bytes(runs),
+        dtype=_DTYPES[args.precision.partition("-")[0]],
+        out=args.out / "limits",
+    )
+    peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
+    rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
+    document["limits"] = None if limits is None else asdict(limits)
+    document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
     write(args.out, rows, runs, document)
     print(f"\n{describe(document)}\n\n{format_table(rows)}\n\nWritten to {args.out}/: report.md, ")
     print("comparison.csv, results.json (every repeat), runs/ (a log per run)")
@@ -81,6 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
     parser.add_argument("--repeats", type=int, default=2, help="rounds over all arms")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run")
+    parser.add_argument(
+        "--profile", action="store_true", help="write a chrome trace of each run's profiled steps"
+    )
+    parser.add_argument(
+        "--peak-flops",
+        type=float,
+        help="of one device per second, for the MFU; by default what matrix products reach here",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser
 

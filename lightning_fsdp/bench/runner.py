@@ -25,6 +25,7 @@ class Run:
         ranks: What each rank measured; empty if the run failed.
         wall_s: From start to end of the processes.
         failure: Why there is nothing to show, or ``None``.
+        failure_kind: In a word; ``None`` without a failure.
         log: File with everything that the processes printed.
     """
 
@@ -34,6 +35,7 @@ class Run:
     log: Path
     ranks: list[RankMeasurement] = field(default_factory=list)
     failure: str | None = None
+    failure_kind: str | None = None
 
 
 def run_arms(
@@ -66,11 +68,14 @@ def _run(arm: Arm, workload: Workload, repeat: int, out: Path, timeout_s: float)
     start = time.perf_counter()
     failure = run_command(command, log=log, timeout_s=timeout_s)
     run = Run(arm, repeat, time.perf_counter() - start, log, failure=failure)
-    if failure is None:
+    if failure is not None:
+        run.failure_kind = "error"
+    else:
         files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
         missing = [file.name for file in files if not file.exists()]
         if missing:
             run.failure = f"no measurement from {', '.join(missing)}"
+            run.failure_kind = "no measurement"
         else:
             run.ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
     return run
