@@ -87,7 +87,9 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
 def test_a_loss_that_is_not_a_number_is_wrong():
     single, ddp, _ = arms()
     runs = [measured(single), measured(ddp, losses=(5.0, float("nan")))]
-    assert summarize([single, ddp], runs, WORKLOAD)[1].failure is not None
+    assert summarize([single, ddp], runs, WORKLOAD)[1].failure_kind == "wrong losses"
+    (row,) = summarize([single], [measured(single, losses=(5.0, float("nan")))], WORKLOAD)
+    assert row.failure == "a loss is not a finite number", "the reference is judged as well"
 
 
 def test_missing_losses_are_wrong_and_do_not_stop_the_report():
