@@ -13,14 +13,15 @@ import torch
 
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
-from lightning_fsdp.bench.measure import RankFailure, RankMeasurement
+from lightning_fsdp.bench.measure import RankMeasurement
 from lightning_fsdp.bench.runner import Run, run_arm
 from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
     config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=5, timed_steps=20,
-    observed_steps=2,
+    profiled_steps=0, observed_steps=2,
 )  # fmt: skip
 ARMS = [
     Arm(engine=engine, zero_stage=stage, batch_size=1, grad_accum=1)
@@ -42,7 +43,7 @@ class Runs:
         limit = self.failing_at_length_from if is_full else self.failing_from
         if limit is not None and arm.batch_size >= limit:
             failure = "exit code 1: boom"
-            return Run(arm, 0, 1.0, Path("log.txt"), failure=failure, failure_kind="other")
+            return Run(arm, 0, 1.0, Path("log.txt"), failure=failure, failure_kind="error")
         peaks = [arm.batch_size * n for n in (BYTES_PER_SEQUENCE // 2, BYTES_PER_SEQUENCE)]
         ranks = [RankMeasurement(r, 2, peak_bytes=peak) for r, peak in enumerate(peaks)]
         return Run(arm, 0, 1.0, Path("log.txt"), ranks=ranks)
@@ -85,7 +86,7 @@ def test_nothing_is_found_where_the_smallest_fails(tmp_path):
     assert arm["tried"] == [
         {
             "size": 1, "failure": "exit code 1: boom", "is_verification": False,
-            "failure_kind": "other", "peak_bytes": None, "wall_s": 1.0, "log": "log.txt",
+            "failure_kind": "error", "peak_bytes": None, "wall_s": 1.0, "log": "log.txt",
         }
     ]  # fmt: skip
     assert "none" in format_found(found)
@@ -164,8 +165,8 @@ class Fails(L.Callback):
 @pytest.mark.parametrize(
     ("how", "kind", "failure"),
     [
-        ("by type", "out_of_memory", "out of memory on rank 1: MemoryError"),
-        ("by its text only", "other", "exit code 1: "),
+        ("by type", "out of memory", "out of memory on rank 1: MemoryError"),
+        ("by its text only", "error", "exit code 1: "),
     ],
 )
 def test_a_run_out_of_memory_is_known_by_the_type_that_a_rank_raised(tmp_path, how, kind, failure):
@@ -177,7 +178,7 @@ def test_a_run_out_of_memory_is_known_by_the_type_that_a_rank_raised(tmp_path, h
     run = run_arm(ARMS[1], workload, repeat=0, out=tmp_path, timeout_s=200)
     assert run.failure_kind == kind, run.log.read_text()
     assert run.failure.startswith(failure)
-    assert "CUDA out of memory" in run.log.read_text() or kind == "out_of_memory"
+    assert "CUDA out of memory" in run.log.read_text() or kind == "out of memory"
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
+from lightning_fsdp.bench.limits import Limits, measure_limits
 from lightning_fsdp.bench.measure import RankMeasurement
 from lightning_fsdp.bench.report import LOSS_TOLERANCE, format_table, summarize, write
 from lightning_fsdp.bench.runner import Run
@@ -13,7 +15,7 @@ from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
     config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=1, timed_steps=3,
-    observed_steps=1,
+    profiled_steps=1, observed_steps=1,
 )  # fmt: skip
 
 
@@ -22,12 +24,22 @@ def arms(**changes):
     return choose_arms(**{**choice, **changes})
 
 
-def measured(arm, *, losses=(5.0, 4.0), step_s=(0.1, 0.3, 0.2), tokens=100, failure=None):
+UNITS = [[1000, "inner", 1, 0], [3000, "first", 1, 1]]
+LIMITS = Limits(
+    unit_bytes=1000, gather_bytes_per_s=5e4, reduce_bytes_per_s=2e4, pair_bytes_per_s=None,
+    flops_per_s=1e6,
+)  # fmt: skip
+
+
+def measured(
+    arm, *, losses=(5.0, 4.0), step_s=(0.1, 0.3, 0.2), tokens=100, failure=None, **changes
+):
     ranks = [
         RankMeasurement(
             rank, 2, losses=list(losses), step_s=list(step_s), step_tokens=[tokens] * len(step_s),
             resting_bytes=1000, peak_bytes=3000 + rank, collectives={"send": 4.0},
-            payload_bytes=8.0,
+            payload_bytes=8.0, collective_bytes={"send": 8.0}, flops_per_token=10.0,
+            units=UNITS, **changes,
         )
         for rank in range(arm.num_processes(WORKLOAD))
     ]  # fmt: skip
@@ -75,7 +87,66 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
 def test_a_loss_that_is_not_a_number_is_wrong():
     single, ddp, _ = arms()
     runs = [measured(single), measured(ddp, losses=(5.0, float("nan")))]
-    assert summarize([single, ddp], runs, WORKLOAD)[1].failure is not None
+    assert summarize([single, ddp], runs, WORKLOAD)[1].failure_kind == "wrong losses"
+    (row,) = summarize([single], [measured(single, losses=(5.0, float("nan")))], WORKLOAD)
+    assert row.failure == "a loss is not a finite number", "the reference is judged as well"
+
+
+def test_missing_losses_are_wrong_and_do_not_stop_the_report():
+    single, ddp, scratch = arms()
+    runs = [measured(single), measured(ddp, losses=(5.0,)), measured(scratch)]
+    runs[2].ranks[1].losses = [5.0]
+    rows = summarize([single, ddp, scratch], runs, WORKLOAD)
+    assert [row.failure_kind for row in rows] == [None, "wrong losses", "wrong losses"]
+    assert "numbers of losses differ: 1, 2" in rows[1].failure
+    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
+
+
+def test_parts_are_medians_and_null_where_a_step_has_none():
+    arm = arms()[1]
+    steps = [
+        {"compute_s": 0.1 * k, "exposed_s": 0.01 if k else None, "whole_s": 0.2} for k in range(3)
+    ]
+    (row,) = summarize([arm], [measured(arm, parts=steps)], WORKLOAD)
+    assert row.parts_ms == {
+        "compute_ms": pytest.approx(100), "exposed_ms": None, "whole_ms": pytest.approx(200),
+    }  # fmt: skip
+    (row,) = summarize([arm], [measured(arm)], WORKLOAD)
+    assert (row.parts_ms, row.host_ms, row.utilization_percent) == (None, None, None)
+    assert row.cuda_peak_allocated_bytes == row.peak_rss_bytes == (None, None)
+
+
+def test_utilization_is_the_median_of_what_was_sampled():
+    arm = arms()[1]
+    samples = [(0.1, 10.0), (0.2, 90.0), (0.3, 80.0)]
+    run = measured(arm, utilization=samples, utilization_of="cpu")
+    (row,) = summarize([arm], [run], WORKLOAD)
+    assert (row.utilization_percent, row.utilization_of) == (80.0, "cpu")
+
+
+def test_model_flops_utilization_is_of_all_processes_peaks():
+    arm = arms()[1]
+    (row,) = summarize([arm], [measured(arm)], WORKLOAD, peak_flops=2e4)
+    assert row.mfu == pytest.approx(10 * row.tokens_per_s / (2 * 2e4))
+    assert summarize([arm], [measured(arm)], WORKLOAD)[0].mfu is None
+
+
+def test_each_arm_is_compared_with_what_the_machine_allows():
+    chosen = arms()
+    runs = [measured(arm) for arm in chosen]
+    rows = summarize(chosen, runs, WORKLOAD, limits=LIMITS)
+    assert [row.compute_limit_ms for row in rows] == pytest.approx([200, 100, 100])
+    # Half of the bytes leave a rank: of DDP all twice, of ZeRO-3 the inner unit thrice, the first
+    # one twice.
+    sent = [0, 4000, 0.5 * (3 * 1000 + 2 * 3000)]
+    assert [row.theory["sent_bytes"] for row in rows] == sent
+    expected = [nbytes / 5e4 * 1e3 for nbytes in sent]
+    assert [row.communication_limit_ms for row in rows] == pytest.approx(expected)
+    assert rows[2].times_limit == pytest.approx(200 / 100)
+    unlimited = summarize(chosen, runs, WORKLOAD)
+    assert [row.communication_limit_ms for row in unlimited] == [0, None, None]
+    mixed = summarize(chosen, runs, replace(WORKLOAD, precision="bf16-mixed"))
+    assert [row.theory for row in mixed] == [None, None, None], "who says which dtypes travel"
 
 
 def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path):
@@ -114,3 +185,13 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
         main(arguments)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
+    limits = measure_limits(2, unit_bytes=2**16, dtype="float32", out=tmp_path)
+    assert limits.unit_bytes == 2**16
+    ways = limits.gather_bytes_per_s, limits.reduce_bytes_per_s, limits.pair_bytes_per_s
+    assert limits.bytes_per_s == max(ways) > 0
+    assert limits.flops_per_s > 0
+    assert measure_limits(2, unit_bytes=2**16, dtype="float31", out=tmp_path) is None
+    assert "float31" in (tmp_path / "limits.txt").read_text()

@@ -13,12 +13,15 @@ from typing import Any
 from lightning_fsdp.bench import optimizer
 from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
+from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
 from lightning_fsdp.bench.report import format_table, summarize, write
 from lightning_fsdp.bench.runner import Run, run_arm, run_arms
 from lightning_fsdp.bench.scaling import networks_of, run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.amounts import format_bytes, parse_bytes
 from lightning_fsdp.harness.environment import describe, environment
+
+_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16", "64": "float64"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,17 +60,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         precision=args.precision,
         warmup_steps=args.warmup,
         timed_steps=args.steps,
+        profiled_steps=2,
         observed_steps=2,
+        writes_traces=args.profile,
     )
     command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
+    unprofiled = replace(workload, profiled_steps=0)
     if args.simulate_world:
-        return _simulate(parser, args, arms, workload, document)
+        return _simulate(parser, args, arms, unprofiled, document)
     if args.largest_batch is not None:
-        return _find_largest(arms, workload, args, document)
+        return _find_largest(arms, unprofiled, args, document)
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
-    rows = summarize(arms, runs, workload)
+    limits = measure_limits(
+        args.nproc,
+        unit_bytes=mean_unit_bytes(runs),
+        dtype=_DTYPES[args.precision.partition("-")[0]],
+        out=args.out / "limits",
+    )
+    peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
+    rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
+    document["limits"] = None if limits is None else asdict(limits)
+    document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
     write(args.out, rows, runs, document)
     print(f"\n{describe(document)}\n\n{format_table(rows)}\n\nWritten to {args.out}/: report.md, ")
     print("comparison.csv, results.json (every repeat), runs/ (a log per run)")
@@ -96,7 +111,12 @@ def _simulate(
     except ValueError as error:
         parser.error(f"--simulate-world: {error}")
     points = run_scaling(
-        arms, workload, networks, repeats=args.repeats, out=args.out, timeout_s=args.timeout
+        arms,
+        workload,
+        networks,
+        repeats=args.repeats,
+        out=args.out,
+        timeout_s=args.timeout,
     )
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
@@ -185,6 +205,14 @@ def _parser() -> argparse.ArgumentParser:
         type=_amount,
         metavar="AMOUNT",
         help="with --largest-batch: what a rank's tensors may take, such as 2GB",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write a chrome trace of each run's profiled steps"
+    )
+    parser.add_argument(
+        "--peak-flops",
+        type=float,
+        help="of one device per second, for the MFU; by default what matrix products reach here",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser

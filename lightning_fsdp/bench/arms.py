@@ -24,7 +24,9 @@ class Workload:
         precision: Of the Trainer.
         warmup_steps: Optimizer steps before the clock starts.
         timed_steps: Optimizer steps on the clock.
-        observed_steps: Optimizer steps after them, slowed down by exact memory tracking.
+        profiled_steps: Optimizer steps after them, under a profiler.
+        observed_steps: Optimizer steps after those, slowed down by exact memory tracking.
+        writes_traces: Whether each run leaves a chrome trace of its profiled steps.
         overrides: Further command line arguments of the recipe.
         launcher: Module that runs the recipe, and its arguments; none: it runs by itself.
     """
@@ -34,14 +36,16 @@ class Workload:
     precision: str
     warmup_steps: int
     timed_steps: int
+    profiled_steps: int
     observed_steps: int
+    writes_traces: bool = False
     overrides: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of one run."""
-        return self.warmup_steps + self.timed_steps + self.observed_steps
+        return self.warmup_steps + self.timed_steps + self.profiled_steps + self.observed_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +88,8 @@ class Arm:
                 "out": str(out),
                 "warmup_steps": workload.warmup_steps,
                 "timed_steps": workload.timed_steps,
+                "profiled_steps": workload.profiled_steps,
+                "writes_trace": workload.writes_traces,
             },
         }
         return [

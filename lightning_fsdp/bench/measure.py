@@ -1,7 +1,16 @@
 """The callback that measures an arm from inside, and writes one JSON file per rank.
 
-A run is three stretches of optimizer steps: warm-up, timed, observed. Only wall time is taken in
-the timed ones; memory and traffic come from the observed ones, which exact tracking makes slow.
+A run is four stretches of optimizer steps, each of which ends with a step that was made, so that no
+half of an accumulation reaches into the next:
+
+======== ===========================================================================================
+warm-up  nothing; allocators, compilers and the optimizer's state come to be
+timed    wall time, tokens, the host's work, utilization, the device's and the process's memory
+profiled where the time of a step goes; a profiler slows it down
+observed bytes of tensors, collectives, floating-point operations; tracking slows it down a lot
+======== ===========================================================================================
+
+What is not measured stays ``None``, or an empty list.
 
 A rank that raises writes what it raised in place of what it measured.
 """
@@ -17,10 +26,19 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.bench.simulated import find_usage
-from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
+from lightning_fsdp.bench.failure import RankFailure
+from lightning_fsdp.bench.memory import StepObserver
+from lightning_fsdp.bench.parts import StepProfiler
+from lightning_fsdp.bench.simulated import Usage, find_usage
+from lightning_fsdp.bench.theory import model_units
+from lightning_fsdp.bench.utilization import Utilization, kind_of
+from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
+from lightning_fsdp.core.collectives import Communicator
 
 
 @dataclass
@@ -31,12 +49,29 @@ class RankMeasurement:
         losses: Training loss of every micro-batch, from the first on.
         step_s: Seconds per timed optimizer step, data loading and logging included.
         step_tokens: Tokens of this rank per timed optimizer step; padding is not counted.
+        host_s: Seconds of CPU that this process used per timed optimizer step.
+        fit_s: From the moment before the model is built to the end of training, all stretches.
         resting_bytes: Parameters, gradients, buffers and optimizer state between two steps.
-        peak_bytes: Most bytes of tensors alive at once, resting ones included.
-        collectives: Calls per observed optimizer step, by kind.
-        payload_bytes: Bytes that this rank passed to them, per observed optimizer step.
+        peak_bytes: Most bytes of tensors alive at once on the device, resting ones included.
+        peak_by_kind: Those by owner.
+        timeline: Seconds since the start of an observed step, bytes alive.
+        peak_rss_bytes: Most bytes that the process had in memory, from its start to the end of the
+            timed steps.
+        cuda_peak_allocated_bytes: Over the timed steps, by torch's allocator.
+        cuda_peak_reserved_bytes: What that took from the device.
+        utilization: Seconds since the first timed step's start, percent.
+        utilization_of: ``gpu``, or ``cpu``: CPU seconds of this process per second.
+        parts: Of each profiled optimizer step; see :class:`~lightning_fsdp.bench.parts.Parts`.
+        flops_per_token: Of forward and backward, recomputation included.
+        collectives: Calls per observed optimizer step, by kind, as torch's dispatcher sees them.
+        collective_bytes: Bytes that this rank passed to them, by kind.
+        payload_bytes: Of all kinds together.
+        data_collectives: Calls that move parameters or gradients, a set of pairs as the one
+            collective that it stands for.
+        units: See :func:`~lightning_fsdp.bench.theory.model_units`; ``None`` where an engine has
+            sharded the module.
         simulated: On a simulated network, what a timed step took of it; see ``simulated.py``. The
-            two above know real collectives only.
+            collectives above are real ones only.
     """
 
     rank: int
@@ -44,44 +79,25 @@ class RankMeasurement:
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     step_tokens: list[int] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+    fit_s: float | None = None
     resting_bytes: int | None = None
     peak_bytes: int | None = None
+    peak_by_kind: dict[str, int] | None = None
+    timeline: list[tuple[float, int]] | None = None
+    peak_rss_bytes: int | None = None
+    cuda_peak_allocated_bytes: int | None = None
+    cuda_peak_reserved_bytes: int | None = None
+    utilization: list[tuple[float, float]] = field(default_factory=list)
+    utilization_of: str | None = None
+    parts: list[dict[str, float | None]] = field(default_factory=list)
+    flops_per_token: float | None = None
     collectives: dict[str, float] = field(default_factory=dict)
+    collective_bytes: dict[str, float] = field(default_factory=dict)
     payload_bytes: float | None = None
+    data_collectives: dict[str, float] | None = None
+    units: list[tuple[int, str, int, int]] | None = None
     simulated: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """What a rank writes that raised.
-
-    Attributes:
-        type: Of the exception, with its module.
-        message: First line of what it says.
-        is_out_of_memory: By type, of the exception or of one that led to it. (torch's allocator on
-            CPU raises a plain ``RuntimeError``, which is not told from others.)
-    """
-
-    rank: int
-    type: str
-    message: str
-    is_out_of_memory: bool
-
-    @classmethod
-    def of(cls, rank: int, exception: BaseException) -> RankFailure:
-        """Describe an exception, or the one among those that led to it that is about memory."""
-        shown, is_out_of_memory = exception, False
-        link: BaseException | None = exception
-        seen: set[int] = set()
-        while link is not None and id(link) not in seen and not is_out_of_memory:
-            seen.add(id(link))  # a chain may close
-            if isinstance(link, (torch.OutOfMemoryError, MemoryError)):
-                shown, is_out_of_memory = link, True
-            link = link.__cause__ or link.__context__
-        lines = str(shown).strip().splitlines() or [""]
-        module, name = type(shown).__module__, type(shown).__qualname__
-        full_name = name if module == "builtins" else f"{module}.{name}"
-        return cls(rank, full_name, lines[0], is_out_of_memory)
 
 
 class Measure(L.Callback):
@@ -90,35 +106,80 @@ class Measure(L.Callback):
     Args:
         out: Folder for ``rank{r}.json``, or ``failure{r}.json``.
         warmup_steps: Optimizer steps before the clock starts.
-        timed_steps: Optimizer steps on the clock; those after them are observed.
+        timed_steps: Optimizer steps on the clock.
+        profiled_steps: Optimizer steps after them; what follows is observed.
+        writes_trace: Whether rank 0 writes the profiled steps as ``trace_rank0.json``.
     """
 
-    def __init__(self, out: str, warmup_steps: int, timed_steps: int) -> None:
+    def __init__(
+        self,
+        out: str,
+        warmup_steps: int,
+        timed_steps: int,
+        profiled_steps: int,
+        writes_trace: bool = False,
+    ) -> None:
         self.out = Path(out)
-        self.warmup_steps = warmup_steps
-        self.timed_steps = timed_steps
+        self.first_timed = warmup_steps
+        self.first_profiled = warmup_steps + timed_steps
+        self.first_observed = warmup_steps + timed_steps + profiled_steps
+        self.writes_trace = writes_trace
+        self._num_steps = 0  # optimizer steps that were made
+        self._is_step = False
         self._tokens = 0
-        self._last_end = 0.0
-        self._observer: Observer | None = None
-        self._observed_steps = 0
+        self._losses: list[Tensor] = []  # since the last step; reading one would wait for it
+        self._fit_start: float | None = None
+        self._last = (0.0, 0.0)  # wall and CPU time at the end of the last step
+        self._utilization: Utilization | None = None
+        self._profiler: StepProfiler | None = None
+        self._observer: StepObserver | None = None
+        self._tokens_of_first_observed = 0
+        self._calls_before: dict[str, int] | None = None
+        self._usage_before: Usage | None = None  # of a simulated network
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """The model is not yet built."""
+        self._fit_start = time.perf_counter()
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin."""
+        self._device = trainer.strategy.root_device
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size)
-        self._note_simulated(trainer.global_step)
-        self._last_end = time.perf_counter()
+        self.measured.utilization_of = kind_of(self._device)
+        if not hasattr(trainer.strategy, "engine"):
+            self.measured.units = list(model_units(pl_module))
+        self._begin_stretch(trainer)
+        self._last = self._now()
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Enter the observer once the timed steps are over."""
-        if trainer.global_step >= self.warmup_steps + self.timed_steps and self._observer is None:
-            resting = resting_tensors(pl_module, trainer.optimizers)
-            self.measured.resting_bytes = nbytes_of(resting)
-            self._observer = Observer(resting)
-            self._observer.start()
+        """Data is there. The first observed batch begins to be observed."""
+        if self._profiler is not None:
+            self._profiler.enter("compute")
+        if self._num_steps >= self.first_observed and self._observer is None:
+            self.measured.resting_bytes = nbytes_of(resting_tensors(pl_module, trainer.optimizers))
+            self._calls_before = _data_calls(trainer)
+            self._tokens_of_first_observed = _num_tokens(batch)
+            self._observer = StepObserver(trainer, pl_module)
+
+    @override
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Gradients are there."""
+        if self._observer is not None:
+            self._observer.after_backward()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """An optimizer step is made."""
+        self._is_step = True
+        if self._profiler is not None:
+            self._profiler.enter("optimizer")
 
     @override
     def on_train_batch_end(
@@ -131,39 +192,39 @@ class Measure(L.Callback):
     ) -> None:
         """Take the time at the end of each optimizer step."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-        assert isinstance(loss, torch.Tensor), "a recipe's training step returns its loss"
+        assert isinstance(loss, Tensor), "a recipe's training step returns its loss"
         # Lightning divides the loss by the number of micro-batches before the backward.
-        self.measured.losses.append(loss.item() * trainer.accumulate_grad_batches)
+        self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
         self._tokens += _num_tokens(batch)
-        if (batch_idx + 1) % trainer.accumulate_grad_batches:
+        if not self._is_step:
+            if self._profiler is not None:
+                self._profiler.enter("data")
             return
-        now = time.perf_counter()
-        if self.warmup_steps < trainer.global_step <= self.warmup_steps + self.timed_steps:
-            self.measured.step_s.append(now - self._last_end)
+        now = self._now()
+        self._is_step = False
+        if self.first_timed <= self._num_steps < self.first_profiled:
+            self.measured.step_s.append(now[0] - self._last[0])
+            self.measured.host_s.append(now[1] - self._last[1])
             self.measured.step_tokens.append(self._tokens)
+        if self._profiler is not None:
+            self._profiler.end_step()
         if self._observer is not None:
-            self._observed_steps += 1
-        self._note_simulated(trainer.global_step)
-        self._last_end, self._tokens = time.perf_counter(), 0
-
-    def _note_simulated(self, num_steps: int) -> None:
-        usage = find_usage()
-        if usage is not None and num_steps == self.warmup_steps:
-            self._usage_before = usage.copy()
-        elif usage is not None and num_steps == self.warmup_steps + self.timed_steps:
-            per_step = usage.per_step_since(self._usage_before, self.timed_steps)
-            self.measured.simulated = per_step
+            self._observer.end_step()
+        self._num_steps += 1
+        self._begin_stretch(trainer)
+        self.measured.losses += [loss.item() for loss in self._losses]
+        self._losses, self._tokens = [], 0
+        self._last = self._now()
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write what was measured."""
-        if self._observer is not None:
-            seen = self._observer.stop()
-            steps = self._observed_steps
-            self.measured.peak_bytes = seen.peak_bytes
-            self.measured.payload_bytes = seen.payload_bytes / steps
-            self.measured.collectives = {kind: n / steps for kind, n in seen.calls.items()}
         self.out.mkdir(parents=True, exist_ok=True)
+        self._end_timed()
+        self._end_profiled()
+        self._end_observed(trainer)
+        if self._fit_start is not None:
+            self.measured.fit_s = time.perf_counter() - self._fit_start
         path = self.out / f"rank{self.measured.rank}.json"
         path.write_text(json.dumps(vars(self.measured)))
 
@@ -171,16 +232,112 @@ class Measure(L.Callback):
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Stop observing, and write why; what was measured of an unfinished run is dropped."""
+        """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
+        if self._utilization is not None:
+            self._utilization.stop()
+        if self._profiler is not None:
+            self._profiler.stop()
         if self._observer is not None:
             self._observer.stop()
-            self._observer = None
+        self._utilization = self._profiler = self._observer = None
         failure = RankFailure.of(trainer.global_rank, exception)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"failure{failure.rank}.json"
         unfinished = path.with_suffix(".part")  # other ranks may end this one while it writes
         unfinished.write_text(json.dumps(asdict(failure)))
         unfinished.replace(path)
+
+    # -- stretches ---------------------------------------------------------------------------------
+
+    def _begin_stretch(self, trainer: L.Trainer) -> None:
+        """End the stretch that ends between two steps, and begin what begins there."""
+        if self._num_steps == self.first_profiled:
+            self._end_timed()
+        if self._num_steps == self.first_observed:
+            self._end_profiled()
+        if self.first_timed == self._num_steps < self.first_profiled:
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            self._utilization = Utilization.of(self._device)
+            self._utilization.start()
+            usage = find_usage()
+            self._usage_before = None if usage is None else usage.copy()
+        if self.first_profiled == self._num_steps < self.first_observed:
+            self._profiler = StepProfiler(
+                self._device,
+                world_size=trainer.world_size,
+                waits_unseen=isinstance(trainer.model, DistributedDataParallel),
+            )
+            self._profiler.start()
+
+    def _end_timed(self) -> None:
+        if self._utilization is None:
+            return
+        self.measured.utilization = self._utilization.stop()
+        self._utilization = None
+        usage = find_usage()
+        if usage is not None and self._usage_before is not None:
+            num_steps = len(self.measured.step_s)
+            self.measured.simulated = usage.per_step_since(self._usage_before, num_steps)
+        self.measured.peak_rss_bytes = _peak_rss_bytes()
+        if self._device.type == "cuda":
+            self.measured.cuda_peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
+            self.measured.cuda_peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
+
+    def _end_profiled(self) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self.measured.parts = [asdict(parts) for parts in self._profiler.parts()]
+        if self.writes_trace and self.measured.rank == 0:
+            self._profiler.write(self.out / "trace_rank0.json")
+        self._profiler = None
+
+    def _end_observed(self, trainer: L.Trainer) -> None:
+        if self._observer is None:
+            return
+        observed, self._observer = self._observer.stop(), None
+        seen, num_steps = observed.seen, observed.num_steps
+        measured = self.measured
+        measured.peak_bytes = seen.peak_bytes
+        measured.peak_by_kind = observed.peak_by_kind
+        measured.timeline = observed.timeline
+        if observed.flops and self._tokens_of_first_observed:
+            measured.flops_per_token = observed.flops / self._tokens_of_first_observed
+        measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
+        measured.collective_bytes = {kind: n / num_steps for kind, n in seen.bytes_of.items()}
+        measured.payload_bytes = seen.payload_bytes / num_steps
+        calls = _data_calls(trainer)
+        if calls is not None and self._calls_before is not None:
+            before = self._calls_before
+            measured.data_collectives = {k: (n - before[k]) / num_steps for k, n in calls.items()}
+
+    def _now(self) -> tuple[float, float]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter(), time.process_time()
+
+
+def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
+    """Of this core, so far; ``None`` where another engine is at work."""
+    if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
+        return None
+    assert torch.distributed.group.WORLD is not None, "a strategy has made it"
+    traffic = Communicator.of(torch.distributed.group.WORLD).traffic
+    return {kind: of_kind.calls for kind, of_kind in traffic.items()}
+
+
+def _peak_rss_bytes() -> int | None:
+    """As Linux keeps it for this program, spikes included.
+
+    ``getrusage`` gives a figure that a process inherits from the one that started it.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _num_tokens(batch: Any) -> int:

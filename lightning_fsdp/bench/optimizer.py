@@ -147,7 +147,8 @@ def _run(arm: str, num_ranks: int, num_steps: int, folder: Path, timeout_s: floa
     folder.mkdir(parents=True)
     module = "lightning_fsdp.bench.optimizer_arms"
     command = [sys.executable, "-m", module, arm, str(num_ranks), str(num_steps), str(folder)]
-    return run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
+    failure = run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
+    return None if failure is None else failure.says
 
 
 def _write(

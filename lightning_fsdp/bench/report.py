@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
@@ -35,8 +37,30 @@ class Row:
         peak_bytes: Per rank.
         resting_bytes: Per rank, between two optimizer steps.
         collectives: Calls per optimizer step of rank 0, by kind.
-        payload_bytes: Bytes that rank 0 passes to them per optimizer step.
-        failure: Why the other fields are empty.
+        collective_bytes: Bytes that rank 0 passes to them per optimizer step, by kind.
+        payload_bytes: Of all kinds together.
+        data_collectives: Calls that move parameters and gradients, pairs taken together as the
+            collective that they stand for; only of this project's core.
+        sent_bytes: Bytes that have to leave rank 0 for them.
+        theory: What the stage and the engine demand; ``None``: nobody says.
+        parts_ms: Medians of rank 0's profiled steps, in milliseconds; ``None`` in it: not
+            measurable.
+        host_ms: Median CPU time of rank 0's process per step.
+        flops_per_token: Of forward and backward, recomputation included.
+        peak_flops: Assumed of one process, per second.
+        mfu: ``flops_per_token * tokens_per_s / (peak_flops * num_processes)``.
+        peak_by_kind: Bytes of rank 0 by owner, at its peak.
+        peak_rss_bytes: Per rank, of the process, the highest of the repeats.
+        cuda_peak_allocated_bytes: Likewise, of torch's allocator.
+        cuda_peak_reserved_bytes: Likewise, what that took from the device.
+        utilization_percent: Median of rank 0's samples.
+        utilization_of: Of what.
+        end_to_end_s: Median seconds from building the model to the end of training.
+        compute_limit_ms: The single process's step, divided by the ranks.
+        communication_limit_ms: Bytes over measured bandwidth.
+        times_limit: The step over the larger of the two limits: 1 cannot be beaten.
+        failure: Why the other fields are empty, or wrong.
+        failure_kind: In a word; see ``failure.py``.
     """
 
     arm: str
@@ -55,20 +79,62 @@ class Row:
     peak_bytes: tuple[int | None, ...] = ()
     resting_bytes: tuple[int | None, ...] = ()
     collectives: dict[str, float] | None = None
+    collective_bytes: dict[str, float] | None = None
     payload_bytes: float | None = None
+    data_collectives: dict[str, float] | None = None
+    sent_bytes: float | None = None
+    theory: dict[str, Any] | None = None
+    parts_ms: dict[str, float | None] | None = None
+    host_ms: float | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    mfu: float | None = None
+    peak_by_kind: dict[str, int] | None = None
+    peak_rss_bytes: tuple[int | None, ...] = ()
+    cuda_peak_allocated_bytes: tuple[int | None, ...] = ()
+    cuda_peak_reserved_bytes: tuple[int | None, ...] = ()
+    utilization_percent: float | None = None
+    utilization_of: str | None = None
+    end_to_end_s: float | None = None
+    compute_limit_ms: float | None = None
+    communication_limit_ms: float | None = None
+    times_limit: float | None = None
     failure: str | None = None
+    failure_kind: str | None = None
 
 
-def summarize(arms: Sequence[Arm], runs: Sequence[Run], workload: Workload) -> list[Row]:
-    """One row per arm, failed ones included; losses are compared with the arm's reference."""
+def summarize(
+    arms: Sequence[Arm],
+    runs: Sequence[Run],
+    workload: Workload,
+    *,
+    limits: Limits | None = None,
+    peak_flops: float | None = None,
+) -> list[Row]:
+    """One row per arm, failed ones included; losses are compared with the arm's reference.
+
+    Args:
+        arms: What was compared.
+        runs: All repeats of all arms.
+        workload: What each did.
+        limits: Of this machine.
+        peak_flops: Assumed of one process, per second.
+    """
     rows = []
     references: dict[tuple[int, int], list[float]] = {}
+    single_ms: dict[tuple[int, int], float | None] = {}
+    units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
     for arm in arms:
         of_arm = [run for run in runs if run.arm == arm]
         shape = (arm.batch_size, arm.grad_accum)
         row = _summarize_arm(arm, of_arm, workload, references.get(shape))
         if row.failure is None:
             references.setdefault(shape, _mean_losses(of_arm[0]))
+        if row.step_ms is not None:
+            if arm.engine == "single":
+                single_ms[shape] = row.step_ms
+            row = _with_mfu(row, peak_flops)
+            row = _with_limits(row, workload, units, limits, single_ms.get(shape))
         rows.append(row)
     return rows
 
@@ -84,38 +150,134 @@ def _summarize_arm(
         grad_accum=arm.grad_accum,
         num_processes=arm.num_processes(workload),
     )
-    failures = [run.failure for run in runs if run.failure is not None]
-    if failures or not runs:
-        return _replace(base, failure=failures[0] if failures else "not run")
+    failures = [run for run in runs if run.failure is not None]
+    if failures:
+        return _replace(base, failure=failures[0].failure, failure_kind=failures[0].failure_kind)
+    if not runs:
+        return _replace(base, failure="not run", failure_kind="no measurement")
     # A step lasts as long as on the slowest rank.
     step_s = [
         max(steps) for run in runs for steps in zip(*(r.step_s for r in run.ranks), strict=True)
     ]
     tokens = sum(sum(rank.step_tokens) for run in runs for rank in run.ranks)
     low, median, high = statistics.quantiles(step_s, n=4)
-    losses = [_mean_losses(run) for run in runs]
-    gap = None
-    if reference is not None:
-        gap = max(_distance(run, reference) for run in losses)
+    first, firsts = runs[0].ranks[0], [run.ranks[0] for run in runs]
     row = _replace(
         base,
-        loss_first=losses[0][0],
-        loss_last=losses[0][-1],
-        loss_gap=gap,
         tokens_per_s=tokens / sum(step_s),
         step_ms=median * 1e3,
         step_ms_q1=low * 1e3,
         step_ms_q3=high * 1e3,
         peak_bytes=tuple(rank.peak_bytes for rank in runs[0].ranks),
         resting_bytes=tuple(rank.resting_bytes for rank in runs[0].ranks),
-        collectives=runs[0].ranks[0].collectives,
-        payload_bytes=runs[0].ranks[0].payload_bytes,
+        collectives=first.collectives,
+        collective_bytes=first.collective_bytes,
+        payload_bytes=first.payload_bytes,
+        data_collectives=first.data_collectives,
+        sent_bytes=sent_bytes(first.collective_bytes, first.world_size),
+        parts_ms=_parts_ms([parts for rank in firsts for parts in rank.parts]),
+        host_ms=_milliseconds(_median([s for rank in firsts for s in rank.host_s])),
+        flops_per_token=first.flops_per_token,
+        peak_by_kind=first.peak_by_kind,
+        peak_rss_bytes=_highest(runs, "peak_rss_bytes"),
+        cuda_peak_allocated_bytes=_highest(runs, "cuda_peak_allocated_bytes"),
+        cuda_peak_reserved_bytes=_highest(runs, "cuda_peak_reserved_bytes"),
+        utilization_percent=_median([p for rank in firsts for _, p in rank.utilization]),
+        utilization_of=first.utilization_of,
+        end_to_end_s=_median([rank.fit_s for rank in firsts]),
     )
+    return _judge_losses(row, runs, reference)
+
+
+def _judge_losses(row: Row, runs: Sequence[Run], reference: list[float] | None) -> Row:
+    """The losses, and what is wrong with them."""
+    lengths = {len(rank.losses) for run in runs for rank in run.ranks}
+    if reference is not None:
+        lengths.add(len(reference))
+    if len(lengths) > 1 or 0 in lengths:
+        found = f"numbers of losses differ: {', '.join(map(str, sorted(lengths)))}"
+        return _replace(row, failure=found, failure_kind="wrong losses")
+    losses = [_mean_losses(run) for run in runs]
+    gap = None if reference is None else max(_distance(run, reference) for run in losses)
+    row = _replace(row, loss_first=losses[0][0], loss_last=losses[0][-1], loss_gap=gap)
     if not all(math.isfinite(loss) for run in losses for loss in run):
-        return _replace(row, failure="a loss is not a finite number")
-    if gap is not None and gap > LOSS_TOLERANCE:
-        return _replace(row, failure=f"losses differ from the reference by {gap:.2g}")
-    return row
+        found = "a loss is not a finite number"
+    elif gap is not None and gap > LOSS_TOLERANCE:
+        found = f"losses differ from the reference by {gap:.2g}"
+    else:
+        return row
+    return _replace(row, failure=found, failure_kind="wrong losses")
+
+
+def _with_mfu(row: Row, peak_flops: float | None) -> Row:
+    row = _replace(row, peak_flops=peak_flops)
+    if peak_flops is None or row.flops_per_token is None or row.tokens_per_s is None:
+        return row
+    used = row.flops_per_token * row.tokens_per_s
+    return _replace(row, mfu=used / (peak_flops * row.num_processes))
+
+
+def _with_limits(
+    row: Row,
+    workload: Workload,
+    units: Sequence[Any] | None,
+    limits: Limits | None,
+    single_ms: float | None,
+) -> Row:
+    compute_ms = single_ms
+    if single_ms is not None and row.engine != "single":
+        compute_ms = single_ms / workload.num_ranks
+    theory = None
+    if units is not None and workload.precision.endswith("-true"):
+        theory = demand(
+            row.engine,
+            row.zero_stage,
+            units=as_facts(units),
+            grad_accum=row.grad_accum,
+            world_size=row.num_processes,
+        )
+    sent = row.sent_bytes if theory is None else theory.sent_bytes
+    communication_ms = None
+    if sent == 0:
+        communication_ms = 0.0
+    elif sent is not None and limits is not None and limits.bytes_per_s is not None:
+        communication_ms = sent / limits.bytes_per_s * 1e3
+    known = [limit for limit in (compute_ms, communication_ms) if limit is not None]
+    limit_ms = max(known, default=0.0)
+    return _replace(
+        row,
+        theory=None if theory is None else asdict(theory),
+        compute_limit_ms=compute_ms,
+        communication_limit_ms=communication_ms,
+        times_limit=row.step_ms / limit_ms if limit_ms and row.step_ms is not None else None,
+    )
+
+
+def _parts_ms(parts: Sequence[dict[str, float | None]]) -> dict[str, float | None] | None:
+    if not parts:
+        return None
+    return {
+        name.removesuffix("_s") + "_ms": _milliseconds(_median([step[name] for step in parts]))
+        for name in parts[0]
+    }
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """``None`` if a value is missing, or all are."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known and len(known) == len(values) else None
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _highest(runs: Sequence[Run], name: str) -> tuple[int | None, ...]:
+    """Over the repeats, per rank."""
+    per_rank = zip(*([getattr(rank, name) for rank in run.ranks] for run in runs), strict=True)
+    return tuple(
+        None if any(value is None for value in values) else max(values) for values in per_rank
+    )
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -162,8 +324,8 @@ def _cells(row: Row) -> list[str]:
     return [
         name,
         str(row.num_processes),
-        f"{row.loss_first:.4f}",
-        f"{row.loss_last:.4f}",
+        "?" if row.loss_first is None else f"{row.loss_first:.4f}",
+        "?" if row.loss_last is None else f"{row.loss_last:.4f}",
         f"{row.tokens_per_s:,.0f}",
         f"{row.step_ms:.0f} ({row.step_ms_q1:.0f}..{row.step_ms_q3:.0f})",
         _megabytes(row.peak_bytes),

@@ -9,15 +9,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.measure import RankFailure, RankMeasurement
+from lightning_fsdp.bench.failure import FailureKind, RankFailure
+from lightning_fsdp.bench.measure import RankMeasurement
 from lightning_fsdp.harness.processes import run_command
-
-FailureKind = Literal["out_of_memory", "other"]
 
 
 @dataclass
@@ -85,13 +83,13 @@ def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: 
     wall_s = time.perf_counter() - start
     if failure is not None:
         memory = _out_of_memory(folder)
-        kind: FailureKind = "other" if memory is None else "out_of_memory"
-        return Run(arm, repeat, wall_s, log, failure=memory or failure, failure_kind=kind)
+        kind: FailureKind = failure.kind if memory is None else "out of memory"
+        return Run(arm, repeat, wall_s, log, failure=memory or failure.says, failure_kind=kind)
     files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        failure = f"no measurement from {', '.join(missing)}"
-        return Run(arm, repeat, wall_s, log, failure=failure, failure_kind="other")
+        says = f"no measurement from {', '.join(missing)}"
+        return Run(arm, repeat, wall_s, log, failure=says, failure_kind="no measurement")
     ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
     return Run(arm, repeat, wall_s, log, ranks=ranks)
 

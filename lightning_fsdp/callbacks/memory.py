@@ -209,9 +209,7 @@ class MemoryProbe(pl.Callback):
     def _tell_owners(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert self._ledger is not None, "a step is watched"
         assert self._access is not None, "training has started"
-        self._ledger.tell("parameters", _parameters(trainer, module))
-        self._ledger.tell("optimizer", _optimizer_state(trainer))
-        self._ledger.tell("gradients", _gradients(self._access))
+        tell_owners(self._ledger, self._access, trainer, module)
 
     def _stop(self, trainer: pl.Trainer) -> None:
         if self._ledger is None:
@@ -265,6 +263,15 @@ class MemoryProbe(pl.Callback):
             title = f"memory of optimizer step {self._step}, rank 0 of {len(ranks)}"
             figure = memory_picture.draw(moments, self._phases, peaks, title)
             logger.experiment.add_figure("memory/timeline", figure, self._step, close=False)
+
+
+def tell_owners(
+    ledger: Ledger, access: ReadableGradients, trainer: pl.Trainer, module: pl.LightningModule
+) -> None:
+    """Tell a ledger whose the tensors are that this rank holds at this moment."""
+    ledger.tell("parameters", _parameters(trainer, module))
+    ledger.tell("optimizer", _optimizer_state(trainer))
+    ledger.tell("gradients", _gradients(access))
 
 
 def _total(of_owners: dict[str, int]) -> int:

@@ -8,6 +8,7 @@ and a storage that an engine has freed with ``resize_(0)`` counts as freed.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
@@ -41,12 +42,17 @@ class Observation:
     Attributes:
         peak_bytes: Most bytes of tensors alive at once.
         calls: Collectives issued by this rank, by kind.
-        payload_bytes: Bytes of the tensors that it passed to them.
+        bytes_of: Bytes of the tensors that it passed to them, by kind.
     """
 
     peak_bytes: int = 0
     calls: Counter[str] = field(default_factory=Counter)
-    payload_bytes: int = 0
+    bytes_of: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all kinds."""
+        return self.bytes_of.total()
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -115,7 +121,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kind, sent = sent_by(func, args)
         if kind is not None:
             self.observation.calls[kind] += 1
-            self.observation.payload_bytes += sum(tensor.nbytes for tensor in sent)
+            self.observation.bytes_of[kind] += sum(tensor.nbytes for tensor in sent)
 
 
 class Ledger(Observer):  # type: ignore[no-untyped-call]
@@ -130,6 +136,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
 
     Attributes:
         num_operations: Seen so far; the clock of this ledger.
+        times_s: Of each tick of the clock, by ``time.perf_counter``; of its beginning the first.
         changes: Clock, number of the storage, bytes from then on.
         owners: By number of the storage.
     """
@@ -137,6 +144,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
     def __init__(self, device: torch.device) -> None:
         super().__init__([])
         self.num_operations = 0
+        self.times_s = [time.perf_counter()]
         self.changes: list[tuple[int, int, int]] = []
         self.owners: dict[int, str] = {}
         self._device_type = device.type
@@ -194,6 +202,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         if self._is_told:
             return
         self.num_operations += 1
+        self.times_s.append(time.perf_counter())
         sizes = {number: storage.nbytes() for storage, number in self._numbers.items()}
         for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
             self.changes.append((self.num_operations, number, sizes.get(number, 0)))

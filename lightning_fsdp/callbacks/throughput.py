@@ -23,10 +23,14 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 from typing_extensions import override
 
-from lightning_fsdp.callbacks import reporting
+from lightning_fsdp.callbacks import reporting, torch_internals
 
 PARTS = ("data", "forward", "backward", "optimizer")
 
@@ -97,7 +101,7 @@ class ThroughputMonitor(pl.Callback):
         self._tokens_of_batch = float(self.num_tokens(batch))
         self._tokens += self._tokens_of_batch
         if self._counts_flops:
-            self._counter = FlopCounterMode(display=False)
+            self._counter = flop_counter()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     @override
@@ -224,3 +228,24 @@ class ThroughputMonitor(pl.Callback):
             "ThroughputMonitor: expected a batch with attention_mask or input_ids, got "
             f"{type(batch).__name__}. Say how many tokens it has with num_tokens=."
         )
+
+
+def flop_counter() -> FlopCounterMode:
+    """Counts floating-point operations while it is entered, recomputation included.
+
+    Torch's own, which up to 2.15 does not know the attention that it runs on CPU.
+    """
+    forward, backward = torch_internals.attention_on_cpu()
+    on_cpu = {forward: _attention_flops, backward: _attention_backward_flops}
+    return FlopCounterMode(display=False, custom_mapping=on_cpu)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward_flops(
+    grad_out: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any
+) -> int:
+    flops = sdpa_backward_flop_count(grad_out, query, key, value)  # type: ignore[no-untyped-call]
+    return int(flops)

@@ -5,6 +5,8 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._subclasses import FakeTensor
 
@@ -22,3 +24,12 @@ def dump_memory_snapshot(path: str) -> None:
 def is_fake(cls: type) -> bool:
     """Whether tensors of a type have no memory; DTensor works out shapes with them at any time."""
     return issubclass(cls, FakeTensor)
+
+
+def attention_on_cpu() -> tuple[Any, Any]:
+    """Forward and backward of ``scaled_dot_product_attention`` as CPU runs it."""
+    aten = torch.ops.aten
+    return (
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )

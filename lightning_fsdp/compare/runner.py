@@ -145,7 +145,7 @@ def _run_group(
     told = _read(folder, world_size)
     seconds = time.perf_counter() - start
     print(f"W={world_size}: {len(told.ends)} tests in {seconds:.0f} s", file=sys.stderr)
-    return failure, told
+    return None if failure is None else failure.says, told
 
 
 def _read(folder: Path, world_size: int) -> _Told:

@@ -7,10 +7,25 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
-def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> str | None:
+@dataclass(frozen=True)
+class Failure:
+    """Why a command failed.
+
+    Attributes:
+        kind: ``timed out`` if it was ended for the time it took.
+        says: In words.
+    """
+
+    kind: Literal["error", "timed out"]
+    says: str
+
+
+def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> Failure | None:
     """Run a command; nothing that it started outlives the call.
 
     Args:
@@ -19,7 +34,7 @@ def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> str |
         timeout_s: Wall time after which all of them are ended.
 
     Returns:
-        Why it failed, in words, or ``None``.
+        Why it failed, or ``None``.
     """
     with log.open("wb") as stream:
         # A session of its own, so that ending it also ends the ranks that the command starts.
@@ -33,9 +48,9 @@ def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> str |
         )
         try:
             code = process.wait(timeout_s)
-            return None if code == 0 else f"exit code {code}: {_last_line(log)}"
+            return None if code == 0 else Failure("error", f"exit code {code}: {_last_line(log)}")
         except subprocess.TimeoutExpired:
-            return f"took longer than {timeout_s:.0f} s"
+            return Failure("timed out", f"took longer than {timeout_s:.0f} s")
         finally:
             _end(process)
 

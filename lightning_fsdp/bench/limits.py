@@ -1,0 +1,159 @@
+"""What this machine can do at best: bytes per second between ranks, operations per second on one.
+
+Processes of their own, all at once, as in a run: ``python -m lightning_fsdp.bench.limits``. So a
+reference is measured under the load of as many ranks as share the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.harness.processes import run_command
+
+_ROUNDS = 15
+_WIDTH = 1024  # of the matrices that are multiplied
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Medians; of the slowest rank.
+
+    Attributes:
+        unit_bytes: Size of the whole that was gathered and reduced.
+        gather_bytes_per_s: That left a rank in all-gathers.
+        reduce_bytes_per_s: That left a rank in reduce-scatters.
+        pair_bytes_per_s: In sends to every peer and receives from it, all at once.
+        flops_per_s: Of a rank's matrix products while the others multiply as well.
+    """
+
+    unit_bytes: int
+    gather_bytes_per_s: float | None
+    reduce_bytes_per_s: float | None
+    pair_bytes_per_s: float | None
+    flops_per_s: float
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Of the fastest way, so that none beats the limit; ``None`` on one rank."""
+        ways = self.gather_bytes_per_s, self.reduce_bytes_per_s, self.pair_bytes_per_s
+        return max((speed for speed in ways if speed is not None), default=None)
+
+
+def measure_limits(num_ranks: int, *, unit_bytes: int, dtype: str, out: Path) -> Limits | None:
+    """Measure in processes of their own.
+
+    Args:
+        num_ranks: Ranks.
+        unit_bytes: Of one gathered unit.
+        dtype: Of the products, a name in ``torch``.
+        out: Folder for a log and the figures.
+
+    Returns:
+        The limits, or ``None`` where they could not be measured; the log says why.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "limits.json"
+    path.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lightning_fsdp.bench.limits", "--dtype", dtype]
+    command += ["--ranks", str(num_ranks), "--bytes", str(unit_bytes), "--out", str(path)]
+    failure = run_command(command, log=out / "limits.txt", timeout_s=_TIMEOUT_S)
+    return None if failure is not None else Limits(**json.loads(path.read_text()))
+
+
+def mean_unit_bytes(runs: Sequence[Run]) -> int:
+    """Of the units of the model that was trained; a megabyte where no run came so far."""
+    for run in runs:
+        for rank in run.ranks:
+            if rank.units:
+                return sum(nbytes for nbytes, *_ in rank.units) // len(rank.units)
+    return 2**20
+
+
+def _measure(
+    rank: int, num_ranks: int, unit_bytes: int, dtype: str, meeting: str, out: str
+) -> None:
+    is_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+    torch.set_num_threads(1)  # as the arms
+    backend = "nccl" if is_cuda else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    shard = torch.ones(max(1, unit_bytes // 4 // num_ranks), device=device)
+    whole = shard.new_empty(shard.numel() * num_ranks)
+    left = torch.ones(_WIDTH, _WIDTH, dtype=getattr(torch, dtype), device=device)
+    gather_s = _seconds(lambda: all_gather_single(whole, shard, group=group), device)
+    reduce_s = _seconds(lambda: reduce_scatter_single(shard, whole, group=group), device)
+    pairs_s = _seconds(lambda: _exchange(shard, whole.view(num_ranks, -1), rank), device)
+    product_s = _seconds(lambda: left @ left, device)
+    slowest = torch.tensor([gather_s, reduce_s, pairs_s, product_s], device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    gather_s, reduce_s, pairs_s, product_s = slowest.tolist()
+    sent = shard.nbytes * (num_ranks - 1)
+    found = Limits(
+        unit_bytes=whole.nbytes,
+        gather_bytes_per_s=sent / gather_s if sent else None,
+        reduce_bytes_per_s=sent / reduce_s if sent else None,
+        pair_bytes_per_s=sent / pairs_s if sent else None,
+        flops_per_s=2 * _WIDTH**3 / product_s,
+    )
+    if rank == 0:
+        Path(out).write_text(json.dumps(asdict(found)))
+    dist.destroy_process_group()
+
+
+def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
+    peers = [peer for peer in range(len(slots)) if peer != rank]
+    operations = [dist.P2POp(dist.irecv, slots[peer], peer) for peer in peers]
+    operations += [dist.P2POp(dist.isend, mine, peer) for peer in peers]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()
+
+
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    """Median, after a third of the rounds."""
+    found = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - start)
+    return median(found[_ROUNDS // 3 :])
+
+
+def main() -> None:
+    """Measure, and write a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--bytes", type=int, required=True)
+    parser.add_argument("--dtype", required=True)
+    parser.add_argument("--out", required=True)
+    args = parser.parse_args()
+    if not isinstance(getattr(torch, args.dtype, None), torch.dtype):
+        parser.error(f"--dtype: expected the name of a dtype of torch, got {args.dtype!r}")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (args.ranks, args.bytes, args.dtype, f"{folder}/ranks", args.out)
+        spawn(_measure, args=arguments, nprocs=args.ranks)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()

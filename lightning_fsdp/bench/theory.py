@@ -1,0 +1,195 @@
+"""What an engine and stage demand of the network, worked out from the model's units.
+
+Gathers of each unit per optimizer step of ``A`` micro-batches, and reductions; a *first* unit holds
+embeddings only, so that nothing is computed behind it; a *shared* weight belongs to the first and
+to the last unit (embedding and head):
+
+============ ======================================= ===================== ==================
+             ZeRO-3 gathers                          ZeRO-2 gathers        reductions
+============ ======================================= ===================== ==================
+scratch      2A; first A; shared 3A                  1                     1
+fsdp2        2A                                      1                     1
+fsdp1        2A; shared A                            1                     1
+ddp          none                                    none                  1, of everything
+single       none                                    none                  none
+============ ======================================= ===================== ==================
+
+The core sends a shared weight alone; FSDP2 makes one unit of the units that share it; FSDP1 leaves
+it to its root, which stays whole from forward to backward, and makes a unit of each single module.
+
+Padding, the ranks' agreements, and the few bytes of a norm are not in it. Payload is what tensors a
+rank hands over, as the measured one: a shard to a gather, everything to a reduction. Between up to
+eight ranks of gloo the core hands each peer its part instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from lightning_fsdp.core.grouping import (
+    SegmentPlan,
+    UnitPlan,
+    cut_segments,
+    find_units,
+    plan_units,
+)
+
+Role = Literal["first", "inner", "shared"]
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Per rank and optimizer step.
+
+    Attributes:
+        collectives: Calls by kind; ``None`` where they depend on more than the model.
+        payload_bytes: Bytes of the tensors passed to them, as the measured ones are counted.
+        sent_bytes: Bytes that have to leave a rank, whichever way.
+    """
+
+    collectives: dict[str, int] | None
+    payload_bytes: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """Parameters that travel together.
+
+    Attributes:
+        nbytes: Of the whole parameters.
+        role: See above; a unit that shares a weight is without it.
+        num_modules: That hold them.
+        partners: Which entries FSDP2 makes one unit of, by a common number.
+    """
+
+    nbytes: int
+    role: Role
+    num_modules: int
+    partners: int
+
+
+def model_units(module: nn.Module) -> list[tuple[int, Role, int, int]]:
+    """The fields of :class:`UnitFacts`, in order, of a module that is not sharded."""
+    plans = plan_units(module, find_units(module, None), set(), set())
+    numbers = {id(plan): number for number, plan in enumerate(plans)}
+    segments = cut_segments(plans)
+    for segment in segments:
+        together = {numbers[id(user)] for user in segment.users}
+        for key, number in numbers.items():
+            if number in together:
+                numbers[key] = min(together)
+    return [
+        (
+            sum(_nbytes(parameter) for parameter in segment.parameters),
+            _role(segment.users),
+            _num_modules(segment),
+            numbers[id(segment.users[0])],
+        )
+        for segment in segments
+    ]
+
+
+def demand(
+    engine: str,
+    zero_stage: int | None,
+    *,
+    units: Sequence[UnitFacts],
+    grad_accum: int,
+    world_size: int,
+) -> Demand:
+    """What one optimizer step takes, by the table above; dtypes are those of the parameters.
+
+    Args:
+        engine: ``scratch``, ``fsdp1``, ``fsdp2``, ``ddp`` or ``single``.
+        zero_stage: 2 or 3; ``None`` for the last two.
+        units: Of the model before sharding.
+        grad_accum: Micro-batches per step; all but the last keep their gradients on the rank.
+        world_size: Ranks; one has nothing to send to anybody.
+    """
+    if world_size == 1 or engine == "single":
+        return Demand({}, 0, 0)
+    others = (world_size - 1) / world_size
+    total = sum(unit.nbytes for unit in units)
+    if engine == "ddp":
+        return Demand(None, total, 2 * others * total)
+    travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
+    num_gathers = gathered = 0
+    for unit in travelling:
+        times = 1 if zero_stage == 2 else grad_accum * _gathers(engine, unit.role)
+        num_gathers += times * unit.num_modules
+        gathered += times * unit.nbytes
+    sent = others * (gathered + total)
+    is_pairwise = engine == "scratch" and world_size <= 8
+    payload = sent if is_pairwise else gathered / world_size + total
+    num_reductions = sum(unit.num_modules for unit in travelling)
+    return Demand({"all_gather": num_gathers, "reduce_scatter": num_reductions}, payload, sent)
+
+
+def sent_bytes(payload_of: dict[str, float], world_size: int) -> float:
+    """Bytes that have to leave a rank for what it passed to collectives, by kind."""
+    share = {
+        "all_gather": world_size - 1.0,
+        "reduce_scatter": 1 - 1 / world_size,
+        "all_to_all": 1 - 1 / world_size,
+        "all_reduce": 2 * (1 - 1 / world_size),
+    }
+    return sum(nbytes * share.get(kind, 1.0) for kind, nbytes in payload_of.items())
+
+
+def _gathers(engine: str, role: Role) -> int:
+    if engine == "scratch":
+        return {"first": 1, "inner": 2, "shared": 3}[role]
+    return 1 if engine == "fsdp1" and role == "shared" else 2
+
+
+def _in_one(units: Sequence[UnitFacts]) -> list[UnitFacts]:
+    """The core's segments."""
+    return [replace(unit, num_modules=1) for unit in units]
+
+
+def _joined(units: Sequence[UnitFacts]) -> list[UnitFacts]:
+    """FSDP2's groups."""
+    numbers = dict.fromkeys(unit.partners for unit in units)
+    return [
+        UnitFacts(sum(unit.nbytes for unit in units if unit.partners == number), "inner", 1, number)
+        for number in numbers
+    ]
+
+
+def _apart(units: Sequence[UnitFacts]) -> list[UnitFacts]:
+    """FSDP1's wrappers; the root's is the last."""
+    own = [unit for unit in units if unit.role != "shared"]
+    of_root = sum(unit.nbytes for unit in units if unit.role == "shared")
+    return own + ([UnitFacts(of_root, "shared", 1, -1)] if of_root else [])
+
+
+def _role(users: Sequence[UnitPlan]) -> Role:
+    if len(users) > 1:
+        return "shared"
+    only_embeds = all(
+        isinstance(inner, nn.Embedding)
+        for module in users[0].modules
+        for inner in module.modules()
+        if next(inner.parameters(recurse=False), None) is not None
+    )
+    return "first" if only_embeds else "inner"
+
+
+def _num_modules(segment: SegmentPlan) -> int:
+    """Modules of the unit, below which the parameters are."""
+    mine = set(segment.parameters)
+    return sum(not mine.isdisjoint(module.parameters()) for module in segment.users[0].modules)
+
+
+def _nbytes(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def as_facts(units: Sequence[Any]) -> list[UnitFacts]:
+    """From what :func:`model_units` gave, read back from a file."""
+    return [UnitFacts(*unit) for unit in units]

@@ -1,0 +1,182 @@
+"""The callback of the benchmark, in real runs."""
+
+import json
+import math
+import time
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fsdp.bench.measure import Measure, RankMeasurement, _num_tokens
+from lightning_fsdp.bench.memory import thinned
+from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
+from lightning_fsdp.bench.utilization import Utilization
+from tests.support.models import lm_loss, tiny_gpt2, token_batch
+from tests.support.trainer import SHARDED, on_trainer_ranks
+
+STEPS = {"warmup_steps": 1, "timed_steps": 2, "profiled_steps": 1}
+TOTAL = 5
+CONTROL_BYTES = 512  # the ranks' agreements and norms
+
+
+class Untied(nn.Module):
+    """All sizes are powers of two, so that nobody pads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(128, 32)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32), nn.Tanh()) for _ in range(3)
+        )
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 128, bias=False)
+
+    def forward(self, tokens):
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(self.norm(hidden))
+
+
+class Task(L.LightningModule):
+    def __init__(self, tied):
+        super().__init__()
+        self.tied = tied
+        self.model = None
+
+    def configure_model(self):
+        if self.model is None:
+            torch.manual_seed(1)
+            self.model = tiny_gpt2(vocabulary=128) if self.tied else Untied()
+
+    def training_step(self, batch, batch_idx):
+        return lm_loss(self.model, {"tokens": batch["input_ids"]})
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def _fit(rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS):
+    batches = [{"input_ids": token_batch(0, i, rank)["tokens"]} for i in range(TOTAL * grad_accum)]
+    out = folder / f"{strategy}_{grad_accum}_{tied}"
+    trainer = L.Trainer(
+        strategy=strategy, accelerator="cpu", devices=world_size, max_steps=TOTAL,
+        accumulate_grad_batches=grad_accum, callbacks=[Measure(str(out), **steps)],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False,
+    )  # fmt: skip
+    trainer.fit(Task(tied), DataLoader(batches, batch_size=None))
+    return RankMeasurement(**json.loads((out / f"rank{rank}.json").read_text()))
+
+
+def _every_arm(rank, world_size, folder, grad_accum, tied):
+    strategies = ("ddp", *SHARDED)
+    return {s: _fit(rank, world_size, s, grad_accum, folder, tied) for s in strategies}
+
+
+@pytest.mark.parametrize(("grad_accum", "tied"), [(1, True), (3, True), (2, False)])
+def test_every_arm_is_measured_and_communicates_what_theory_demands(tmp_path, grad_accum, tied):
+    found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, timeout_s=110.0)
+    units = as_facts(found[0]["ddp"].units)
+    for of_rank in found:
+        for strategy, measured in of_rank.items():
+            _is_whole(measured, grad_accum)
+            engine, _, stage = strategy.replace("_fsdp", "").partition("_zero")
+            expected = demand(
+                engine, int(stage) if stage else None, units=units, grad_accum=grad_accum,
+                world_size=2,
+            )  # fmt: skip
+            what = f"{strategy}: {measured.collectives} {measured.collective_bytes}"
+            excess = measured.payload_bytes - expected.payload_bytes
+            assert 0 <= excess <= CONTROL_BYTES, what
+            excess = sent_bytes(measured.collective_bytes, 2) - expected.sent_bytes
+            assert 0 <= excess <= CONTROL_BYTES, what
+            if expected.collectives is None:
+                continue
+            calls = measured.data_collectives or measured.collectives
+            for kind, number in expected.collectives.items():
+                few = 0 if measured.data_collectives else 1  # the ranks agree once per step
+                assert 0 <= calls[kind] - number <= few, what
+
+
+def _is_whole(measured, grad_accum):
+    """What every arm has, and what holds of it."""
+    assert len(measured.losses) == TOTAL * grad_accum
+    assert all(map(math.isfinite, measured.losses))
+    assert len(measured.step_s) == len(measured.host_s) == STEPS["timed_steps"]
+    tokens = token_batch(0, 0, 0)["tokens"].numel()
+    assert measured.step_tokens == [tokens * grad_accum] * STEPS["timed_steps"]
+    assert len(measured.parts) == STEPS["profiled_steps"]
+    for parts in measured.parts:
+        shares = [parts[f"{n}_s"] for n in ("data", "compute", "exposed", "optimizer", "other")]
+        assert sum(shares) == pytest.approx(parts["whole_s"])
+        assert all(0 <= share <= parts["whole_s"] for share in shares)
+        assert parts["exposed_s"] > 0
+        assert parts["overlapped_s"] >= 0
+    assert max(nbytes for _, nbytes in measured.timeline) <= measured.peak_bytes
+    assert sum(measured.peak_by_kind.values()) == measured.peak_bytes
+    assert measured.resting_bytes < measured.peak_bytes
+    assert measured.flops_per_token > 0
+    assert measured.fit_s > sum(measured.step_s)
+    assert measured.peak_rss_bytes is None or measured.peak_rss_bytes > measured.peak_bytes
+    assert measured.cuda_peak_allocated_bytes is None, "no device is null, not zero"
+    assert measured.utilization_of == "cpu"
+
+
+def test_one_process_communicates_exactly_nothing(tmp_path):
+    (measured,) = on_trainer_ranks(_fit, 1, "auto", 3, tmp_path)
+    (parts,) = measured.parts
+    assert (parts["exposed_s"], parts["overlapped_s"]) == (0, 0)
+    assert (measured.collectives, measured.payload_bytes) == ({}, 0)
+
+
+def test_no_half_accumulated_gradient_reaches_the_first_timed_step(tmp_path):
+    """Steps of 3 micro-batches: each begins without gradients and takes exactly 3."""
+    steps = {"warmup_steps": 2, "timed_steps": 2, "profiled_steps": 0}
+    (measured,) = on_trainer_ranks(_fit, 1, "auto", 3, tmp_path, True, steps)
+    tokens = token_batch(0, 0, 0)["tokens"].numel()
+    assert measured.step_tokens == [3 * tokens] * 2
+    assert len(measured.losses) == 3 * TOTAL
+    assert measured.parts == []
+
+
+def test_padding_is_not_counted():
+    batch = {"input_ids": torch.ones(2, 8), "attention_mask": torch.ones(2, 8)}
+    batch["attention_mask"][:, 5:] = 0
+    assert _num_tokens(batch) == 10
+
+
+def test_a_failed_sample_is_absent_and_utilization_is_sampled_through_the_whole_stretch():
+    answers = iter([50.0, None, 70.0])
+
+    def read():
+        answer = next(answers)
+        if answer is None:
+            raise RuntimeError("no sensor")
+        return answer
+
+    sampler = Utilization(read, interval_s=0.01)
+    sampler.start()
+    time.sleep(0.3)
+    samples = sampler.stop()
+    assert [percent for _, percent in samples] == [50.0, 70.0]
+    cpu = Utilization.of(torch.device("cpu"))
+    cpu.start()
+    stop = time.perf_counter() + 0.8
+    while time.perf_counter() < stop:
+        torch.ones(200, 200) @ torch.ones(200, 200)
+    moments = [moment for moment, _ in cpu.stop()]
+    assert len(moments) >= 2
+    assert moments[-1] > 0.4
+    assert all(percent > 0 for _, percent in cpu.samples)
+
+
+def test_thinning_keeps_the_highest_point():
+    line = [(i / 10, 1000 * (i == 1234) + i % 7) for i in range(5000)]
+    thin = thinned(line)
+    assert len(thin) <= 500
+    assert max(b for _, b in thin) == 1000 + 1234 % 7
+    assert thinned(line[:3]) == line[:3]
