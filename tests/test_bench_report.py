@@ -1,5 +1,6 @@
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.measure import RankMeasurement
-from lightning_fsdp.bench.report import LOSS_TOLERANCE, format_table, summarize, write
+from lightning_fsdp.bench.output import write
+from lightning_fsdp.bench.report import LOSS_TOLERANCE, summarize
+from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.harness.environment import environment
 
@@ -69,7 +72,7 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
     rows = summarize([single, ddp, scratch], [measured(single), measured(ddp), off], WORKLOAD)
     assert [row.failure is None for row in rows] == [True, True, False]
     assert "losses differ" in rows[2].failure
-    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
+    assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
 
 
 def test_a_loss_that_is_not_a_number_is_wrong():
