@@ -45,11 +45,11 @@ def test_the_bar_says_until_when_few_long_runs_will_last(monkeypatch):
     assert seen == [(r, name) for r in (0, 1) for name in
                     ("single_b1_a1", "ddp_b1_a1", "scratch_zero3_b1_a1")]  # fmt: skip
     told = screen.getvalue()
-    assert "single_b1_a1 (round 1 of 2)" in told
+    assert "single_b1_a1, round 1/2:" in told
     assert "time left not known yet" in told
     # After the first round of 200, 20 and 10 s the second is known to take as long.
     (line,) = [
-        line for line in told.split("\r") if "single_b1_a1 (round 2" in line and "left" in line
+        line for line in told.split("\r") if "single_b1_a1, round 2" in line and "left" in line
     ][:1]
-    assert "3/6 runs" in line
+    assert " 3/6 " in line
     assert "about 4 min left, until " in line

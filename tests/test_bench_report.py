@@ -1,6 +1,6 @@
 import csv
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -117,3 +117,17 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
         main(arguments)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_size_that_is_named_twice_is_measured_once():
+    assert arms(batch_sizes=[4, 4], grad_accums=[1, 1]) == arms()
+
+
+def test_a_snapshot_is_recorded_before_anything_is_timed():
+    (*_, arm) = arms()
+    arguments = arm.recipe_arguments(replace(WORKLOAD, writes_snapshots=True), Path("out"))
+    callbacks = json.loads(arguments[arguments.index("--trainer.callbacks") + 1])
+    assert [callback["class_path"].rpartition(".")[2] for callback in callbacks] == [
+        "Snapshot", "Measure",
+    ]  # fmt: skip
+    assert callbacks[0]["init_args"] == {"path": "out/memory_rank0.pickle", "step": 0}

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm
 
-_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} runs, {elapsed}{postfix}"
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar}|{postfix}"
 
 
 def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
@@ -34,7 +34,7 @@ def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
     with tqdm(total=len(turns), bar_format=_BAR, disable=None) as bar:
         for index, (repeat, arm) in enumerate(turns):
             left_s = time_left(spent, [later for _, later in turns[index:]])
-            bar.set_description(f"{arm.name} (round {repeat + 1} of {repeats})", refresh=False)
+            bar.set_description(f"{arm.name}, round {repeat + 1}/{repeats}", refresh=False)
             bar.set_postfix_str("time left not known yet" if left_s is None else _told(left_s))
             start = time.perf_counter()
             yield repeat, arm

@@ -42,7 +42,8 @@ def results_of(
         row = {**asdict(base_row(arm, work)), **({} if is_old else new_fields(arm, work))}
         if reason is not None:
             kept = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
-            row = {name: value if name in kept else None for name, value in row.items()}
+            if kind != "wrong losses":  # those were measured, and are there
+                row = {name: value if name in kept else None for name, value in row.items()}
             row["failure"] = reason
             if not is_old:
                 row["failure_kind"] = kind
@@ -98,7 +99,7 @@ def base_row(arm, work):
         grad_accum=arm.grad_accum, num_processes=world, loss_first=8.3, loss_last=7.1,
         loss_gap=0.0, tokens_per_s=tokens_per_s(arm, work), step_ms=step_ms(arm),
         step_ms_q1=0.9 * step_ms(arm), step_ms_q3=1.2 * step_ms(arm),
-        peak_bytes=tuple(peak_bytes(arm) + rank for rank in range(world)),
+        peak_bytes=tuple(peak_bytes(arm) + rank * MIB for rank in range(world)),
         resting_bytes=(24 * MIB // (arm.zero_stage or 1),) * world,
         collectives={} if world == 1 else {"all_gather": 6.0, "reduce_scatter": 5.0, "send": 2.5},
         payload_bytes=0.0 if world == 1 else 5.8e6 * (arm.zero_stage or 1),
