@@ -18,15 +18,19 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench bench-optimizer compare guide train test check format tensorboard clean distclean
+.PHONY: help install bench bench-full bench-optimizer compare guide train test check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
 
 install: $(READY) ## Create .venv and install the pinned versions into it
 
-bench: $(READY) ## Compare the engines on two CPU processes; table, CSV and JSON in runs/bench
+bench: $(READY) ## Compare the engines on two CPU processes; report and pictures in runs/bench
 	$(RUN) lightning_fsdp.bench --out runs/bench $(BENCH_ARGS)
+
+bench-full: $(READY) ## The same over stages, batch sizes and accumulations; in runs/bench-full
+	$(RUN) lightning_fsdp.bench --out runs/bench-full --stages 2 3 --batch-sizes 1 2 4 8 \
+	    --grad-accum 1 2 $(BENCH_ARGS)
 
 bench-optimizer: $(READY) ## Optimizers built before and after sharding; table, JSON, picture in runs/optimizer
 	$(RUN) lightning_fsdp.bench optimizer --out runs/optimizer $(BENCH_ARGS)

@@ -131,7 +131,7 @@ def main() -> None:
         document = json.loads(source.read_text())
         table = "\n".join([describe(document), "", *TABLES[name](document)])
     else:
-        table = source.read_text().strip()
+        table = source.read_text().split("\n## ")[0].strip()  # the report's first table
     (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
     put(page, name, table)
 

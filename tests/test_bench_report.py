@@ -1,6 +1,6 @@
 import csv
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,9 @@ from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import Limits, measure_limits
 from lightning_fsdp.bench.measure import RankMeasurement
-from lightning_fsdp.bench.report import LOSS_TOLERANCE, format_table, summarize, write
+from lightning_fsdp.bench.output import write
+from lightning_fsdp.bench.report import LOSS_TOLERANCE, summarize
+from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.harness.environment import environment
 
@@ -81,7 +83,7 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
     rows = summarize([single, ddp, scratch], [measured(single), measured(ddp), off], WORKLOAD)
     assert [row.failure is None for row in rows] == [True, True, False]
     assert "losses differ" in rows[2].failure
-    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
+    assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
 
 
 def test_a_loss_that_is_not_a_number_is_wrong():
@@ -99,7 +101,7 @@ def test_missing_losses_are_wrong_and_do_not_stop_the_report():
     rows = summarize([single, ddp, scratch], runs, WORKLOAD)
     assert [row.failure_kind for row in rows] == [None, "wrong losses", "wrong losses"]
     assert "numbers of losses differ: 1, 2" in rows[1].failure
-    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
+    assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
 
 
 def test_parts_are_medians_and_null_where_a_step_has_none():
@@ -195,3 +197,17 @@ def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
     assert limits.flops_per_s > 0
     assert measure_limits(2, unit_bytes=2**16, dtype="float31", out=tmp_path) is None
     assert "float31" in (tmp_path / "limits.txt").read_text()
+
+
+def test_a_size_that_is_named_twice_is_measured_once():
+    assert arms(batch_sizes=[4, 4], grad_accums=[1, 1]) == arms()
+
+
+def test_a_snapshot_is_recorded_before_anything_is_timed():
+    (*_, arm) = arms()
+    arguments = arm.recipe_arguments(replace(WORKLOAD, writes_snapshots=True), Path("out"))
+    callbacks = json.loads(arguments[arguments.index("--trainer.callbacks") + 1])
+    assert [callback["class_path"].rpartition(".")[2] for callback in callbacks] == [
+        "Snapshot", "Measure",
+    ]  # fmt: skip
+    assert callbacks[0]["init_args"] == {"path": "out/memory_rank0.pickle", "step": 0}

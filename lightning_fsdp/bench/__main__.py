@@ -1,4 +1,4 @@
-"""Command line of the benchmarks; see ``--help``, and ``optimizer --help`` for the second one."""
+"""Command line of the benchmarks; see ``--help``, ``optimizer --help`` and ``plot --help``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp.bench import optimizer
+import torch
+
+from lightning_fsdp.bench import optimizer, output
 from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
-from lightning_fsdp.bench.report import format_table, summarize, write
+from lightning_fsdp.bench.report import summarize
+from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run, run_arm, run_arms
 from lightning_fsdp.bench.scaling import networks_of, run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
@@ -33,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["optimizer"]:
         return optimizer.main(given[1:])
+    if given[:1] == ["plot"]:
+        return output.main(given[1:])
     parser = _parser()
     args = parser.parse_args(given)
     try:
@@ -54,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--simulate-world and --largest-batch: expected one of them")
     if args.largest_batch is not None and args.largest_batch < 1:
         parser.error(f"--largest-batch: expected at least 1, got {args.largest_batch}")
+    if args.snapshot and (args.warmup < 1 or not torch.cuda.is_available()):
+        parser.error("--snapshot records CUDA's memory in the last warm-up step: expected a CUDA "
+                     f"device and --warmup of at least 1, got {torch.cuda.device_count()} devices "
+                     f"and {args.warmup}")  # fmt: skip
     workload = Workload(
         config=args.config,
         num_ranks=args.nproc,
@@ -63,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profiled_steps=2,
         observed_steps=2,
         writes_traces=args.profile,
+        writes_snapshots=args.snapshot,
     )
     command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
@@ -83,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     document["limits"] = None if limits is None else asdict(limits)
     document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
-    write(args.out, rows, runs, document)
-    print(f"\n{describe(document)}\n\n{format_table(rows)}\n\nWritten to {args.out}/: report.md, ")
-    print("comparison.csv, results.json (every repeat), runs/ (a log per run)")
+    output.write(args.out, rows, runs, document)
+    table = format_table([asdict(row) for row in rows])
+    print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
     failed = [row for row in rows if row.failure is not None]
     for row in failed:
         logs = [str(run.log) for run in runs if run.arm.name == row.arm]
@@ -167,7 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench",
         description="Train one recipe under several strategies, in turns, and compare. "
-        "(`optimizer`: another benchmark, of optimizers built before sharding.)",
+        "(`optimizer`: another benchmark, of optimizers built before sharding. `plot DIR`: tables "
+        "and pictures of earlier results.)",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--engines", nargs="+", default=list(ENGINES))
@@ -214,6 +225,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         help="of one device per second, for the MFU; by default what matrix products reach here",
     )
+    parser.add_argument("--snapshot", action="store_true", help="CUDA memory of rank 0, per run")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))
     return parser
 

@@ -27,6 +27,7 @@ class Workload:
         profiled_steps: Optimizer steps after them, under a profiler.
         observed_steps: Optimizer steps after those, slowed down by exact memory tracking.
         writes_traces: Whether each run leaves a chrome trace of its profiled steps.
+        writes_snapshots: Whether each run leaves a snapshot of CUDA's memory in a warm-up step.
         overrides: Further command line arguments of the recipe.
         launcher: Module that runs the recipe, and its arguments; none: it runs by itself.
     """
@@ -39,6 +40,7 @@ class Workload:
     profiled_steps: int
     observed_steps: int
     writes_traces: bool = False
+    writes_snapshots: bool = False
     overrides: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
 
@@ -92,6 +94,10 @@ class Arm:
                 "writes_trace": workload.writes_traces,
             },
         }
+        callbacks = [callback]
+        if workload.writes_snapshots:
+            # Before the measuring, so that no timed step waits until the snapshot is written.
+            callbacks.insert(0, _snapshot(workload, out))
         return [
             *("fit", "--config", str(workload.config)),
             *("--trainer.strategy", strategy),
@@ -100,7 +106,7 @@ class Arm:
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),
             *("--trainer.accumulate_grad_batches", str(self.grad_accum)),
-            *("--trainer.callbacks", json.dumps([callback])),
+            *("--trainer.callbacks", json.dumps(callbacks)),
             *("--trainer.default_root_dir", str(out)),
             *("--trainer.logger", "false"),
             *("--trainer.enable_checkpointing", "false"),
@@ -111,6 +117,14 @@ class Arm:
             *("--data.batch_size", str(batch_size)),
             *workload.overrides,
         ]
+
+
+def _snapshot(workload: Workload, out: Path) -> dict[str, Any]:
+    path, step = out / "memory_rank0.pickle", workload.warmup_steps - 1
+    return {
+        "class_path": "lightning_fsdp.bench.snapshot.Snapshot",
+        "init_args": {"path": str(path), "step": step},
+    }
 
 
 def choose_arms(
@@ -139,6 +153,8 @@ def choose_arms(
     kinds += itertools.product(engines, zero_stages)
     return [
         Arm(engine=engine, zero_stage=stage, batch_size=batch_size, grad_accum=grad_accum)
-        for batch_size, grad_accum in itertools.product(batch_sizes, grad_accums)
+        for batch_size, grad_accum in itertools.product(
+            dict.fromkeys(batch_sizes), dict.fromkeys(grad_accums)
+        )
         for engine, stage in dict.fromkeys(kinds)
     ]

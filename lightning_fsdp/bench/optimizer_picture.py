@@ -8,6 +8,7 @@ from typing import Any
 from lightning_fsdp.bench.optimizer_arms import ENGINES, Phase, engine_of
 
 _MOST_POINTS = 300  # per phase
+_DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
 
 
 def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Any:
@@ -32,6 +33,7 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Any:
             # Arms that do the same lie on each other: the first are wide, the last are thin.
             axes.plot(
                 xs, ys, label=arm.removeprefix(f"{engine}_"), alpha=0.8,
+                linestyle=_DASHES[index % len(_DASHES)],
                 linewidth=1.0 + 1.1 * (len(arms) - 1 - index), drawstyle="steps-post",
             )  # fmt: skip
         for index in range(0, len(names), 2):

@@ -1,22 +1,17 @@
-"""Turns runs into rows, a table, a CSV file and a JSON file. What was not measured is empty."""
+"""Turns runs into rows, one per arm. What was not measured is empty."""
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
-from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import markdown_table
 
 LOSS_TOLERANCE = 2e-3
 """Largest difference of a loss from the reference's that rounding explains, in nats."""
@@ -278,73 +273,6 @@ def _highest(runs: Sequence[Run], name: str) -> tuple[int | None, ...]:
     return tuple(
         None if any(value is None for value in values) else max(values) for values in per_rank
     )
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    """The table that a person reads, in Markdown."""
-    head = [
-        "arm", "ranks", "loss first", "loss last", "tokens/s", "step ms (quartiles)",
-        "peak MB per rank", "resting MB per rank", "collectives per step", "MB per step",
-    ]  # fmt: skip
-    return markdown_table(head, [_cells(row) for row in rows])
-
-
-def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[str, Any]) -> None:
-    """Write ``comparison.csv``, ``results.json`` and ``report.md``."""
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / "comparison.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(asdict(rows[0])))
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({key: _csv_cell(value) for key, value in asdict(row).items()})
-    results = {
-        **document,
-        "rows": [asdict(row) for row in rows],
-        "runs": [
-            {
-                "arm": run.arm.name,
-                "repeat": run.repeat,
-                "wall_s": run.wall_s,
-                "failure": run.failure,
-                "failure_kind": run.failure_kind,
-                "ranks": [vars(rank) for rank in run.ranks],
-            }
-            for run in runs
-        ],
-    }
-    (out / "results.json").write_text(json.dumps(results, indent=1))
-    (out / "report.md").write_text(f"{describe(document)}\n\n{format_table(rows)}\n")
-
-
-def _cells(row: Row) -> list[str]:
-    if row.tokens_per_s is None:
-        return [row.arm, str(row.num_processes), "FAILED", *[""] * 7]
-    collectives = ", ".join(f"{n:g} {kind}" for kind, n in (row.collectives or {}).items())
-    name = row.arm if row.failure is None else f"{row.arm} WRONG"
-    return [
-        name,
-        str(row.num_processes),
-        "?" if row.loss_first is None else f"{row.loss_first:.4f}",
-        "?" if row.loss_last is None else f"{row.loss_last:.4f}",
-        f"{row.tokens_per_s:,.0f}",
-        f"{row.step_ms:.0f} ({row.step_ms_q1:.0f}..{row.step_ms_q3:.0f})",
-        _megabytes(row.peak_bytes),
-        _megabytes(row.resting_bytes),
-        collectives or "none",
-        f"{(row.payload_bytes or 0) / 1e6:.1f}",
-    ]
-
-
-def _megabytes(per_rank: Sequence[int | None]) -> str:
-    return " ".join("?" if n is None else f"{n / 1e6:.1f}" for n in per_rank)
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if isinstance(value, (list, tuple)):
-        return " ".join("" if v is None else str(v) for v in value)
-    return value
 
 
 def _mean_losses(run: Run) -> list[float]:

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tqdm import tqdm
-
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.failure import FailureKind, RankFailure
 from lightning_fsdp.bench.measure import RankMeasurement
+from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.harness.processes import run_command
 
 
@@ -52,13 +51,8 @@ def run_arms(
         timeout_s: Wall time after which a run is ended, with all its processes.
     """
     runs = []
-    turns = [(repeat, arm) for repeat in range(repeats) for arm in arms]
-    with tqdm(turns, unit="run", disable=None) as bar:
-        for repeat, arm in bar:
-            bar.set_description(f"{arm.name} (round {repeat + 1} of {repeats})")
-            runs.append(
-                run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s)
-            )
+    for repeat, arm in in_turns(arms, repeats):
+        runs.append(run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s))
     return runs
 
 

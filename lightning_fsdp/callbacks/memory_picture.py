@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_COLORS = {  # from dark to light, so that a print in grey can be read
+COLORS = {  # from dark to light, so that a print in grey can be read
     "parameters": "#1f3b73",
     "gradients": "#b5403f",
     "optimizer": "#6fae75",
@@ -39,9 +39,9 @@ def draw(
     axes = figure.subplots()
     axes.stackplot(
         xs,
-        [[moments[x][owner] / unit for x in xs] for owner in _COLORS],
-        labels=list(_COLORS),
-        colors=list(_COLORS.values()),
+        [[moments[x][owner] / unit for x in xs] for owner in COLORS],
+        labels=list(COLORS),
+        colors=list(COLORS.values()),
         step="post",
         linewidth=0,
     )

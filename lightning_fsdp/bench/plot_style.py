@@ -1,0 +1,108 @@
+"""How pictures look: one style per engine and stage everywhere, readable in grey.
+
+Engines differ in colour, brightness and marker, stages in dashes, parts of a bar in hatches. What a
+picture lacks stands below it.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from lightning_fsdp.bench.results import Kind, Results, kind_label
+
+_ENGINES = {  # from dark to light: colour, marker
+    "single": ("#000000", "x"),
+    "scratch": ("#1f3b73", "o"),
+    "fsdp1": ("#b5403f", "s"),
+    "fsdp2": ("#6fae75", "^"),
+    "ddp": ("#a9a9a9", "D"),
+}
+_STAGES = {2: (0, (4, 2)), 3: "-", None: (0, (1, 1.5))}
+# Other engines, of whatever name.
+_COLORS = ("#7b4f9d", "#c98a2b", "#3f8fa8")
+_MARKERS = ("v", "P", "*")
+
+PARTS = {  # of a stacked bar: colour, hatch
+    "data": ("#d9d9d9", "..."),
+    "compute": ("#1f3b73", ""),
+    "exposed": ("#b5403f", "///"),
+    "optimizer": ("#6fae75", "xx"),
+    "other": ("#ecd9a0", ""),
+}
+HATCHES = ("", "///", "...", "xx", "\\\\\\", "++", "oo", "--")
+SMALL = 8
+"""Points, of what is read last."""
+
+
+def line_style(kind: Kind, results: Results) -> dict[str, Any]:
+    """Colour, marker and dashes of an engine at a stage."""
+    engine, stage = kind
+    others = list(dict.fromkeys(e for e, _ in results.kinds if e not in _ENGINES))
+    if engine in _ENGINES:
+        color, marker = _ENGINES[engine]
+    else:
+        index = others.index(engine) % len(_COLORS)
+        color, marker = _COLORS[index], _MARKERS[index]
+    # Stage 2 is hollow, so that the stages differ even where there is no line.
+    face = "white" if stage == 2 and marker != "x" else color
+    return {
+        "color": color, "marker": marker, "markersize": 5, "markerfacecolor": face,
+        "linestyle": _STAGES.get(stage, "-"), "label": kind_label(kind),
+    }  # fmt: skip
+
+
+def byte_unit(figures: Iterable[float | None]) -> tuple[float, str]:
+    """What to divide bytes by, and its name; MB as in the table, GB for large ones."""
+    largest = max((figure for figure in figures if figure is not None), default=0.0)
+    return (1e9, "GB") if largest >= 1e10 else (1e6, "MB")
+
+
+def new_figure(width: float, height: float, title: str) -> Figure:
+    """A figure that belongs to no window; whoever gets it need not close it."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(title, fontsize=12, x=0.01, ha="left")
+    return figure
+
+
+def label_inches(results: Results) -> float:
+    """Room for the names of all engines and stages."""
+    return 0.8 + 0.085 * max((len(kind_label(kind)) for kind in results.kinds), default=0)
+
+
+def say_nothing(axes: Any) -> None:
+    """In place of what would be drawn."""
+    axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+
+
+def legend(figure: Figure, axes: Iterable[Any], title: str | None = None) -> None:
+    """One entry per label of all the axes, beside them."""
+    entries: dict[str, Any] = {}
+    for each in axes:
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        figure.legend(
+            list(entries.values()), list(entries), loc="outside right upper", title=title,
+            fontsize=SMALL + 1, frameon=False, handlelength=3.2,
+        )  # fmt: skip
+
+
+def footnote(figure: Figure, sentences: Sequence[str]) -> None:
+    """Below the picture, in as many lines as it takes."""
+    width = int(figure.get_figwidth() * 15)
+    lines = [line for sentence in sentences for line in textwrap.wrap(sentence, width)]
+    if lines:
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL)
+
+
+def save(figure: Figure, folder: Path, name: str) -> None:
+    """As PNG and SVG; the same figures give the same bytes."""
+    with mpl.rc_context({"svg.hashsalt": name}):
+        figure.savefig(folder / f"{name}.png", dpi=120)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -1,0 +1,75 @@
+"""The bar over runs: which one, and until when.
+
+A bar's own guess is the mean pace, brought up to date when a run ends. Runs here are few, long and
+of very different lengths, so the guess is made per arm, and told as a time of day, which stays true
+while a run lasts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+
+from tqdm import tqdm
+
+from lightning_fsdp.bench.arms import Arm
+
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar}|{postfix}"
+
+
+def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
+    """Each arm once per round, and a bar over all of it; silent where nobody watches.
+
+    Args:
+        arms: In the order of a round.
+        repeats: Rounds.
+
+    Yields:
+        The round, from 0, and the arm.
+    """
+    turns = [(repeat, arm) for repeat in range(repeats) for arm in arms]
+    spent: dict[Arm, list[float]] = {}
+    with tqdm(total=len(turns), bar_format=_BAR, disable=None) as bar:
+        for index, (repeat, arm) in enumerate(turns):
+            left_s = time_left(spent, [later for _, later in turns[index:]])
+            bar.set_description(f"{arm.name}, round {repeat + 1}/{repeats}", refresh=False)
+            bar.set_postfix_str("time left not known yet" if left_s is None else _told(left_s))
+            start = time.perf_counter()
+            yield repeat, arm
+            spent.setdefault(arm, []).append(time.perf_counter() - start)
+            bar.update()
+        bar.set_postfix_str("")
+
+
+def time_left(spent: Mapping[Arm, Sequence[float]], ahead: Sequence[Arm]) -> float | None:
+    """Seconds that the runs ahead will take, or ``None`` before the first has ended.
+
+    Args:
+        spent: Seconds of each run so far, by arm.
+        ahead: An arm per run to come.
+    """
+    if not spent:
+        return None
+    done = [(_work(arm), second) for arm, seconds in spent.items() for second in seconds]
+    works, seconds = zip(*done, strict=True)
+    slope, start = 0.0, statistics.fmean(seconds)
+    if len(set(works)) > 1:  # processes take their time to start, whatever the batch
+        slope, start = statistics.linear_regression(works, seconds)
+    # An arm that has run takes as long again; another, as long as one of its size would.
+    return sum(
+        statistics.fmean(spent[arm]) if arm in spent else max(0.0, start + slope * _work(arm))
+        for arm in ahead
+    )
+
+
+def _work(arm: Arm) -> int:
+    """Sequences per rank and optimizer step."""
+    return arm.batch_size * arm.grad_accum
+
+
+def _told(left_s: float) -> str:
+    end = datetime.now().astimezone() + timedelta(seconds=left_s)
+    left = f"{left_s:.0f} s" if left_s < 90 else f"{left_s / 60:.0f} min"
+    return f"about {left} left, until {end:%H:%M}"

@@ -1,0 +1,216 @@
+"""A folder of results, read back: what tables and pictures are made of, with nothing else at hand.
+
+Results of older versions lack fields, arms fail, and a folder may lack arms altogether. So every
+figure is asked for by name and is ``None`` where there is none; :func:`unmeasured` and :func:`lost`
+say which.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+_NAMED = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
+_MOST_NAMES = 6  # of arms in one sentence; report.md has all of them
+
+Kind = tuple[str, int | None]
+"""Engine and ZeRO stage."""
+Shape = tuple[int, int]
+"""Sequences per rank and micro-batch, and micro-batches per optimizer step."""
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One arm.
+
+    Attributes:
+        row: Its medians.
+        runs: Its repeats that measured something.
+    """
+
+    row: Mapping[str, Any]
+    runs: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        return str(self.row["arm"])
+
+    @property
+    def kind(self) -> Kind:
+        """What is compared."""
+        return self.row["engine"], self.row["zero_stage"]
+
+    @property
+    def shape(self) -> Shape:
+        """At which size."""
+        return self.row["batch_size"], self.row["grad_accum"]
+
+    @property
+    def failure(self) -> str | None:
+        """In a few words; the whole reason is in the row."""
+        failure = self.row.get("failure")
+        if failure is None:
+            return None
+        return self.row.get("failure_kind") or str(failure)
+
+    def get(self, *path: str) -> Any:
+        """A figure, or ``None``: not measured, or of an arm that failed.
+
+        Args:
+            path: Names, from the row inwards.
+        """
+        if self.failure is not None:
+            return None
+        found: Any = self.row
+        for name in path:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return None if isinstance(found, float) and not math.isfinite(found) else found
+
+    def total(self, *path: str) -> float | None:
+        """The sum of a figure's parts, if all of them are known."""
+        parts = self.get(*path)
+        return None if parts is None or None in parts.values() else sum(parts.values())
+
+    def worst(self, name: str) -> float | None:
+        """The largest of the figures per rank, if all ranks have one."""
+        figures = self.get(name)
+        return max(figures) if figures and None not in figures else None
+
+    def first_rank(self, name: str) -> Any:
+        """What rank 0 of the first repeat has under a name, or ``None``."""
+        return self.runs[0]["ranks"][0].get(name) if self.runs else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """All arms of a folder.
+
+    Attributes:
+        document: All of ``results.json``.
+    """
+
+    document: Mapping[str, Any]
+
+    @cached_property
+    def arms(self) -> list[ArmResult]:
+        """In the order of the table."""
+        return [
+            ArmResult(
+                row,
+                [
+                    run
+                    for run in self.document.get("runs", [])
+                    if run["arm"] == row["arm"] and run.get("ranks")
+                ],
+            )
+            for row in self.document["rows"]
+        ]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """In the order of the table."""
+        return list(dict.fromkeys(arm.kind for arm in self.arms))
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """From small to large, by accumulation first."""
+        return sorted({arm.shape for arm in self.arms}, key=lambda shape: shape[::-1])
+
+    def at(self, kind: Kind, shape: Shape) -> ArmResult | None:
+        """An arm, if the folder has it."""
+        found = (arm for arm in self.arms if (arm.kind, arm.shape) == (kind, shape))
+        return next(found, None)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the arms that share the work."""
+        given = self.document.get("workload", {}).get("num_ranks")
+        return int(given or max((arm.row["num_processes"] for arm in self.arms), default=1))
+
+
+def read(out: Path) -> Results:
+    """The results in a folder.
+
+    Raises:
+        ValueError: There are none, or they cannot be read.
+    """
+    path = out / "results.json"
+    try:
+        document = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{out}: expected results.json of the benchmark, got none.") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got: {error}") from error
+    rows = document.get("rows") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not all(row.keys() >= _NAMED for row in rows):
+        raise ValueError(
+            f"{path}: expected the results of `python -m lightning_fsdp.bench`, with rows that "
+            f"have {', '.join(sorted(_NAMED))}. Measure again, or name another folder."
+        )
+    return Results(document)
+
+
+def kind_label(kind: Kind) -> str:
+    """As in a legend."""
+    engine, stage = kind
+    return engine if stage is None else f"{engine} ZeRO-{stage}"
+
+
+def unmeasured(
+    results: Results, what: str, has: Callable[[ArmResult], bool], *, is_short: bool = True
+) -> list[str]:
+    """The sentence that says which arms ran but lack a figure; none if all have it.
+
+    Args:
+        results: Of the folder.
+        what: The figure.
+        has: Whether an arm has it.
+        is_short: Name a few arms only.
+    """
+    ran = [arm for arm in results.arms if arm.failure is None]
+    names = [arm.name for arm in ran if not has(arm)]
+    if not names:
+        return []
+    whose = "any arm" if len(names) == len(ran) else _listed(names, is_short=is_short)
+    return [f"{what}: not measured for {whose}."]
+
+
+def lost(results: Results, *, is_short: bool = True) -> list[str]:
+    """A sentence per reason for which arms have no figures at all: failed, or never there."""
+    if not results.arms:
+        return ["There are no arms in these results."]
+    reasons: dict[str, list[str]] = {}
+    for arm in results.arms:
+        if arm.failure is not None:
+            is_told = not is_short or len(arm.failure) <= 40
+            reason = f"failed ({arm.failure})" if is_told else "failed"
+            reasons.setdefault(reason, []).append(arm.name)
+    absent = [
+        f"{kind_label(kind)} at {shape_label(shape)}"
+        for shape, kind in itertools.product(results.shapes, results.kinds)
+        if results.at(kind, shape) is None
+    ]
+    if absent:
+        reasons["not in these results"] = absent
+    return [
+        f"{reason[0].upper()}{reason[1:]}: {_listed(names, is_short=is_short)}."
+        for reason, names in reasons.items()
+    ]
+
+
+def _listed(names: Sequence[str], *, is_short: bool) -> str:
+    few = names[:_MOST_NAMES] if is_short else names
+    more = f" and {len(names) - len(few)} more" if len(few) < len(names) else ""
+    return f"{', '.join(few)}{more}"
+
+
+def shape_label(shape: Shape) -> str:
+    """Such as ``4 x 2``: sequences per micro-batch, micro-batches per step."""
+    return f"{shape[0]} x {shape[1]}"

@@ -1,0 +1,78 @@
+"""The callback that writes a snapshot of CUDA's memory: every allocation of a step, with its stack.
+
+It records the last warm-up step: by then everything is compiled and the optimizer has its state,
+and the timed steps after it are undisturbed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from typing_extensions import override
+
+from lightning_fsdp.callbacks.torch_internals import dump_memory_snapshot, record_memory_history
+
+
+class Snapshot(L.Callback):
+    """Records one step of rank 0.
+
+    Args:
+        path: Of the snapshot, for https://pytorch.org/memory_viz.
+        step: Optimizer step, from 0.
+    """
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path = Path(path)
+        self.step = step
+        self._is_recording = False
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Refuse a snapshot of nothing, on every rank.
+
+        Raises:
+            ValueError: The arm does not train on CUDA.
+        """
+        if pl_module.device.type != "cuda":
+            raise ValueError(
+                f"--snapshot: expected training on CUDA, got device {str(pl_module.device)!r}."
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin with the first micro-batch of the step."""
+        is_due = trainer.global_rank == 0 and trainer.global_step == self.step
+        if is_due and not self._is_recording:
+            self._is_recording = True
+            record_memory_history(is_on=True)
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Write, once the step is over."""
+        if trainer.global_step > self.step:
+            self._write()
+
+    @override
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Write what there is: of a step that ran out of memory, that is the picture to see."""
+        self._write()
+
+    def _write(self) -> None:
+        if self._is_recording:
+            self._is_recording = False
+            dump_memory_snapshot(str(self.path))
+            record_memory_history(is_on=False)

@@ -1,0 +1,235 @@
+import csv
+import json
+import math
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import plugin_data_pb2
+
+from lightning_fsdp.bench import __main__ as command
+from lightning_fsdp.bench import output, plots
+from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.bench.arms import choose_arms
+from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.report_page import page
+from lightning_fsdp.bench.results import Results, read
+from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.harness.environment import environment
+from tests.support.bench_results import results_of, step_ms, tokens_per_s, without, workload
+from tests.test_bench_report import measured
+
+SMALL = {"engines": ["scratch"], "stages": [3], "batch_sizes": [2], "accums": [1]}
+FAILED = {"scratch_zero3_b2_a1": ("out of memory", "exit code 1: DefaultCPUAllocator: no memory")}
+
+
+def arms():
+    return choose_arms(engines=["scratch"], zero_stages=[3], batch_sizes=[2], grad_accums=[1])
+
+
+def folder_of(results, path):
+    (path / "results.json").write_text(json.dumps(results.document))
+    return path
+
+
+@pytest.fixture
+def no_pictures(monkeypatch):
+    """Tests of the rest need not wait for them."""
+    monkeypatch.setattr(plots, "PICTURES", {})
+
+
+def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
+    folder_of(results_of(**SMALL), tmp_path)
+    assert main(["plot", str(tmp_path)]) == 0
+    drawn = {path.name for path in (tmp_path / "plots").iterdir()}
+    assert drawn == {f"{name}.{suffix}" for name in PICTURES for suffix in ("png", "svg")}
+    links = (tmp_path / "report.md").read_text().split("](")[1:]
+    assert links
+    for link in links:
+        assert (tmp_path / link.split(")")[0]).is_file()
+    with (tmp_path / "comparison.csv").open() as stream:
+        table = list(csv.DictReader(stream))
+    assert [line["arm"] for line in table] == [arm.name for arm in arms()]
+    assert float(table[2]["tokens_per_s"]) == pytest.approx(tokens_per_s(arms()[2], workload()))
+    assert json.loads(table[2]["parts_ms"])["whole_ms"] == pytest.approx(step_ms(arms()[2]))
+    assert "report.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "expected results.json of the benchmark, got none"),
+        ("{", "expected JSON, got: "),
+        ("[]", "expected the results of `python -m lightning_fsdp.bench`"),
+        ('{"rows": [{"arm": "ddp"}]}', "with rows that have arm, batch_size, engine"),
+    ],
+)
+def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "results.json").write_text(text)
+    assert main(["plot", str(tmp_path)]) == 1
+    assert message in capsys.readouterr().err
+    assert str(tmp_path)
+
+
+def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):
+    runs = [measured(arm, losses=(5.0, math.nan)) for arm in arms()]
+    rows = command.summarize(arms(), runs, workload())
+    output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    document = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    assert document["runs"][0]["ranks"][0]["losses"] == [5.0, None]
+    assert document["rows"][0]["failure"] == "a loss is not a finite number"
+
+
+def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
+    def fail(_):
+        raise RuntimeError("no pictures today")
+
+    monkeypatch.setattr(plots, "PICTURES", {"tokens_per_s": fail})
+    runs = [measured(arm) for arm in arms()]
+    rows = command.summarize(arms(), runs, workload())
+    with pytest.raises(RuntimeError, match="no pictures today"):
+        output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
+    assert len(read(tmp_path).arms) == 3
+    assert "scratch_zero3_b2_a1" in (tmp_path / "report.md").read_text()
+
+
+def test_total_failure_is_told_by_table_report_and_exit_code(
+    tmp_path, monkeypatch, capsys, no_pictures
+):
+    def run_arms(chosen, workload, *, repeats, out, timeout_s):
+        return [Run(arm, 0, 1.0, out / "log.txt", failure="exit code 1: boom") for arm in chosen]
+
+    monkeypatch.setattr(command, "run_arms", run_arms)
+    config = tmp_path / "recipe.yaml"
+    config.touch()
+    given = ["--config", str(config), "--engines", "scratch", "--stages", "3"]
+    assert main([*given, "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out.count("FAILED") == 3
+    assert told.err.count("boom") == 3
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("exit code 1: boom") >= 3
+    assert all(row["tokens_per_s"] is None for row in read(tmp_path).document["rows"])
+
+
+def section(report, title):
+    return report.split(f"## {title}\n")[1].split("\n## ")[0].strip()
+
+
+def test_the_report_tells_failures_limits_and_what_is_missing():
+    report = page(results_of(**SMALL, failures=FAILED))
+    assert section(report, "Failures") == (
+        "* `scratch_zero3_b2_a1`: exit code 1: DefaultCPUAllocator: no memory (out of memory)"
+    )
+    missing = section(report, "What is missing")
+    assert "CUDA memory: not measured for any arm." in missing
+    assert "Failed (out of memory): scratch_zero3_b2_a1." in missing
+    assert "Utilization" not in missing
+    assert "scratch_zero3" not in section(report, "Distance to the limits")
+
+
+def test_the_report_says_how_far_each_arm_is_from_its_limits():
+    report = page(results_of(**SMALL))
+    (line,) = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in section(report, "Distance to the limits").splitlines()
+        if "scratch_zero3" in line
+    ]
+    whole = step_ms(arms()[2])
+    figures = [f"{whole:.3g}", f"{0.6 * whole:.3g}", "1.67", f"{0.1 * whole:.3g}",
+               f"{0.05 * whole:.3g}", "13.5", "11", "17.4", "16.5"]  # fmt: skip
+    assert line == ["scratch_zero3_b2_a1", *figures]
+
+
+def test_mfu_comes_with_its_formula_and_the_assumed_peak():
+    told = section(page(results_of(**SMALL)), "Model FLOPs utilization")
+    assert "FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank" in told
+    assert "2e+11 FLOP/s per rank" in told
+    assert "31.00" in told
+    without_peak = section(page(results_of(**SMALL, is_old=True)), "Model FLOPs utilization")
+    assert "without an assumed peak there is no MFU" in without_peak
+
+
+def test_what_was_not_measured_is_a_question_mark_never_zero():
+    report = page(results_of(**SMALL, is_old=True))
+    assert "Nothing." not in report
+    for title in ("Where a step's time goes (rank 0)", "Distance to the limits"):
+        cells = section(report, title).splitlines()[-4 if "time" in title else -5].split("|")
+        assert "?" in cells[3].strip()
+        assert "0" not in {cell.strip() for cell in cells[2:5]}
+
+
+def test_arms_that_are_not_in_the_folder_are_named():
+    sweep = without(results_of(engines=["scratch"]), "scratch_zero2_b4_a2", "ddp_b1_a1")
+    expected = "* Not in these results: ddp at 1 x 1, scratch ZeRO-2 at 4 x 2."
+    assert expected in page(sweep).splitlines()
+
+
+def events(folder):
+    reader = EventAccumulator(str(folder), size_guidance={"images": 0})
+    reader.Reload()
+    return reader
+
+
+def hparams(reader):
+    start = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    info = plugin_data_pb2.HParamsPluginData.FromString(start).session_start_info
+    return {name: value.string_value or value.number_value for name, value in info.hparams.items()}
+
+
+def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "PICTURES", {"losses": PICTURES["losses"]})
+    output.derive(
+        folder_of(
+            results_of(**SMALL, failures={"ddp_b2_a1": FAILED["scratch_zero3_b2_a1"]}), tmp_path
+        )
+    )
+    board = tmp_path / "tensorboard"
+    assert {run.name for run in board.iterdir()} == {arm.name for arm in arms()} | {"pictures"}
+    arm = arms()[2]
+    reader = events(board / arm.name)
+    assert [event.value for event in reader.Scalars("loss")] == pytest.approx(
+        [8.305 - 0.05 * step for step in range(5)]
+    )
+    assert reader.Scalars("timed_step/ms")[0].value == pytest.approx(step_ms(arm))
+    speed = tokens_per_s(arm, workload())
+    assert reader.Scalars("timed_step/tokens_per_s")[2].value == pytest.approx(speed)
+    assert reader.Scalars("result/tokens_per_s")[0].value == pytest.approx(speed)
+    assert reader.Scalars("result/parts/exposed_ms")[0].value == pytest.approx(0.1 * step_ms(arm))
+    assert "result/cuda_peak_reserved_bytes" not in reader.Tags()["scalars"]
+    assert hparams(reader) == {
+        "engine": "scratch", "zero_stage": "3", "batch_size": 2, "grad_accum": 1,
+        "num_processes": 2, "failure": "none",
+    }  # fmt: skip
+    failed = events(board / "ddp_b2_a1")
+    assert failed.Tags()["scalars"] == [], "nothing measured is no scalar, never 0"
+    assert hparams(failed)["failure"] == "out of memory"
+    assert events(board / "pictures").Tags()["images"] == ["losses"]
+
+
+def test_redrawing_leaves_no_run_of_an_arm_that_is_gone(tmp_path, no_pictures):
+    output.derive(folder_of(results_of(**SMALL), tmp_path))
+    output.derive(folder_of(without(results_of(**SMALL), "ddp_b2_a1"), tmp_path))
+    assert not (tmp_path / "tensorboard" / "ddp_b2_a1").exists()
+    assert len(events(tmp_path / "tensorboard" / "single_b2_a1").Scalars("loss")) == 5
+
+
+def test_values_of_rows_that_are_not_numbers_count_as_not_measured():
+    results = results_of(**SMALL)
+    results.document["rows"][2]["mfu"] = math.inf
+    assert Results(results.document).arms[2].get("mfu") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is told without CUDA")
+def test_a_snapshot_without_cuda_is_refused_by_name(tmp_path, capsys):
+    config = tmp_path / "recipe.yaml"
+    config.touch()
+    with pytest.raises(SystemExit) as raised:
+        main(["--snapshot", "--config", str(config)])
+    assert raised.value.code == 2
+    assert "--snapshot records CUDA's memory" in capsys.readouterr().err

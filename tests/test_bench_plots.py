@@ -1,0 +1,377 @@
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+
+from lightning_fsdp.bench import plots
+from lightning_fsdp.bench.arms import ENGINES, choose_arms
+from lightning_fsdp.bench.plot_style import PARTS, line_style
+from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.results import Results, kind_label
+from tests.support.bench_results import (
+    MIB,
+    exposed_ms,
+    peak_bytes,
+    results_of,
+    step_ms,
+    timeline,
+    tokens_per_s,
+    without,
+    workload,
+)
+
+SMALL = {"engines": ["scratch", "fsdp2"], "batch_sizes": [1, 2], "accums": [1, 2]}
+FAILURES = {
+    "scratch_zero3_b2_a1": ("out of memory", "DefaultCPUAllocator: can't allocate memory"),
+    "fsdp2_zero2_b1_a2": ("wrong losses", "losses differ from the reference by 0.2"),
+    "ddp_b2_a2": ("timed out", "took longer than 300 s"),
+}
+
+
+def arms_of(**changes):
+    chosen = {**SMALL, **changes}
+    return choose_arms(
+        engines=chosen["engines"], zero_stages=[2, 3], batch_sizes=chosen["batch_sizes"],
+        grad_accums=chosen["accums"],
+    )  # fmt: skip
+
+
+def label_of(arm):
+    return kind_label((arm.engine, arm.zero_stage))
+
+
+def line_of(axes, label):
+    (line,) = [line for line in axes.get_lines() if line.get_label() == label]
+    return line
+
+
+def bars(axes, label):
+    """Row -> length, of one part of the stacked bars."""
+    (container,) = [found for found in axes.containers if found.get_label() == label]
+    return {round(bar.get_y() + bar.get_height() / 2): bar.get_width() for bar in container}
+
+
+def end_of(axes, row):
+    """Where the last part of a stacked bar ends; each begins where the one before ends."""
+    end = 0.0
+    for container in axes.containers:
+        for bar in container:
+            if round(bar.get_y() + bar.get_height() / 2) == row and bar.get_height() > 0.5:
+                assert bar.get_x() == pytest.approx(end)
+                end += bar.get_width()
+    return end
+
+
+def words(figure):
+    return "\n".join(text.get_text() for text in figure.findobj(Text))
+
+
+def test_throughput_stands_at_its_batch_size_in_the_column_of_its_accumulation():
+    figure = PICTURES["tokens_per_s"](results_of(**SMALL))
+    assert [axes.get_title() for axes in figure.axes] == [
+        "1 micro-batch per step", "2 micro-batches per step",
+    ]  # fmt: skip
+    for arm in arms_of():
+        axes = figure.axes[arm.grad_accum - 1]
+        xs, ys = line_of(axes, label_of(arm)).get_data()
+        place = [round(x) for x in xs].index([1, 2].index(arm.batch_size))
+        assert ys[place] == pytest.approx(tokens_per_s(arm, workload()))
+        assert axes.get_ylim()[1] > ys[place], "nothing is cut off"
+    ticks = [[tick.get_text() for tick in axes.get_xticklabels()] for axes in figure.axes]
+    # Two ways to cut a global batch of 4 have a place each.
+    assert ticks == [["1\n(2)", "2\n(4)"], ["1\n(4)", "2\n(8)"]]
+
+
+def test_whiskers_reach_from_the_slowest_repeat_to_the_fastest():
+    figure = PICTURES["tokens_per_s"](results_of(**SMALL))
+    (arm,) = [arm for arm in arms_of() if arm.name == "fsdp2_zero3_b2_a1"]
+    speed = tokens_per_s(arm, workload())
+    ends = [collection.get_segments()[0][:, 1] for collection in figure.axes[0].collections]
+    assert any(end == pytest.approx([speed / 1.1, speed]) for end in ends)
+
+
+def test_memory_is_that_of_the_largest_rank_in_the_unit_of_the_axis():
+    figure = PICTURES["memory"](results_of(**SMALL))
+    assert [axes.get_ylabel() for axes in figure.axes[::2]] == [
+        "Peak of tensors, MB", "Tensors between steps, MB", "Peak of the process (RSS), MB",
+    ]  # fmt: skip
+    for arm in arms_of():
+        place = [1, 2].index(arm.batch_size)
+        last_rank = arm.num_processes(workload()) - 1
+        peaks = line_of(figure.axes[arm.grad_accum - 1], label_of(arm)).get_ydata()
+        assert peaks[place] == pytest.approx((peak_bytes(arm) + last_rank * MIB) / 1e6)
+        rss = line_of(figure.axes[4 + arm.grad_accum - 1], label_of(arm)).get_ydata()
+        assert rss[place] == pytest.approx((700 + 20 * arm.batch_size) * MIB / 1e6)
+    assert "CUDA peak, reserved: not measured for any arm." in words(figure)
+
+
+def test_a_rank_without_a_figure_leaves_a_gap_and_is_named():
+    results = results_of(**SMALL)
+    row = next(row for row in results.document["rows"] if row["arm"] == "ddp_b2_a1")
+    row["peak_bytes"][0] = None
+    figure = PICTURES["memory"](results)
+    ys = line_of(figure.axes[0], "ddp").get_ydata()
+    assert [math.isnan(y) for y in ys] == [False, True]
+    assert "Peak of tensors: not measured for ddp_b2_a1." in words(figure)
+
+
+def test_communication_shows_calls_by_kind_bytes_and_exposed_time_beside_their_limits():
+    results = results_of(**SMALL)
+    figure = PICTURES["communication"](results)
+    calls, payload, seconds = figure.axes
+    names = [tick.get_text() for tick in calls.get_yticklabels()]
+    assert names == [arm.name for arm in arms_of()]
+    for row, arm in enumerate(arms_of()):
+        is_alone = arm.engine == "single"
+        assert bars(calls, "all_gather").get(row) == (None if is_alone else 6)
+        assert bars(calls, "reduce_scatter").get(row) == (None if is_alone else 5)
+        expected_mb = 0 if is_alone else 5.8 * (arm.zero_stage or 1)
+        assert bars(payload, "bytes sent")[row] == pytest.approx(expected_mb)
+        exposed, overlapped = (found.get_label() for found in seconds.containers)
+        assert bars(seconds, exposed)[row] == pytest.approx(exposed_ms(arm))
+        assert bars(seconds, overlapped)[row] == pytest.approx(2 * exposed_ms(arm))
+    demanded = line_of(payload, "demanded by theory").get_xdata()
+    assert demanded[2] == pytest.approx(11.0)
+    assert line_of(calls, "demanded by theory").get_xdata()[1] == 11
+    limits = line_of(seconds, "limit: bytes over measured bandwidth").get_xdata()
+    assert limits[3] == pytest.approx(0.05 * step_ms(arms_of()[3]))
+
+
+def test_the_parts_of_a_step_end_where_the_step_ends():
+    figure = PICTURES["time_breakdown"](results_of(**SMALL))
+    (axes,) = figure.axes
+    for row, arm in enumerate(arms_of()):
+        labels = ["data", "compute", "exposed communication", "optimizer", "other"]
+        lengths = [bars(axes, label)[row] for label in labels]
+        assert lengths[2] == pytest.approx(exposed_ms(arm))
+        assert sum(lengths) == pytest.approx(step_ms(arm))
+        assert end_of(axes, row) == pytest.approx(step_ms(arm))
+    limits = line_of(axes, "limit: compute alone").get_xdata()
+    assert limits == pytest.approx([0.6 * step_ms(arm) for arm in arms_of()])
+
+
+def test_a_part_that_cannot_be_measured_is_not_drawn_as_zero():
+    results = results_of(**SMALL)
+    row = results.document["rows"][1]
+    row["parts_ms"]["exposed_ms"] = None
+    (arm,) = [arm for arm in arms_of() if arm.name == row["arm"]]
+    (axes,) = PICTURES["time_breakdown"](results).axes
+    assert 1 not in bars(axes, "exposed communication")
+    # Of what is left of the whole nobody knows what it is.
+    assert bars(axes, "not told apart") == {1: pytest.approx(0.1 * step_ms(arm))}
+    assert "Exposed time: not measured for ddp_b1_a1." in words(PICTURES["communication"](results))
+
+
+def test_memory_at_the_peak_adds_up_to_the_peak():
+    (axes,) = PICTURES["memory_at_peak"](results_of(**SMALL)).axes
+    for row, arm in enumerate(arms_of()):
+        assert end_of(axes, row) == pytest.approx(peak_bytes(arm) / 1e6)
+        assert bars(axes, "gradients")[row] == pytest.approx(peak_bytes(arm) / 8e6)
+
+
+def test_the_heat_map_has_the_mean_of_all_samples_of_all_ranks():
+    figure = PICTURES["utilization"](results_of(**SMALL, failures=FAILURES))
+    axes = figure.axes[0]
+    values = np.ma.filled(axes.images[0].get_array(), np.nan)
+    assert values.shape == (6, 4)  # kinds, batch shapes
+    assert values[0] == pytest.approx([62.5] * 4)  # one rank: 60 and 65
+    assert values[3] == pytest.approx([67.5, math.nan, 67.5, 67.5], nan_ok=True)
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("failed") == 3
+    assert texts[3 * 4 : 4 * 4] == ["68", "failed", "68", "68"]
+
+
+def test_memory_over_time_is_the_time_line_of_rank_0():
+    figure = PICTURES["memory_over_time"](results_of(**SMALL))
+    for axes, shape in zip(figure.axes, [(1, 1), (2, 1), (1, 2), (2, 2)], strict=False):
+        assert axes.get_title() == f"batch {shape[0]} x {shape[1]}"
+        for arm in arms_of():
+            if (arm.batch_size, arm.grad_accum) == shape:
+                xs, ys = line_of(axes, label_of(arm)).get_data()
+                expected = timeline(arm)
+                assert xs == pytest.approx([x for x, _ in expected])
+                assert ys == pytest.approx([y / 1e6 for _, y in expected])
+        assert axes.get_ylim()[0] == 0
+
+
+def test_losses_are_means_over_ranks_and_micro_batches_and_a_lost_one_is_a_gap():
+    results = results_of(**SMALL)
+    (run, *_) = [run for run in results.document["runs"] if run["arm"] == "ddp_b1_a2"]
+    run["ranks"][1]["losses"][2] = None  # was not a number: in the second step
+    figure = PICTURES["losses"](results)
+    axes = figure.axes[2]
+    xs, ys = line_of(axes, "scratch ZeRO-3").get_data()
+    assert list(xs) == [1, 2, 3, 4, 5]
+    assert ys == pytest.approx([8.3 - 0.05 * (2 * i + 0.5) + 0.005 for i in range(5)])
+    assert [math.isnan(y) for y in line_of(axes, "ddp").get_ydata()] == [False, True] + 3 * [False]
+
+
+def test_an_arm_with_wrong_losses_is_nowhere_but_among_the_losses():
+    results = results_of(**SMALL, failures=FAILURES)
+    throughput = line_of(PICTURES["tokens_per_s"](results).axes[1], "fsdp2 ZeRO-2").get_ydata()
+    assert [math.isnan(y) for y in throughput] == [True, False]
+    assert len(line_of(PICTURES["losses"](results).axes[2], "fsdp2 ZeRO-2").get_ydata()) == 5
+
+
+def test_failed_arms_keep_their_row_and_say_why():
+    figure = PICTURES["communication"](results_of(**SMALL, failures=FAILURES))
+    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    for axes in figure.axes:
+        said = {round(text.get_position()[1]): text.get_text() for text in axes.texts}
+        for arm, (kind, _) in FAILURES.items():
+            assert said[names.index(arm)] == kind
+    assert "Failed (out of memory): scratch_zero3_b2_a1." in words(figure)
+
+
+def one_arm():
+    return without(results_of(engines=["scratch"], stages=[3], batch_sizes=[4], accums=[1]),
+                   "single_b4_a1", "ddp_b4_a1")  # fmt: skip
+
+
+def all_failed():
+    reason = "exit code 1: ModuleNotFoundError: No module named 'recipes' anywhere"
+    failures = {arm.name: (None, reason) for arm in arms_of(accums=[1])}
+    return results_of(**{**SMALL, "accums": [1]}, failures=failures)
+
+
+def renamed(engine):
+    results = results_of(**SMALL)
+    for row in results.document["rows"]:
+        if row["engine"] == "fsdp2":
+            row.update(engine=engine, arm=row["arm"].replace("fsdp2", engine))
+    for run in results.document["runs"]:
+        run["arm"] = run["arm"].replace("fsdp2", engine)
+    return Results(results.document)
+
+
+CASES = {
+    "a sweep": lambda: results_of(),
+    "equal global batches": lambda: results_of(
+        engines=["scratch"], batch_sizes=[1, 2, 4], accums=[1, 2, 4], stages=[3]
+    ),
+    "one arm": one_arm,
+    "no arms": lambda: without(one_arm(), "scratch_zero3_b4_a1"),
+    "failed arms": lambda: results_of(**SMALL, failures=FAILURES),
+    "only failed arms": all_failed,
+    "arms that are not there": lambda: without(
+        results_of(**SMALL), "single_b1_a1", "fsdp2_zero3_b2_a2"
+    ),
+    "an older version": lambda: results_of(**SMALL, is_old=True),
+    "one rank": lambda: results_of(**SMALL, num_ranks=1),
+    "a long name": lambda: renamed("a_strategy_of_somebody_else_with_a_long_name"),
+}
+
+
+def shown_texts(figure):
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text().strip():
+            yield text
+
+
+def ticks_out_of_view(figure):
+    """Matplotlib keeps labels for ticks beyond the limits of an axis, and does not draw them."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick, place in zip(axis.get_major_ticks(), axis.get_majorticklocs(), strict=True):
+                if not low <= place <= high or not axes.get_visible():
+                    yield from (tick.label1, tick.label2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_picture_comes_out_and_no_text_lies_on_another(case):
+    for name, figure in plots.draw(CASES[case]()).items():
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        hidden = set(ticks_out_of_view(figure))
+        hidden |= {t for axes in figure.axes if not axes.get_visible() for t in axes.findobj(Text)}
+        boxes = [
+            (text.get_text(), text.get_window_extent(canvas.get_renderer()))
+            for text in shown_texts(figure)
+            if text not in hidden
+        ]
+        width, height = canvas.get_width_height()
+        for text, box in boxes:
+            room = min(box.x0, box.y0, width - box.x1, height - box.y1)
+            assert room > -1, f"{name}: {text!r} is cut off"
+        for (one, a), (other, b) in itertools.combinations(boxes, 2):
+            over = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+            assert min(over) < 1.5, f"{name}: {one!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("no arms", "There are no arms in these results."),
+        ("only failed arms", "Failed: single_b1_a1, ddp_b1_a1, scratch_zero2_b1_a1, scratch"),
+        ("only failed arms", "fsdp2_zero2_b1_a1, fsdp2_zero3_b1_a1 and 6 more."),
+        ("arms that are not there", "Not in these results: single at 1 x 1, fsdp2 ZeRO-3 at 2 x 2"),
+        ("failed arms", "Failed (timed out): ddp_b2_a2."),
+    ],
+)  # fmt: skip
+def test_every_picture_says_what_is_missing(case, sentence):
+    for name, figure in plots.draw(CASES[case]()).items():
+        assert sentence in words(figure).replace("\n", " "), name
+
+
+def test_pictures_of_older_results_say_which_figures_they_lack():
+    figures = plots.draw(CASES["an older version"]())
+    for name, what in {
+        "communication": "Exposed time", "utilization": "Utilization",
+        "time_breakdown": "Parts of a step", "memory_at_peak": "Memory by owner",
+        "memory_over_time": "Memory over time", "memory": "Peak of the process (RSS)",
+    }.items():  # fmt: skip
+        assert f"{what}: not measured for any arm." in words(figures[name])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pictures_come_out_whatever_fields_are_null(seed):
+    choice = random.Random(seed)
+    results = results_of(**SMALL)
+
+    def thinned(value):
+        if isinstance(value, dict):
+            kept = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
+            return {
+                key: None if key not in kept and choice.random() < 0.4 else thinned(each)
+                for key, each in value.items()
+            }
+        return value
+
+    rows = [{**thinned(row), "failure": None} for row in results.document["rows"]]
+    document = {**results.document, "rows": rows}
+    for run in document["runs"]:
+        for rank in run["ranks"]:
+            for name in ("timeline", "utilization", "peak_by_kind", "utilization_of"):
+                rank[name] = None if choice.random() < 0.4 else rank[name]
+    assert set(plots.draw(Results(document))) == set(PICTURES)
+
+
+def test_engines_stages_and_parts_differ_without_colour():
+    results = results_of()
+    styles = [line_style(kind, results) for kind in results.kinds]
+    looks = [(s["marker"], s["markerfacecolor"] == "white", str(s["linestyle"])) for s in styles]
+    assert len(set(looks)) == len(looks)
+
+    def grey(color):
+        return np.dot(to_rgb(color), (0.299, 0.587, 0.114))
+
+    shades = sorted({round(grey(style["color"]), 3) for style in styles})
+    assert len(shades) == 2 + len(ENGINES)
+    assert min(b - a for a, b in itertools.pairwise(shades)) > 0.05
+    for (one, hatch), (other, pattern) in itertools.pairwise(PARTS.values()):  # neighbours in a bar
+        assert hatch != pattern or abs(grey(one) - grey(other)) > 0.1
+
+
+def test_the_same_results_give_the_same_files(tmp_path):
+    results = one_arm()
+    for folder in ("one", "two"):
+        plots.save(plots.draw(results), tmp_path / folder)
+    for name, suffix in itertools.product(PICTURES, ("png", "svg")):
+        file = f"{name}.{suffix}"
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
