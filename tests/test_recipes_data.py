@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lightning_fsdp.data import ResumableLoader
-from recipes.corpus import CorpusError, Document, open_corpus
+from recipes.corpus import open_corpus
 from recipes.data import TextData
+from recipes.documents import CorpusError, Piece
 from recipes.errors import RecipeError
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import (
     END_OF_TEXT,
-    encode_documents,
+    encode,
     end_of_text_id,
     load_tokenizer,
     train_tokenizer,
@@ -38,7 +39,7 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
     corpus = open_corpus(folder)
     return prepare(
         corpus,
-        lambda: train_tokenizer(corpus.documents(), vocab_size=vocab_size),
+        lambda: train_tokenizer(corpus.pieces(), vocab_size=vocab_size),
         tokenizer_key=f"bpe {vocab_size}",
         end_of_text=END_OF_TEXT,
         cache_dir=cache,
@@ -51,16 +52,16 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
 @settings(max_examples=30, deadline=None)
 @given(st.text(max_size=200))
 def test_every_text_comes_back_from_its_tokens(any_text: str) -> None:
-    tokenizer = train_tokenizer([Document(source="", text=text(0))], vocab_size=300)
+    tokenizer = train_tokenizer([Piece(source="", text=text(0))], vocab_size=300)
     marked = f"{any_text}{END_OF_TEXT}{any_text}"
-    (ids,) = encode_documents(tokenizer, [Document(source="", text=marked)])
+    ((_, ids),) = encode(tokenizer, [Piece(source="", text=marked)])
     assert tokenizer.decode(ids, skip_special_tokens=False) == marked
     assert end_of_text_id(tokenizer) not in ids, "its spelling in a text separates nothing"
 
 
 def test_packed_tokens_decode_to_the_documents_in_order(folder: Path, tmp_path: Path) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens, tokenizer = prepared.tokens(), prepared.tokenizer()
+    tokens, tokenizer = prepared.tokens()[:], prepared.tokenizer()
     ends = np.flatnonzero(tokens == prepared.end_of_text)
     assert ends[-1] == len(tokens) - 1
     pieces = np.split(tokens, ends + 1)[:-1]
@@ -127,11 +128,11 @@ def test_what_a_killed_run_left_behind_is_not_taken_for_a_corpus(
     folder: Path, tmp_path: Path
 ) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens = prepared.tokens().copy()
+    tokens = prepared.tokens()[:].copy()
     partial = prepared.folder.with_suffix(".partial")
     prepared.folder.rename(partial)
     (partial / "tokens.bin").write_bytes(b"half")
-    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens(), tokens)
+    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens()[:], tokens)
 
 
 def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -149,7 +150,7 @@ def _prepare_at_once(rank: int, world_size: int, folder: Path, cache: Path) -> t
         nonlocal has_worked
         has_worked = True
         time.sleep(0.3)  # long enough for the others to arrive
-        return train_tokenizer(corpus.documents(), vocab_size=300)
+        return train_tokenizer(corpus.pieces(), vocab_size=300)
 
     dist.barrier()
     prepared = prepare(corpus, make, tokenizer_key="bpe", end_of_text=END_OF_TEXT, cache_dir=cache)
@@ -166,7 +167,7 @@ def test_of_several_processes_one_tokenises_and_all_get_the_result(
 
 
 def test_a_given_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> None:
-    made = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    made = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
     made.save(str(tmp_path / "tokenizer.json"))
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         data = TextData(path=folder, tokenizer=str(name), cache_dir=tmp_path / "cache")
@@ -184,7 +185,7 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
 
 
 def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
-    tokenizer = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    tokenizer = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
     with pytest.raises(RecipeError, match=r"got '</s>'\. Name the token .* --data\.end_of_text"):
         end_of_text_id(tokenizer, "</s>")
 
@@ -214,10 +215,10 @@ def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) ->
         path=folder, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=tmp_path / "cache"
     )
     opened = data.open()
-    tokens = opened.tokens()
+    tokens = opened.tokens()[:]
     assert len(data.train.tokens) + len(data.val.tokens) == len(tokens)
-    assert data.train.tokens[-1] == opened.end_of_text
-    assert np.array_equal(np.concatenate([data.train.tokens, data.val.tokens]), tokens)
+    assert data.train.tokens[:][-1] == opened.end_of_text
+    assert np.array_equal(np.concatenate([data.train.tokens[:], data.val.tokens[:]]), tokens)
 
 
 def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:
