@@ -1,8 +1,11 @@
 """The data of the recipes: how it is packed, who gets what, where a run goes on."""
 
 import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
 from recipes.corpus import open_corpus
 from recipes.data import TextData
@@ -25,7 +29,7 @@ from recipes.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import errors_on_ranks, run_on_ranks
 from tests.support.texts import text, write_folder
 
 
@@ -305,3 +309,208 @@ def test_an_option_out_of_range_is_refused(option: dict[str, int]) -> None:
         TextData(**option)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=re.escape("val_fraction: expected 0 or more and less")):
         TextData(val_fraction=1.0)
+
+
+# ------------------------------------------------------------- left out, changed, and not the same
+
+
+def _write_bad_lines(folder: Path) -> None:
+    with (folder / "c.jsonl").open("ab") as file:
+        file.write(b'{"text": "cut o\n{"text": "\xff"}\n\n{"text": "last"}\n')
+    (folder / "e.txt").write_bytes(b"\xff")
+    (folder / "f.txt").touch()
+
+
+def test_what_is_left_out_is_counted_and_said_each_time(folder: Path, tmp_path: Path) -> None:
+    whole = TextData(path=folder, cache_dir=tmp_path / "cache", vocab_size=300).open()
+    assert (whole.num_documents, whole.num_empty, whole.num_skipped) == (6, 0, 0)
+    _write_bad_lines(folder)
+
+    def opened(**options: bool) -> TokenFile:
+        data = TextData(path=folder, cache_dir=tmp_path / "cache", vocab_size=300, **options)
+        return data.open()
+
+    with pytest.raises(CorpusError, match=r"c\.jsonl:3: expected JSON"):
+        opened()
+    message = r"3 files, lines or objects .* left out.*skipped\.txt; the first: .*c\.jsonl:3: exp"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=message):
+            found = opened(skip_unreadable=True)
+    assert (found.num_documents, found.num_empty, found.num_skipped) == (7, 1, 3)
+    lines = (found.folder / "skipped.txt").read_text().splitlines()
+    places = [line.removeprefix(f"{folder}/").partition(": ")[0] for line in lines]
+    assert places == ["c.jsonl:3", "c.jsonl:4", "e.txt:1"]
+    pieces = found.tokenizer().decode(found.tokens()[:].tolist(), skip_special_tokens=False)
+    assert pieces.split(END_OF_TEXT) == [*map(text, range(5)), "last", text(5), ""]
+
+
+def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff")
+    data = TextData(path=tmp_path, skip_unreadable=True, cache_dir=tmp_path / "cache")
+    with pytest.raises(CorpusError, match=r"1 files without any \(1 times something was left out"):
+        data.open()
+
+
+def test_a_file_that_is_written_to_while_it_is_tokenised_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    corpus = open_corpus(folder)
+
+    def make() -> Tokenizer:
+        made = train_tokenizer(corpus.pieces(), vocab_size=300)
+        with (folder / "a.txt").open("a") as file:
+            file.write("more")
+        return made
+
+    with pytest.raises(CorpusError, match=r"a\.txt: .* changed while it was read\. Start again"):
+        prepare(corpus, make, tokenizer_key="", end_of_text=END_OF_TEXT, cache_dir=tmp_path / "c")
+    assert not list((tmp_path / "c").glob("*/corpus.json")), "nothing may look prepared"
+
+
+class _OnRank(TextData):
+    """One rank's data, without a Trainer."""
+
+    place = (1, 0)
+
+    def _shards(self) -> tuple[int, int]:
+        return self.place
+
+
+def _on_rank(place: tuple[int, int], folder: Path, cache: Path, **options: int) -> TextData:
+    chosen = {"seq_len": 8, "batch_size": 2, "vocab_size": 300, "num_workers": 0} | options
+    data = _OnRank(path=folder, cache_dir=cache, **chosen)  # type: ignore[arg-type]
+    data.place = place
+    data.setup("fit")
+    return data
+
+
+def _rows(batches: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
+    return [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize("is_computed", [False, True], ids=["torchs order", "computed order"])
+def test_a_run_goes_on_with_the_very_next_sequences_on_more_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_computed: bool
+) -> None:
+    if is_computed:
+        monkeypatch.setattr(order, "_HELD_IN_MEMORY", 0)
+    cache = tmp_path / "cache"
+
+    def started(ranks: int, batch_size: int) -> list[TextData]:
+        return [
+            _on_rank((ranks, rank), folder, cache, batch_size=batch_size) for rank in range(ranks)
+        ]
+
+    whole = [list(data.train_dataloader()) for data in started(2, 4)]
+    num_batches = len(whole[0])
+    assert num_batches == len(whole[1]) > 6
+    assert not set(_rows(whole[0])) & set(_rows(whole[1]))
+
+    states = []
+    for data in started(2, 4):
+        iterator = iter(data.train_dataloader())
+        for _ in range(3):
+            next(iterator)
+        states.append(data.state_dict())
+    assert states[0] == states[1]
+
+    resumed = started(4, 2)
+    for data in resumed:
+        data.load_state_dict(states[0])
+    rest = [list(data.train_dataloader()) for data in resumed]
+    assert [len(share) for share in rest] == [num_batches - 3] * 4
+    for step in range(num_batches - 3):
+        together = sorted(row for share in rest for row in _rows([share[step]]))
+        assert together == sorted(row for share in whole for row in _rows([share[3 + step]]))
+
+
+def _append(folder: Path) -> str:
+    with (folder / "a.txt").open("a") as file:
+        file.write(".")
+    return "'a.txt' changed"
+
+
+def _rename(folder: Path) -> str:
+    (folder / "a.txt").rename(folder / "a2.txt")
+    return "'a.txt' is gone, 'a2.txt' is new"
+
+
+def _swap(folder: Path) -> str:
+    """The same number of tokens: only the contents tell."""
+    content = (folder / "a.txt").read_bytes()
+    (folder / "a.txt").write_bytes(content[:200].replace(b"shard", b"rdsha") + content[200:])
+    return "'a.txt' changed"
+
+
+@pytest.mark.parametrize("change", [_append, _rename, _swap])
+@pytest.mark.parametrize("is_cache_there", [True, False])
+def test_a_file_that_changed_between_a_checkpoint_and_the_resumed_run_is_named(
+    folder: Path, tmp_path: Path, change: Callable[[Path], str], is_cache_there: bool
+) -> None:
+    data = _on_rank((1, 0), folder, tmp_path / "cache")
+    next(iter(data.train_dataloader()))
+    state = data.state_dict()
+    expected = change(folder)
+    if not is_cache_there:
+        shutil.rmtree(tmp_path / "cache")
+        expected = "other files or options; what they were is gone with"
+    resumed = _on_rank((1, 0), folder, tmp_path / "cache")
+    resumed.load_state_dict(state)
+    with pytest.raises(RecipeError, match=rf"got another one: {expected}.*Restore it, or start"):
+        resumed.train_dataloader()
+
+
+def test_another_tokenizer_is_not_taken_for_another_file(folder: Path, tmp_path: Path) -> None:
+    data = _on_rank((1, 0), folder, tmp_path / "cache")
+    next(iter(data.train_dataloader()))
+    resumed = _on_rank((1, 0), folder, tmp_path / "cache", vocab_size=310)
+    resumed.load_state_dict(data.state_dict())
+    with pytest.raises(RecipeError, match="the same files with another tokenizer"):
+        resumed.train_dataloader()
+
+
+def _set_up_with_a_trainer(rank: int, world_size: int, folder: Path, what: str) -> None:
+    mine = folder / f"of {rank}"
+    write_folder(mine)
+    if rank == 1 and what == "other":
+        (mine / "a.txt").write_text("other text")
+    if rank == 1 and what == "broken":
+        (mine / "a.txt").write_bytes(b"\xff")
+    data = TextData(path=mine, seq_len=8, vocab_size=300, cache_dir=folder / f"cache {rank}")
+    strategy = SimpleNamespace(broadcast=_broadcast, reduce_boolean_decision=_all_agree)
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=strategy,
+        distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
+    )
+    data.setup("fit")
+
+
+def _broadcast(value: object) -> object:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _all_agree(decision: bool) -> bool:
+    decided = torch.tensor(int(decision))
+    dist.all_reduce(decided, op=dist.ReduceOp.MIN)
+    return bool(decided)
+
+
+@pytest.mark.parametrize(
+    ("what", "messages"),
+    [
+        ("other", ["corpus: expected the same text on every rank"] * 2),
+        ("broken", ["corpus: expected the same text on", r"a\.txt:1: expected UTF-8"]),
+    ],
+)
+def test_ranks_that_find_different_text_stop_together(
+    tmp_path: Path, what: str, messages: list[str]
+) -> None:
+    errors = errors_on_ranks(_set_up_with_a_trainer, 2, tmp_path, what)
+    for error, message in zip(errors, messages, strict=True):
+        assert re.search(message, str(error)), errors
+
+
+def test_ranks_that_find_the_same_text_go_on(tmp_path: Path) -> None:
+    run_on_ranks(_set_up_with_a_trainer, 2, tmp_path, "same")
