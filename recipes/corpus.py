@@ -170,8 +170,8 @@ def open_corpus(
 def standard_library(max_bytes: int) -> Corpus:
     """The source files of this Python's standard library, without tests and installed packages.
 
-    Files that are not UTF-8 are left out. The order is that of hashed names, so that a part of the
-    corpus is a mixture of all packages and not the first letters of the alphabet.
+    Files that are empty or not UTF-8 are left out. The order is that of hashed names, so that a
+    part of the corpus is a mixture of all packages and not the first letters of the alphabet.
 
     Args:
         max_bytes: Files are taken until one would pass this size.
@@ -186,7 +186,7 @@ def standard_library(max_bytes: int) -> Corpus:
     size = 0
     for path in found:
         content = _utf8(path)
-        if content is None:
+        if not content:
             continue
         if size + len(content) > max_bytes:
             break
