@@ -16,16 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from recipes.documents import (
-    READERS,
-    CorpusError,
-    Piece,
-    Reading,
-    changed,
-    open_regular,
-    read_documents,
-    unreadable,
-)
+from recipes.documents import READERS, read_documents
+from recipes.pieces import CorpusError, Piece, Reading, changed, open_regular, unreadable
 
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}

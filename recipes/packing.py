@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from recipes.corpus import Corpus, Snapshot
-from recipes.documents import CorpusError, Piece
+from recipes.pieces import CorpusError, Piece
 from recipes.tokenizer import encode, end_of_text_id
 
 TokenArray: TypeAlias = NDArray[np.unsignedinteger[Any]]

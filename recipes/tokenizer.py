@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from recipes.documents import Piece
 from recipes.errors import RecipeError
+from recipes.pieces import Piece
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token

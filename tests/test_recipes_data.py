@@ -19,9 +19,9 @@ from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
 from recipes.corpus import open_corpus
 from recipes.data import TextData
-from recipes.documents import CorpusError, Piece
 from recipes.errors import RecipeError
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
+from recipes.pieces import CorpusError, Piece
 from recipes.tokenizer import (
     END_OF_TEXT,
     encode,

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from recipes import documents as reader
+from recipes import pieces as reader
 from recipes.corpus import Corpus, open_corpus, standard_library
-from recipes.documents import CorpusError, Piece
+from recipes.pieces import CorpusError, Piece
 from recipes.tokenizer import encode, train_tokenizer
 from tests.support.texts import documents
 
@@ -32,12 +32,12 @@ SCRAPS = [
 
 @contextmanager
 def _sizes(block: int, piece: int) -> Iterator[None]:
-    before = reader._BLOCK_BYTES, reader.PIECE_LENGTH
-    reader._BLOCK_BYTES, reader.PIECE_LENGTH = block, piece
+    before = reader.BLOCK_BYTES, reader.PIECE_LENGTH
+    reader.BLOCK_BYTES, reader.PIECE_LENGTH = block, piece
     try:
         yield
     finally:
-        reader._BLOCK_BYTES, reader.PIECE_LENGTH = before
+        reader.BLOCK_BYTES, reader.PIECE_LENGTH = before
 
 
 def _outcome(corpus: Corpus) -> tuple[list[tuple[str, str]], list[str]]:
@@ -132,7 +132,7 @@ def test_pieces_have_the_tokens_of_the_whole(pattern: str | None) -> None:
         )
     expected = [ids for _, ids in encode(tokenizer, map(_whole, texts))]
     with _sizes(2**20, 512):
-        pieces = [list(reader._cut([text], "")) for text in texts]
+        pieces = [list(reader.cut([text], "")) for text in texts]
     assert sum(map(len, pieces)) > 200
     found = [[i for _, ids in encode(tokenizer, each) for i in ids] for each in pieces]
     assert found == expected
@@ -144,7 +144,7 @@ def _whole(text: str) -> Piece:
 
 def test_text_without_words_is_cut_all_the_same() -> None:
     with _sizes(2**20, 64):
-        pieces = list(reader._cut(["模" * 100, "型" * 100], ""))
+        pieces = list(reader.cut(["模" * 100, "型" * 100], ""))
     assert [len(piece.text) for piece in pieces] == [64, 64, 64, 8]
     assert "".join(piece.text for piece in pieces) == "模" * 100 + "型" * 100
     assert [piece.is_last for piece in pieces] == [False, False, False, True]
