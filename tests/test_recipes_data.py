@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
+from recipes import pieces
 from recipes.corpus import open_corpus
 from recipes.data import TextData
 from recipes.errors import RecipeError
@@ -68,12 +69,22 @@ def test_packed_tokens_decode_to_the_documents_in_order(folder: Path, tmp_path: 
     tokens, tokenizer = prepared.tokens()[:], prepared.tokenizer()
     ends = np.flatnonzero(tokens == prepared.end_of_text)
     assert ends[-1] == len(tokens) - 1
-    pieces = np.split(tokens, ends + 1)[:-1]
-    texts = [tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces]
+    each = np.split(tokens, ends + 1)[:-1]
+    texts = [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in each]
     assert texts == [text(n) for n in range(6)]
     assert (prepared.num_documents, prepared.num_tokens) == (6, len(tokens))
     assert tokens.dtype == np.uint16
     assert prepared.vocab_size == 300 > tokens.max()
+
+
+def test_a_document_in_many_pieces_ends_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _prepare(folder, tmp_path / "whole")
+    monkeypatch.setattr(pieces, "PIECE_LENGTH", 100)
+    found = _prepare(folder, tmp_path / "pieces")
+    assert found.num_documents == 6
+    assert np.array_equal(found.tokens()[:], whole.tokens()[:])
 
 
 def test_sequences_hold_every_token_once_and_their_labels_follow() -> None:
@@ -340,8 +351,8 @@ def test_what_is_left_out_is_counted_and_said_each_time(folder: Path, tmp_path: 
     lines = (found.folder / "skipped.txt").read_text().splitlines()
     places = [line.removeprefix(f"{folder}/").partition(": ")[0] for line in lines]
     assert places == ["c.jsonl:3", "c.jsonl:4", "e.txt:1"]
-    pieces = found.tokenizer().decode(found.tokens()[:].tolist(), skip_special_tokens=False)
-    assert pieces.split(END_OF_TEXT) == [*map(text, range(5)), "last", text(5), ""]
+    decoded = found.tokenizer().decode(found.tokens()[:].tolist(), skip_special_tokens=False)
+    assert decoded.split(END_OF_TEXT) == [*map(text, range(5)), "last", text(5), ""]
 
 
 def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
