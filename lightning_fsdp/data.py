@@ -28,6 +28,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
+from lightning_fsdp.order import epoch_order
+
 T_co = TypeVar("T_co", covariant=True)
 
 _OWN = ("sampler", "batch_sampler", "drop_last", "generator")
@@ -75,13 +77,12 @@ class DealtSampler(DistributedSampler[int]):
     @override
     def __iter__(self) -> Iterator[int]:
         self._look_around()
-        total = len(self.dataset)  # type: ignore[arg-type]
-        order = torch.arange(total)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(total, generator=generator)
-        mine = order[: self.total_size][self.rank :: self.num_replicas]
-        return iter(mine[self.start :].tolist())
+        first = self.rank + self.start * self.num_replicas
+        return epoch_order(
+            len(self.dataset),  # type: ignore[arg-type]
+            range(first, self.total_size, self.num_replicas),
+            seed=self.seed + self.epoch if self.shuffle else None,
+        )
 
     @override
     def __len__(self) -> int:

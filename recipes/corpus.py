@@ -1,16 +1,8 @@
-"""A corpus: files in a fixed order, and the documents in them.
-
-========  =====================================  ===================
-suffix    one file holds                         one document is
-========  =====================================  ===================
-.txt      text                                   the file
-.json     an object, or a list of objects        one object's field
-.jsonl    one object per line                    one line's field
-========  =====================================  ===================
+"""A corpus: files in a fixed order, and what they held when they were looked at.
 
 The default corpus needs no download: the source files of the Python that runs. Whatever cannot be
 read is an error that names file and line, since a document that is silently left out changes the
-model and nothing shows it.
+model and nothing shows it. Where the user asks for it, it is left out, and counted.
 """
 
 from __future__ import annotations
@@ -22,29 +14,44 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, TypeAlias
 
-from recipes.errors import RecipeError
+from recipes.documents import READERS, read_documents
+from recipes.pieces import CorpusError, Piece, Reading, changed, open_regular, unreadable
 
 _SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 )
-
-
-class CorpusError(RecipeError):
-    """A corpus that cannot be read; the message names the file and, if any, the line."""
+_Stamp: TypeAlias = tuple[int, int, int]  # what the system changes with a file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Document:
-    """One text of the corpus.
+class Snapshot:
+    """What the files of a corpus held at one moment.
 
     Attributes:
-        source: Where it was found, as ``path:line``.
-        text: The text as it stands in the file, line ends included; never empty.
+        sums: SHA-256 of each file, in order, under its name in the corpus; empty if unreadable.
+        fingerprint: Of all of it and of how it is read, 64 hexadecimal digits.
+        stamps: Size, time of the last write and inode of each file; ``None`` if it is not there.
     """
 
-    source: str
-    text: str
+    sums: dict[str, str]
+    fingerprint: str
+    stamps: tuple[_Stamp | None, ...]
+
+    def require_unchanged(self, corpus: Corpus) -> None:
+        """Check that no file was written to since then.
+
+        Raises:
+            CorpusError: One was.
+        """
+        for path, stamp in zip(corpus.files, self.stamps, strict=True):
+            if stamp != _stamp(path):
+                raise changed(path)
+
+    def num_bytes(self) -> int:
+        """Size of all files that can be read."""
+        return sum(stamp[0] for stamp in self.stamps if stamp is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,69 +59,104 @@ class Corpus:
     """Files of one folder, in the order in which their documents are trained on.
 
     Attributes:
-        root: The folder; file names in the fingerprint are relative to it.
+        root: The folder; names in a snapshot are relative to it.
         files: The files, in order. Every suffix other than ``.json`` and ``.jsonl`` is plain text.
         text_field: The field of a JSON object that holds its text.
+        max_object_size: Characters of a JSON object, at most.
+        skip_unreadable: Leave out what cannot be read.
     """
 
     root: Path
     files: tuple[Path, ...]
     text_field: str = "text"
+    max_object_size: int = 8_000_000
+    skip_unreadable: bool = False
 
-    def documents(self) -> Iterator[Document]:
-        """All documents that hold text, file by file.
+    def pieces(self, skipped: Callable[[CorpusError], None] | None = None) -> Iterator[Piece]:
+        """All documents, file by file.
+
+        Args:
+            skipped: Called with what is left out, in order.
 
         Raises:
-            CorpusError: A file is not UTF-8 or not JSON, or an object has no text.
+            CorpusError: A file is not UTF-8 or not JSON, an object has no text, ...
         """
+        reading = Reading(
+            text_field=self.text_field,
+            max_object_size=self.max_object_size,
+            report=(skipped or _ignore) if self.skip_unreadable else _refuse,
+        )
         for path in self.files:
-            reader = _READERS.get(path.suffix.lower(), _read_text)
-            for document in reader(path, self.text_field):
-                if document.text:
-                    yield document
+            yield from read_documents(path, reading)
 
-    def fingerprint(self) -> str:
-        """Hash of names and contents, as 64 hexadecimal digits. Reads every file once."""
-        total = hashlib.sha256(self.text_field.encode())
+    def snapshot(self) -> Snapshot:
+        """Read every file once.
+
+        Raises:
+            CorpusError: One cannot be read.
+        """
+        options = [self.text_field, self.max_object_size, self.skip_unreadable]
+        total = hashlib.sha256(json.dumps(options).encode())
+        sums: dict[str, str] = {}
+        stamps = []
         for path in self.files:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            total.update(f"\n{path.relative_to(self.root).as_posix()} {content}".encode())
-        return total.hexdigest()
+            name = path.relative_to(self.root).as_posix()
+            stamps.append(_stamp(path))  # before it is read, to notice a write meanwhile
+            sums[name] = self._sum(path)
+            total.update(json.dumps([name, sums[name]]).encode())
+        return Snapshot(sums=sums, fingerprint=total.hexdigest(), stamps=tuple(stamps))
 
-    def num_bytes(self) -> int:
-        """Size of all files, in bytes."""
-        return sum(path.stat().st_size for path in self.files)
+    def _sum(self, path: Path) -> str:
+        try:
+            with open_regular(path) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except (OSError, CorpusError) as error:
+            if self.skip_unreadable:
+                return ""
+            raise error if isinstance(error, CorpusError) else unreadable(path, error) from error
 
 
-def open_corpus(path: Path, *, text_field: str = "text") -> Corpus:
+def open_corpus(
+    path: Path,
+    *,
+    text_field: str = "text",
+    max_object_size: int = 8_000_000,
+    skip_unreadable: bool = False,
+) -> Corpus:
     """The corpus in a folder (its subfolders included) or in a single file.
 
     Args:
         path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, taken in the order of their
             names; other files are left alone. Or one such file.
         text_field: The field of a JSON object that holds its text.
+        max_object_size: Characters of a JSON object, at most.
+        skip_unreadable: Leave out what cannot be read, once it is come to.
 
     Raises:
         CorpusError: Nothing is there, or nothing that can be read.
     """
-    suffixes = ", ".join(sorted(_READERS))
-    if path.is_file():
-        if path.suffix.lower() not in _READERS:
+    root = path.parent
+    files: tuple[Path, ...] = (path,)
+    suffixes = ", ".join(sorted(READERS))
+    if path.is_dir():
+        found = sorted(_entries(path))
+        root, files = path, tuple(entry for entry in found if entry.suffix.lower() in READERS)
+        if not files:
             raise CorpusError(
-                f"{path}: expected one of {suffixes}, got '{path.suffix}'. Rename it."
+                f"{path}: expected at least one file of {suffixes}, got {len(found)} other files. "
+                f"Put text there, or leave --data.path out to use Python's own sources."
             )
-        return Corpus(root=path.parent, files=(path,), text_field=text_field)
-    if not path.is_dir():
+    elif not path.exists():
         raise CorpusError(f"{path}: expected a folder with text, found nothing. Check --data.path.")
-    found = sorted(entry for entry in path.rglob("*") if entry.is_file())
-    files = tuple(entry for entry in found if entry.suffix.lower() in _READERS)
-    if not files:
-        raise CorpusError(
-            f"{path}: expected at least one file of {suffixes}, got {len(found)} other files. "
-            f"Put text there, or leave --data.path out to use Python's own sources."
-        )
-    return Corpus(root=path, files=files, text_field=text_field)
+    elif path.suffix.lower() not in READERS:
+        raise CorpusError(f"{path}: expected one of {suffixes}, got '{path.suffix}'. Rename it.")
+    return Corpus(
+        root=root,
+        files=files,
+        text_field=text_field,
+        max_object_size=max_object_size,
+        skip_unreadable=skip_unreadable,
+    )
 
 
 def standard_library(max_bytes: int) -> Corpus:
@@ -135,12 +177,13 @@ def standard_library(max_bytes: int) -> Corpus:
     files: list[Path] = []
     size = 0
     for path in found:
-        content = path.read_bytes()
+        content = _utf8(path)
+        if not content:
+            continue
         if size + len(content) > max_bytes:
             break
-        if content and _is_utf8(content):
-            files.append(path)
-            size += len(content)
+        files.append(path)
+        size += len(content)
     if not files:
         raise CorpusError(
             f"{root}: expected this Python's source files within {max_bytes:,} bytes, found none. "
@@ -159,136 +202,50 @@ def _python_files(root: Path) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
-def _is_utf8(content: bytes) -> bool:
+def _utf8(path: Path) -> bytes | None:
+    """A file's content; ``None`` if it is not UTF-8, or not there."""
     try:
+        content = path.read_bytes()
         content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    except (OSError, UnicodeDecodeError):
+        return None
+    return content
 
 
-def _decode(path: Path) -> str:
-    """The file's text, line ends as they are, without a byte order mark."""
-    content = path.read_bytes()
+def _entries(root: Path) -> Iterator[Path]:
+    """All that is not a folder, below ``root``. Links to folders are not followed.
+
+    Raises:
+        CorpusError: A folder cannot be read, or there is such a link.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise CorpusError(
+            f"{error.filename}: expected a folder that can be read, got '{error.strerror}'. Make "
+            f"it readable, or take it away."
+        )
+
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        for name in subfolders:
+            if Path(folder, name).is_symlink():
+                raise CorpusError(
+                    f"{Path(folder, name)}: expected a folder, got a link to one, which is not "
+                    f"followed. Name that one with --data.path, or take the link away."
+                )
+        yield from (Path(folder, name) for name in names)
+
+
+def _refuse(error: CorpusError) -> NoReturn:
+    raise error
+
+
+def _ignore(error: CorpusError) -> None:
+    del error
+
+
+def _stamp(path: Path) -> _Stamp | None:
     try:
-        return content.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise CorpusError(
-            f"{path}:{line}: expected UTF-8, got byte 0x{content[error.start]:02x}. "
-            f"Convert the file, for example with iconv."
-        ) from None
-
-
-def _read_text(path: Path, text_field: str) -> Iterator[Document]:
-    del text_field  # plain text has no fields
-    yield Document(source=f"{path}:1", text=_decode(path))
-
-
-def _read_json_lines(path: Path, text_field: str) -> Iterator[Document]:
-    for number, line in enumerate(_decode(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        source = f"{path}:{number}"
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _broken(source, error) from None
-        yield Document(source=source, text=_text_of(value, text_field, source))
-
-
-def _read_json(path: Path, text_field: str) -> Iterator[Document]:
-    """One object, or a list of them, decoded one by one so that an error knows its line."""
-    content = _decode(path)
-    decoder = json.JSONDecoder()
-    line, seen = 1, 0
-
-    def source_at(position: int) -> str:
-        nonlocal line, seen
-        line += content.count("\n", seen, position)
-        seen = position
-        return f"{path}:{line}"
-
-    def value_at(position: int) -> tuple[object, int]:
-        try:
-            return decoder.raw_decode(content, position)
-        except json.JSONDecodeError as error:
-            raise _broken(f"{path}:{error.lineno}", error) from None
-        except (ValueError, RecursionError) as error:
-            raise _broken(source_at(position), error) from None
-
-    position = _skip_space(content, 0)
-    if not content.startswith("[", position):
-        source = source_at(position)
-        value, position = value_at(position)
-        yield Document(source=source, text=_text_of(value, text_field, source))
-    else:
-        position = _skip_space(content, position + 1)
-        is_open = not content.startswith("]", position)
-        while is_open:
-            source = source_at(position)
-            value, position = value_at(position)
-            yield Document(source=source, text=_text_of(value, text_field, source))
-            position = _skip_space(content, position)
-            is_open = content.startswith(",", position)
-            if is_open:
-                position = _skip_space(content, position + 1)
-            elif not content.startswith("]", position):
-                raise _broken(source_at(position), "no ',' or ']' after a list's object")
-        position += 1
-    position = _skip_space(content, position)
-    if position != len(content):
-        raise _broken(source_at(position), "text after the end")
-
-
-def _skip_space(content: str, position: int) -> int:
-    while position < len(content) and content[position] in " \t\r\n":
-        position += 1
-    return position
-
-
-def _text_of(value: object, text_field: str, source: str) -> str:
-    if not isinstance(value, dict):
-        raise CorpusError(
-            f"{source}: expected an object with the field '{text_field}', got "
-            f'{_kind(value)}. Write {{"{text_field}": ...}}.'
-        )
-    if text_field not in value:
-        fields = ", ".join(f"'{name}'" for name in value) or "no field"
-        raise CorpusError(
-            f"{source}: expected the field '{text_field}', got {fields}. "
-            f"Name the field that holds the text with --data.text_field."
-        )
-    text = value[text_field]
-    if not isinstance(text, str):
-        raise CorpusError(
-            f"{source}: expected a string in the field '{text_field}', got {_kind(text)}. "
-            f"Repair the line, or name another field with --data.text_field."
-        )
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise CorpusError(
-            f"{source}: expected text in the field '{text_field}', got half of a surrogate pair "
-            f"(\\u{ord(text[error.start]):04x}). Repair the line."
-        ) from None
-    return text
-
-
-def _kind(value: object) -> str:
-    """JSON's own name for a value's type."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    return "null" if value is None else names.get(type(value), "a number")
-
-
-def _broken(source: str, why: Exception | str) -> CorpusError:
-    if isinstance(why, json.JSONDecodeError):
-        why = f"{why.msg}, column {why.colno}"
-    return CorpusError(f"{source}: expected JSON, got a broken line ({why}). Repair or remove it.")
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[Document]]] = {
-    ".txt": _read_text,
-    ".json": _read_json,
-    ".jsonl": _read_json_lines,
-}
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -16,7 +17,13 @@ from typing_extensions import override
 from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
-from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
+from recipes.packing import (
+    PackedSequences,
+    TokenFile,
+    describe_difference,
+    prepare,
+    split_at_document,
+)
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
 
 
@@ -30,6 +37,10 @@ class TextData(L.LightningDataModule):
         path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files. Without it the sources of
             Python's standard library are read.
         text_field: The field of a JSON object that holds its text.
+        max_object_size: Characters of a JSON object, at most; several times as many bytes are in
+            memory while it is read.
+        skip_unreadable: Leave out files, lines and objects that cannot be read, and say how many.
+            Without it, the first one ends the run.
         tokenizer: A ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub.
             Without it a byte-level BPE is trained on the corpus.
         vocab_size: Tokens of the trained tokenizer. Also the model's, unless it is pretrained: with
@@ -58,6 +69,8 @@ class TextData(L.LightningDataModule):
         *,
         path: Path | None = None,
         text_field: str = "text",
+        max_object_size: int = 8_000_000,
+        skip_unreadable: bool = False,
         tokenizer: str | None = None,
         vocab_size: int = 4096,
         end_of_text: str = END_OF_TEXT,
@@ -71,6 +84,7 @@ class TextData(L.LightningDataModule):
     ) -> None:
         super().__init__()
         _at_least("vocab_size", vocab_size, MIN_VOCAB_SIZE)
+        _at_least("max_object_size", max_object_size, 1)
         _at_least("seq_len", seq_len, 1)
         _at_least("batch_size", batch_size, 1)
         _at_least("num_workers", num_workers, 0)
@@ -81,6 +95,8 @@ class TextData(L.LightningDataModule):
             )
         self.path = None if path is None else Path(path)
         self.text_field = text_field
+        self.max_object_size = max_object_size
+        self.skip_unreadable = skip_unreadable
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.end_of_text = end_of_text
@@ -98,27 +114,41 @@ class TextData(L.LightningDataModule):
     @override
     def prepare_data(self) -> None:
         """Tokenise the corpus into the cache; the first rank of every node does it."""
-        self._prepare()
+        self.open()
 
     @override
     def setup(self, stage: str) -> None:
         """Open the tokens and split them.
 
         Raises:
-            RecipeError: There are too few sequences to give every rank a batch.
+            RecipeError: Ranks found different text; or there are too few sequences to give every
+                rank a batch.
         """
-        self.open()
+        self._open_together()
         self.require_enough(self._shards()[0], for_training=stage == "fit")
 
     def open(self) -> TokenFile:
-        """Prepare the corpus if need be, split it, and return it. Needs no Trainer."""
+        """Prepare the corpus if need be, split it, and return it. Needs no Trainer.
+
+        A second call finds what the first one found, whatever happened to the files.
+        """
+        if self.tokens is not None:
+            return self.tokens
         self.tokens = self._prepare()
+        if self.tokens.num_skipped:
+            rank_zero_warn(
+                f"Corpus: {self.tokens.num_skipped:,} files, lines or objects could not be read "
+                f"and are left out. All of them are in {self.tokens.folder / 'skipped.txt'}; the "
+                f"first: {self.tokens.first_skipped()}"
+            )
+        if self.tokens.num_empty:
+            rank_zero_info(f"Corpus: {self.tokens.num_empty:,} empty documents, which add nothing")
         tokens = self.tokens.tokens()
         cut = split_at_document(
             tokens, end_of_text=self.tokens.end_of_text, val_fraction=self.val_fraction
         )
-        self.train = PackedSequences(tokens[:cut], self.seq_len)
-        self.val = PackedSequences(tokens[cut:], self.seq_len)
+        self.train = PackedSequences(tokens.part(0, cut), self.seq_len)
+        self.val = PackedSequences(tokens.part(cut, len(tokens)), self.seq_len)
         return self.tokens
 
     def require_enough(self, num_ranks: int, *, for_training: bool) -> None:
@@ -179,8 +209,11 @@ class TextData(L.LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The position in the training data."""
-        return {} if self._train_loader is None else self._train_loader.state_dict()
+        """The position in the training data, and which data that is."""
+        if self._train_loader is None:
+            return {}
+        assert self.tokens is not None, "there is a loader"
+        return {"corpus": self.tokens.folder.name, **self._train_loader.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -198,6 +231,14 @@ class TextData(L.LightningDataModule):
 
     def _go_on_from(self, position: dict[str, Any]) -> None:
         assert self._train_loader is not None
+        assert self.tokens is not None, "there is a loader"
+        before = self.cache_dir / position["corpus"]
+        if before.name != self.tokens.folder.name:
+            raise RecipeError(
+                f"checkpoint: expected the corpus that it was written with, got another one: "
+                f"{describe_difference(before, self.tokens.folder)}. Restore it, or start from "
+                f"the weights alone."
+            )
         try:
             self._train_loader.load_state_dict(position)
         except ValueError as error:
@@ -208,7 +249,12 @@ class TextData(L.LightningDataModule):
 
     def _corpus(self) -> Corpus:
         if self.path is not None:
-            return open_corpus(self.path, text_field=self.text_field)
+            return open_corpus(
+                self.path,
+                text_field=self.text_field,
+                max_object_size=self.max_object_size,
+                skip_unreadable=self.skip_unreadable,
+            )
         return standard_library(round(self.standard_library_mb * 1e6))
 
     def _prepare(self) -> TokenFile:
@@ -218,7 +264,7 @@ class TextData(L.LightningDataModule):
 
             def make() -> Tokenizer:
                 return train_tokenizer(
-                    corpus.documents(), vocab_size=self.vocab_size, end_of_text=self.end_of_text
+                    corpus.pieces(), vocab_size=self.vocab_size, end_of_text=self.end_of_text
                 )
         else:
             given = load_tokenizer(self.tokenizer)
@@ -234,6 +280,26 @@ class TextData(L.LightningDataModule):
             end_of_text=self.end_of_text,
             cache_dir=self.cache_dir,
         )
+
+    def _open_together(self) -> None:
+        """:meth:`open` on every rank, or the same failure on every rank."""
+        failure, found = None, None
+        try:
+            found = self.open().folder.name
+        except RecipeError as error:
+            failure = error
+        if self.trainer is not None:
+            strategy = self.trainer.strategy
+            expected = strategy.broadcast(found)
+            is_same = found is not None and found == expected
+            if not strategy.reduce_boolean_decision(is_same) and failure is None:
+                failure = RecipeError(
+                    "corpus: expected the same text on every rank, got other text, or none, on "
+                    "some. Give all hosts the same files and, without --data.path, the same "
+                    "version of Python; write to none while a run starts."
+                )
+        if failure is not None:
+            raise failure
 
     def _shards(self) -> tuple[int, int]:
         """Number of ranks that share the data, and this one's place among them."""

@@ -1,8 +1,11 @@
 """The data of the recipes: how it is packed, who gets what, where a run goes on."""
 
 import re
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
-from recipes.corpus import CorpusError, Document, open_corpus
+from recipes import pieces
+from recipes.corpus import open_corpus
 from recipes.data import TextData
 from recipes.errors import RecipeError
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
+from recipes.pieces import CorpusError, Piece
 from recipes.tokenizer import (
     END_OF_TEXT,
-    encode_documents,
+    encode,
     end_of_text_id,
     load_tokenizer,
     train_tokenizer,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import errors_on_ranks, run_on_ranks
 from tests.support.texts import text, write_folder
 
 
@@ -38,7 +44,7 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
     corpus = open_corpus(folder)
     return prepare(
         corpus,
-        lambda: train_tokenizer(corpus.documents(), vocab_size=vocab_size),
+        lambda: train_tokenizer(corpus.pieces(), vocab_size=vocab_size),
         tokenizer_key=f"bpe {vocab_size}",
         end_of_text=END_OF_TEXT,
         cache_dir=cache,
@@ -51,24 +57,34 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
 @settings(max_examples=30, deadline=None)
 @given(st.text(max_size=200))
 def test_every_text_comes_back_from_its_tokens(any_text: str) -> None:
-    tokenizer = train_tokenizer([Document(source="", text=text(0))], vocab_size=300)
+    tokenizer = train_tokenizer([Piece(source="", text=text(0))], vocab_size=300)
     marked = f"{any_text}{END_OF_TEXT}{any_text}"
-    (ids,) = encode_documents(tokenizer, [Document(source="", text=marked)])
+    ((_, ids),) = encode(tokenizer, [Piece(source="", text=marked)])
     assert tokenizer.decode(ids, skip_special_tokens=False) == marked
     assert end_of_text_id(tokenizer) not in ids, "its spelling in a text separates nothing"
 
 
 def test_packed_tokens_decode_to_the_documents_in_order(folder: Path, tmp_path: Path) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens, tokenizer = prepared.tokens(), prepared.tokenizer()
+    tokens, tokenizer = prepared.tokens()[:], prepared.tokenizer()
     ends = np.flatnonzero(tokens == prepared.end_of_text)
     assert ends[-1] == len(tokens) - 1
-    pieces = np.split(tokens, ends + 1)[:-1]
-    texts = [tokenizer.decode(piece[:-1].tolist(), skip_special_tokens=False) for piece in pieces]
+    each = np.split(tokens, ends + 1)[:-1]
+    texts = [tokenizer.decode(ids[:-1].tolist(), skip_special_tokens=False) for ids in each]
     assert texts == [text(n) for n in range(6)]
     assert (prepared.num_documents, prepared.num_tokens) == (6, len(tokens))
     assert tokens.dtype == np.uint16
     assert prepared.vocab_size == 300 > tokens.max()
+
+
+def test_a_document_in_many_pieces_ends_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _prepare(folder, tmp_path / "whole")
+    monkeypatch.setattr(pieces, "PIECE_LENGTH", 100)
+    found = _prepare(folder, tmp_path / "pieces")
+    assert found.num_documents == 6
+    assert np.array_equal(found.tokens()[:], whole.tokens()[:])
 
 
 def test_sequences_hold_every_token_once_and_their_labels_follow() -> None:
@@ -127,11 +143,11 @@ def test_what_a_killed_run_left_behind_is_not_taken_for_a_corpus(
     folder: Path, tmp_path: Path
 ) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens = prepared.tokens().copy()
+    tokens = prepared.tokens()[:].copy()
     partial = prepared.folder.with_suffix(".partial")
     prepared.folder.rename(partial)
     (partial / "tokens.bin").write_bytes(b"half")
-    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens(), tokens)
+    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens()[:], tokens)
 
 
 def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -149,7 +165,7 @@ def _prepare_at_once(rank: int, world_size: int, folder: Path, cache: Path) -> t
         nonlocal has_worked
         has_worked = True
         time.sleep(0.3)  # long enough for the others to arrive
-        return train_tokenizer(corpus.documents(), vocab_size=300)
+        return train_tokenizer(corpus.pieces(), vocab_size=300)
 
     dist.barrier()
     prepared = prepare(corpus, make, tokenizer_key="bpe", end_of_text=END_OF_TEXT, cache_dir=cache)
@@ -166,7 +182,7 @@ def test_of_several_processes_one_tokenises_and_all_get_the_result(
 
 
 def test_a_given_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> None:
-    made = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    made = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
     made.save(str(tmp_path / "tokenizer.json"))
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         data = TextData(path=folder, tokenizer=str(name), cache_dir=tmp_path / "cache")
@@ -184,7 +200,7 @@ def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
 
 
 def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
-    tokenizer = train_tokenizer(open_corpus(folder).documents(), vocab_size=290)
+    tokenizer = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
     with pytest.raises(RecipeError, match=r"got '</s>'\. Name the token .* --data\.end_of_text"):
         end_of_text_id(tokenizer, "</s>")
 
@@ -214,10 +230,10 @@ def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) ->
         path=folder, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=tmp_path / "cache"
     )
     opened = data.open()
-    tokens = opened.tokens()
+    tokens = opened.tokens()[:]
     assert len(data.train.tokens) + len(data.val.tokens) == len(tokens)
-    assert data.train.tokens[-1] == opened.end_of_text
-    assert np.array_equal(np.concatenate([data.train.tokens, data.val.tokens]), tokens)
+    assert data.train.tokens[:][-1] == opened.end_of_text
+    assert np.array_equal(np.concatenate([data.train.tokens[:], data.val.tokens[:]]), tokens)
 
 
 def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:
@@ -304,3 +320,208 @@ def test_an_option_out_of_range_is_refused(option: dict[str, int]) -> None:
         TextData(**option)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=re.escape("val_fraction: expected 0 or more and less")):
         TextData(val_fraction=1.0)
+
+
+# ------------------------------------------------------------- left out, changed, and not the same
+
+
+def _write_bad_lines(folder: Path) -> None:
+    with (folder / "c.jsonl").open("ab") as file:
+        file.write(b'{"text": "cut o\n{"text": "\xff"}\n\n{"text": "last"}\n')
+    (folder / "e.txt").write_bytes(b"\xff")
+    (folder / "f.txt").touch()
+
+
+def test_what_is_left_out_is_counted_and_said_each_time(folder: Path, tmp_path: Path) -> None:
+    whole = TextData(path=folder, cache_dir=tmp_path / "cache", vocab_size=300).open()
+    assert (whole.num_documents, whole.num_empty, whole.num_skipped) == (6, 0, 0)
+    _write_bad_lines(folder)
+
+    def opened(**options: bool) -> TokenFile:
+        data = TextData(path=folder, cache_dir=tmp_path / "cache", vocab_size=300, **options)
+        return data.open()
+
+    with pytest.raises(CorpusError, match=r"c\.jsonl:3: expected JSON"):
+        opened()
+    message = r"3 files, lines or objects .* left out.*skipped\.txt; the first: .*c\.jsonl:3: exp"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=message):
+            found = opened(skip_unreadable=True)
+    assert (found.num_documents, found.num_empty, found.num_skipped) == (7, 1, 3)
+    lines = (found.folder / "skipped.txt").read_text().splitlines()
+    places = [line.removeprefix(f"{folder}/").partition(": ")[0] for line in lines]
+    assert places == ["c.jsonl:3", "c.jsonl:4", "e.txt:1"]
+    decoded = found.tokenizer().decode(found.tokens()[:].tolist(), skip_special_tokens=False)
+    assert decoded.split(END_OF_TEXT) == [*map(text, range(5)), "last", text(5), ""]
+
+
+def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"\xff")
+    data = TextData(path=tmp_path, skip_unreadable=True, cache_dir=tmp_path / "cache")
+    with pytest.raises(CorpusError, match=r"1 files without any \(1 times something was left out"):
+        data.open()
+
+
+def test_a_file_that_is_written_to_while_it_is_tokenised_is_named(
+    folder: Path, tmp_path: Path
+) -> None:
+    corpus = open_corpus(folder)
+
+    def make() -> Tokenizer:
+        made = train_tokenizer(corpus.pieces(), vocab_size=300)
+        with (folder / "a.txt").open("a") as file:
+            file.write("more")
+        return made
+
+    with pytest.raises(CorpusError, match=r"a\.txt: .* changed while it was read\. Start again"):
+        prepare(corpus, make, tokenizer_key="", end_of_text=END_OF_TEXT, cache_dir=tmp_path / "c")
+    assert not list((tmp_path / "c").glob("*/corpus.json")), "nothing may look prepared"
+
+
+class _OnRank(TextData):
+    """One rank's data, without a Trainer."""
+
+    place = (1, 0)
+
+    def _shards(self) -> tuple[int, int]:
+        return self.place
+
+
+def _on_rank(place: tuple[int, int], folder: Path, cache: Path, **options: int) -> TextData:
+    chosen = {"seq_len": 8, "batch_size": 2, "vocab_size": 300, "num_workers": 0} | options
+    data = _OnRank(path=folder, cache_dir=cache, **chosen)  # type: ignore[arg-type]
+    data.place = place
+    data.setup("fit")
+    return data
+
+
+def _rows(batches: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
+    return [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
+
+
+@pytest.mark.parametrize("is_computed", [False, True], ids=["torchs order", "computed order"])
+def test_a_run_goes_on_with_the_very_next_sequences_on_more_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_computed: bool
+) -> None:
+    if is_computed:
+        monkeypatch.setattr(order, "_HELD_IN_MEMORY", 0)
+    cache = tmp_path / "cache"
+
+    def started(ranks: int, batch_size: int) -> list[TextData]:
+        return [
+            _on_rank((ranks, rank), folder, cache, batch_size=batch_size) for rank in range(ranks)
+        ]
+
+    whole = [list(data.train_dataloader()) for data in started(2, 4)]
+    num_batches = len(whole[0])
+    assert num_batches == len(whole[1]) > 6
+    assert not set(_rows(whole[0])) & set(_rows(whole[1]))
+
+    states = []
+    for data in started(2, 4):
+        iterator = iter(data.train_dataloader())
+        for _ in range(3):
+            next(iterator)
+        states.append(data.state_dict())
+    assert states[0] == states[1]
+
+    resumed = started(4, 2)
+    for data in resumed:
+        data.load_state_dict(states[0])
+    rest = [list(data.train_dataloader()) for data in resumed]
+    assert [len(share) for share in rest] == [num_batches - 3] * 4
+    for step in range(num_batches - 3):
+        together = sorted(row for share in rest for row in _rows([share[step]]))
+        assert together == sorted(row for share in whole for row in _rows([share[3 + step]]))
+
+
+def _append(folder: Path) -> str:
+    with (folder / "a.txt").open("a") as file:
+        file.write(".")
+    return "'a.txt' changed"
+
+
+def _rename(folder: Path) -> str:
+    (folder / "a.txt").rename(folder / "a2.txt")
+    return "'a.txt' is gone, 'a2.txt' is new"
+
+
+def _swap(folder: Path) -> str:
+    """The same number of tokens: only the contents tell."""
+    content = (folder / "a.txt").read_bytes()
+    (folder / "a.txt").write_bytes(content[:200].replace(b"shard", b"rdsha") + content[200:])
+    return "'a.txt' changed"
+
+
+@pytest.mark.parametrize("change", [_append, _rename, _swap])
+@pytest.mark.parametrize("is_cache_there", [True, False])
+def test_a_file_that_changed_between_a_checkpoint_and_the_resumed_run_is_named(
+    folder: Path, tmp_path: Path, change: Callable[[Path], str], is_cache_there: bool
+) -> None:
+    data = _on_rank((1, 0), folder, tmp_path / "cache")
+    next(iter(data.train_dataloader()))
+    state = data.state_dict()
+    expected = change(folder)
+    if not is_cache_there:
+        shutil.rmtree(tmp_path / "cache")
+        expected = "other files or options; what they were is gone with"
+    resumed = _on_rank((1, 0), folder, tmp_path / "cache")
+    resumed.load_state_dict(state)
+    with pytest.raises(RecipeError, match=rf"got another one: {expected}.*Restore it, or start"):
+        resumed.train_dataloader()
+
+
+def test_another_tokenizer_is_not_taken_for_another_file(folder: Path, tmp_path: Path) -> None:
+    data = _on_rank((1, 0), folder, tmp_path / "cache")
+    next(iter(data.train_dataloader()))
+    resumed = _on_rank((1, 0), folder, tmp_path / "cache", vocab_size=310)
+    resumed.load_state_dict(data.state_dict())
+    with pytest.raises(RecipeError, match="the same files with another tokenizer"):
+        resumed.train_dataloader()
+
+
+def _set_up_with_a_trainer(rank: int, world_size: int, folder: Path, what: str) -> None:
+    mine = folder / f"of {rank}"
+    write_folder(mine)
+    if rank == 1 and what == "other":
+        (mine / "a.txt").write_text("other text")
+    if rank == 1 and what == "broken":
+        (mine / "a.txt").write_bytes(b"\xff")
+    data = TextData(path=mine, seq_len=8, vocab_size=300, cache_dir=folder / f"cache {rank}")
+    strategy = SimpleNamespace(broadcast=_broadcast, reduce_boolean_decision=_all_agree)
+    data.trainer = SimpleNamespace(  # type: ignore[assignment]
+        strategy=strategy,
+        distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
+    )
+    data.setup("fit")
+
+
+def _broadcast(value: object) -> object:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def _all_agree(decision: bool) -> bool:
+    decided = torch.tensor(int(decision))
+    dist.all_reduce(decided, op=dist.ReduceOp.MIN)
+    return bool(decided)
+
+
+@pytest.mark.parametrize(
+    ("what", "messages"),
+    [
+        ("other", ["corpus: expected the same text on every rank"] * 2),
+        ("broken", ["corpus: expected the same text on", r"a\.txt:1: expected UTF-8"]),
+    ],
+)
+def test_ranks_that_find_different_text_stop_together(
+    tmp_path: Path, what: str, messages: list[str]
+) -> None:
+    errors = errors_on_ranks(_set_up_with_a_trainer, 2, tmp_path, what)
+    for error, message in zip(errors, messages, strict=True):
+        assert re.search(message, str(error)), errors
+
+
+def test_ranks_that_find_the_same_text_go_on(tmp_path: Path) -> None:
+    run_on_ranks(_set_up_with_a_trainer, 2, tmp_path, "same")

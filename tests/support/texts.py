@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
+from recipes.corpus import Corpus
+
 WORDS = ["shard", "gather", "unit", "rank", "whole", "slice", "step", "é", "\n", "  ", "模型", "."]
 NUM_DOCUMENTS = 6
 
@@ -25,3 +27,15 @@ def write_folder(path: Path, num_words: int = 400) -> Path:
     (path / "more" / "d.TXT").write_text(texts[5], encoding="utf-8")
     (path / "ignored.md").write_text("not a document")
     return path
+
+
+def documents(corpus: Corpus) -> list[tuple[str, str]]:
+    """Place and text of every document that has some, put together from its pieces."""
+    found, parts = [], []
+    for piece in corpus.pieces():
+        parts.append(piece.text)
+        if piece.is_last:
+            found.append((piece.source, "".join(parts)))
+            parts = []
+    assert not parts, "the last piece ends a document"
+    return [(source, text) for source, text in found if text]

@@ -1,0 +1,95 @@
+"""By how much a process grows while it prepares and reads a corpus; run in a fresh one.
+
+::
+
+    python -m tests.support.corpus_memory FOLDER SUFFIX MEGABYTES    prints bytes and tokens
+    python -m tests.support.corpus_memory FOLDER tokens MEGABYTES
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from lightning_fsdp.data import ResumableLoader
+from recipes.data import TextData
+from recipes.packing import PackedSequences, TokensOnDisk
+from tests.support.texts import text
+
+
+def write_corpus(path: Path, num_bytes: int) -> None:
+    """One file: long lines of text; or objects that hold little of it and much else."""
+    if path.suffix == ".txt":
+        block = "".join(text(seed, 250).replace("\n", "_") + "\n" for seed in range(300))
+    else:
+        end = "\n" if path.suffix == ".jsonl" else ",\n"
+        other = {"url": "x" * 8000, "numbers": [1, {"two": [2]}]}
+        block = "".join(json.dumps({"text": text(n, 40), **other}) + end for n in range(100))
+    with path.open("w", encoding="utf-8") as file:
+        if path.suffix == ".json":
+            file.write("[\n")
+        for _ in range(num_bytes // len(block.encode()) + 1):
+            file.write(block)
+        if path.suffix == ".json":
+            file.write('{"text": "end"}]')
+    assert path.stat().st_size >= num_bytes
+
+
+def write_line_tokenizer(path: Path) -> None:
+    """A token a line, so that a gigabyte passes through in seconds."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, "<|endoftext|>": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.CharDelimiterSplit("\n")
+    tokenizer.save(str(path))
+
+
+class Growth:
+    """The most memory that was resident since it was made, beyond what was then."""
+
+    def __init__(self) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        self.before = self._peak()
+
+    def bytes(self) -> int:
+        return self._peak() - self.before
+
+    @staticmethod
+    def _peak() -> int:
+        (line,) = [
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmHWM:")
+        ]
+        return int(line.split()[1]) * 1024
+
+
+def main(folder: Path, what: str, num_bytes: int) -> None:
+    if what == "tokens":
+        with (folder / "tokens.bin").open("wb") as file:
+            file.truncate(num_bytes)
+        growth = Growth()
+        tokens = TokensOnDisk(folder / "tokens.bin", "uint16", 0, num_bytes // 2)
+        loader = ResumableLoader(PackedSequences(tokens, 8192), batch_size=8)
+        num_tokens = sum(batch["input_ids"].numel() for batch in loader)
+    else:
+        (folder / "corpus").mkdir()
+        write_corpus(folder / "corpus" / f"x{what}", num_bytes)
+        own = None
+        if what == ".txt" and num_bytes > 100e6:
+            own = str(folder / "tokenizer.json")
+            write_line_tokenizer(Path(own))
+        growth = Growth()
+        data = TextData(
+            path=folder / "corpus",
+            tokenizer=own,
+            cache_dir=folder / "cache",
+            seq_len=256,
+            batch_size=16,
+        )
+        data.setup("fit")
+        num_tokens = sum(batch["input_ids"].numel() for batch in data.train_dataloader())
+    print(json.dumps({"bytes": growth.bytes(), "tokens": num_tokens}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], round(float(sys.argv[3]) * 1e6))

@@ -1,0 +1,356 @@
+"""Files read in pieces: the same documents for every size of a block, and every mistake named."""
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+
+from recipes import pieces as reader
+from recipes.corpus import Corpus, open_corpus, standard_library
+from recipes.pieces import CorpusError, Piece
+from recipes.tokenizer import encode, train_tokenizer
+from tests.support.texts import documents
+
+SUFFIXES = (".txt", ".json", ".jsonl")
+SIZES = [(2**20, 2**16), (1, 3), (5, 8), (64, 64)]  # of a block in bytes, of a piece in characters
+# Much of it is nearly JSON; some of it is no UTF-8.
+SCRAPS = [
+    *(b'{"text": "', b'"}', b'"text"', b"{", b"}", b"[", b"]", b",", b":", b" ", b"\n", b"\r\n"),
+    *(b'{"text": "a b"}', b'{"text": {"text": [1]}}', b'{"other": 1}', b'{"text": ""}', b"[[[["),
+    *(b"\\ud83d", b"\\ude00", b"\\u00", b"\\", b"\xff", b"\xc3", b"\xef\xbb\xbf", b"\x00"),
+    *(b"12", b"-", b"1e", b"tru", b"null", b"NaN", b"9" * 5000, "é模😀".encode(), b"word word\nw"),
+]
+
+
+@contextmanager
+def _sizes(block: int, piece: int) -> Iterator[None]:
+    before = reader.BLOCK_BYTES, reader.PIECE_LENGTH
+    reader.BLOCK_BYTES, reader.PIECE_LENGTH = block, piece
+    try:
+        yield
+    finally:
+        reader.BLOCK_BYTES, reader.PIECE_LENGTH = before
+
+
+def _outcome(corpus: Corpus) -> tuple[list[tuple[str, str]], list[str]]:
+    """Documents, and what was left out."""
+    left_out: list[str] = []
+    found, parts = [], []
+    for piece in corpus.pieces(lambda error: left_out.append(str(error))):
+        assert len(piece.text) <= reader.PIECE_LENGTH
+        parts.append(piece.text)
+        if piece.is_last:
+            found.append((piece.source, "".join(parts)))
+            parts = []
+    assert not parts
+    return found, left_out
+
+
+# ----------------------------------------------------------------------------- any size, any text
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), max_size=40), min_size=1, max_size=5),
+    st.sampled_from([None, 1]),
+    st.booleans(),
+)
+def test_what_was_written_is_read(texts: list[str], indent: int | None, is_ascii: bool) -> None:
+    objects = [{"other": [{}, 1.5], "text": text} for text in texts]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "a.json").write_text(
+            json.dumps(objects, indent=indent, ensure_ascii=is_ascii), encoding="utf-8"
+        )
+        (folder / "b.jsonl").write_text(
+            "\n\n".join(json.dumps(each, ensure_ascii=is_ascii) for each in objects),
+            encoding="utf-8",
+        )
+        for number, text in enumerate(texts):
+            (folder / f"c{number}.txt").write_bytes(("\ufeff" + text).encode())
+        for block, piece in SIZES:
+            with _sizes(block, piece):
+                found = documents(open_corpus(folder))
+            assert [text for _, text in found] == [text for text in texts * 3 if text]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(SCRAPS), max_size=12).map(b"".join), st.sampled_from(SUFFIXES))
+@example(b'[{"text": "a"},\n {"text": "b"', ".json")
+@example(b'[{"text": "a"}]\n\xc3', ".json")
+@example(b'[{"text": "a"}, 12', ".json")
+@example(b'\n\n{"text": "\xff"}\n{"text": "a"}', ".jsonl")
+@example(b"\n\na\xe6\xa8", ".txt")
+def test_any_bytes_are_read_or_named_whatever_the_size_of_a_block(
+    content: bytes, suffix: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name, f"x{suffix}")
+        path.write_bytes(content)
+        lenient = open_corpus(path, skip_unreadable=True)
+        expected = _outcome(lenient)
+        for block, piece in SIZES[1:]:
+            with _sizes(block, piece):
+                assert _outcome(lenient) == expected
+        found, left_out = expected
+        for message in left_out:
+            place = re.match(rf"{re.escape(str(path))}:(\d+): expected .*, got .*\. \w+", message)
+            assert place is not None, message
+            assert 1 <= int(place[1]) <= content.count(b"\n") + 1
+        if left_out:
+            with pytest.raises(CorpusError, match=re.escape(left_out[0])):
+                documents(open_corpus(path))
+        else:
+            assert documents(open_corpus(path)) == [each for each in found if each[1]]
+
+
+QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize("pattern", [None, QWEN])
+def test_pieces_have_the_tokens_of_the_whole(pattern: str | None) -> None:
+    texts = [text for _, text in documents(standard_library(300_000))]
+    texts.append("Wort für Wort\n\nAbsatz, 'tis 1 2\n  x y  z\n" * 50)
+    tokenizer: Tokenizer = train_tokenizer(map(_whole, texts), vocab_size=1000)
+    if pattern is not None:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(pattern), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    expected = [ids for _, ids in encode(tokenizer, map(_whole, texts))]
+    with _sizes(2**20, 512):
+        pieces = [list(reader.cut([text], "")) for text in texts]
+    assert sum(map(len, pieces)) > 200
+    found = [[i for _, ids in encode(tokenizer, each) for i in ids] for each in pieces]
+    assert found == expected
+
+
+def _whole(text: str) -> Piece:
+    return Piece(source="", text=text)
+
+
+def test_text_without_words_is_cut_all_the_same() -> None:
+    with _sizes(2**20, 64):
+        pieces = list(reader.cut(["模" * 100, "型" * 100], ""))
+    assert [len(piece.text) for piece in pieces] == [64, 64, 64, 8]
+    assert "".join(piece.text for piece in pieces) == "模" * 100 + "型" * 100
+    assert [piece.is_last for piece in pieces] == [False, False, False, True]
+
+
+# ------------------------------------------------------------------------------- large and nested
+
+
+def test_a_line_of_100_megabytes_is_text_in_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"0123456789" * 10**7)
+    pieces = list(open_corpus(tmp_path).pieces())
+    assert sum(len(piece.text) for piece in pieces) == 10**8
+    assert {piece.source for piece in pieces} == {f"{tmp_path}/x.txt:1"}
+    assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_an_object_of_100_megabytes_is_named_with_the_options_to_change(
+    tmp_path: Path, suffix: str
+) -> None:
+    path = tmp_path / f"x{suffix}"
+    small, large = '{"text": "small"}', json.dumps({"text": "0123456789" * 10**7})
+    lines = [small, large, small]
+    path.write_text("\n".join(lines) if suffix == ".jsonl" else "[" + ",\n".join(lines) + "]")
+    message = rf"x\{suffix}:2: expected an object of at most 8,000,000 characters, got a longer"
+    with pytest.raises(CorpusError, match=message):
+        documents(open_corpus(tmp_path))
+    found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
+    # Where the next object of a list begins is known only to one who has read this one.
+    assert [text for _, text in found] == ["small"] * (2 if suffix == ".jsonl" else 1)
+    assert len(left_out) == 1
+    whole = documents(open_corpus(tmp_path, max_object_size=200_000_000))
+    assert [len(text) for _, text in whole] == [5, 10**8, 5]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize("block", [3, 2**20])
+def test_the_largest_object_is_counted_in_characters(
+    tmp_path: Path, suffix: str, block: int
+) -> None:
+    line = '{"text": "é模😀"}'
+    (tmp_path / f"x{suffix}").write_text(line, encoding="utf-8")
+    with _sizes(block, 2**16):
+        assert documents(open_corpus(tmp_path, max_object_size=len(line)))
+        with pytest.raises(CorpusError, match=rf"x\{suffix}:1: expected an object of at most 14 "):
+            documents(open_corpus(tmp_path, max_object_size=len(line) - 1))
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_nested_objects_beside_the_text_are_read_or_named(tmp_path: Path, depth: int) -> None:
+    nested = '{"text": "a", "more": ' + '[{"a":' * depth + "1" + "}]" * depth + "}"
+    for suffix in (".json", ".jsonl"):
+        (tmp_path / f"x{suffix}").write_text(nested)
+    if depth == 100:
+        assert [text for _, text in documents(open_corpus(tmp_path))] == ["a", "a"]
+    else:
+        found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
+        assert found == []
+        assert [re.search(r"x\.\w+:1: .* line \((\w+ \w+)", each)[1] for each in left_out] == [
+            "maximum recursion",
+            "maximum recursion",
+        ]
+
+
+def test_the_column_of_a_mistake_far_inside_is_right(tmp_path: Path) -> None:
+    before = '[{"text": "a"},\n{"text": "b"},  '
+    (tmp_path / "x.json").write_text(before + '{"text" "c"}]')
+    for block, piece in SIZES:
+        with _sizes(block, piece), pytest.raises(CorpusError, match=r"x\.json:2: .*, column 25\)"):
+            documents(open_corpus(tmp_path))
+
+
+def test_empty_files_are_empty_documents_or_broken_json(tmp_path: Path) -> None:
+    for suffix in SUFFIXES:
+        (tmp_path / f"x{suffix}").touch()
+    found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
+    assert found == [(f"{tmp_path}/x.jsonl:1", ""), (f"{tmp_path}/x.txt:1", "")]
+    assert len(left_out) == 1
+    assert "x.json:1: expected JSON" in left_out[0]
+
+
+# --------------------------------------------------------------------------------- what is no file
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _circular(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (_dangling, "expected a file that can be read, got 'No such file or directory'"),
+        (_circular, "expected a file that can be read, got 'Too many levels of symbolic links'"),
+        (os.mkfifo, r"expected a file, got a pipe\. Put a file there"),
+    ],
+)
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_what_is_no_file_is_named_and_never_waited_for(
+    tmp_path: Path, make: Callable[[Path], None], message: str, suffix: str
+) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    make(tmp_path / f"x{suffix}")
+    strict = open_corpus(tmp_path)
+    for read in (strict.snapshot, lambda: documents(strict)):
+        with pytest.raises(CorpusError, match=rf"x\{suffix}: {message}"):
+            read()
+    lenient = open_corpus(tmp_path, skip_unreadable=True)
+    found, left_out = _outcome(lenient)
+    assert [text for _, text in found] == ["fine"]
+    assert len(left_out) == 1
+    assert list(lenient.snapshot().sums) == ["a.txt", f"x{suffix}"]
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder of somebody who may not read everything; this process is that somebody."""
+    with tempfile.TemporaryDirectory() as name:
+        if os.geteuid() != 0:
+            yield Path(name)
+            return
+        os.chown(name, 65534, 65534)
+        os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(0)
+
+
+def test_no_permission_is_named(unprivileged: Path) -> None:
+    (unprivileged / "a.txt").write_text("fine")
+    secret = unprivileged / "x.txt"
+    secret.write_text("secret")
+    secret.chmod(0)
+    strict = open_corpus(unprivileged)
+    for read in (strict.snapshot, lambda: documents(strict)):
+        with pytest.raises(
+            CorpusError, match=r"x\.txt: expected .* got 'Permission denied'\. Make"
+        ):
+            read()
+    found, left_out = _outcome(open_corpus(unprivileged, skip_unreadable=True))
+    assert [text for _, text in found] == ["fine"]
+    assert len(left_out) == 1
+
+    folder = unprivileged / "sub"
+    folder.mkdir(0)
+    try:
+        with pytest.raises(
+            CorpusError, match=r"sub: expected a folder that can be read, got 'Perm"
+        ):
+            open_corpus(unprivileged)
+    finally:
+        folder.chmod(0o700)
+
+
+def test_a_folder_is_a_folder_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").mkdir()
+    (tmp_path / "x.txt" / "y.txt").write_text("inside")
+    assert documents(open_corpus(tmp_path)) == [(f"{tmp_path}/x.txt/y.txt:1", "inside")]
+
+
+def test_a_link_to_a_folder_is_named_since_it_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "again").symlink_to(tmp_path)
+    with pytest.raises(CorpusError, match=r"again: expected a folder, got a link to one"):
+        open_corpus(tmp_path)
+
+
+def test_a_name_that_is_no_utf8_can_be_a_corpus(tmp_path: Path) -> None:
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n.txt")).write_text("fine")
+    corpus = open_corpus(tmp_path)
+    assert [text for _, text in documents(corpus)] == ["fine"]
+    assert len(corpus.snapshot().fingerprint) == 64
+
+
+# ----------------------------------------------------------------------- files that are written to
+
+
+@pytest.mark.parametrize("is_skipping", [False, True])
+def test_a_text_that_is_cut_off_while_it_is_read_is_an_error_even_when_skipping(
+    tmp_path: Path, is_skipping: bool
+) -> None:
+    """Part of it has been given out by then."""
+    path = tmp_path / "x.txt"
+    path.write_text("word " * 10_000)  # more than Python reads ahead
+    pieces = open_corpus(path, skip_unreadable=is_skipping).pieces()
+    with _sizes(16, 16):
+        assert next(pieces).text
+        path.write_bytes(b"\xff" * 50_000)
+        with pytest.raises(CorpusError, match=r"x\.txt: .*changed while it was read"):
+            list(pieces)
+
+
+def test_a_write_after_the_snapshot_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n')
+    corpus = open_corpus(tmp_path)
+    snapshot = corpus.snapshot()
+    snapshot.require_unchanged(corpus)
+    with (tmp_path / "b.jsonl").open("a") as file:
+        file.write('{"text": "two"}\n')
+    with pytest.raises(CorpusError, match=r"b\.jsonl: expected a file that stays .* Start again"):
+        snapshot.require_unchanged(corpus)
+    (tmp_path / "b.jsonl").unlink()
+    with pytest.raises(CorpusError, match=r"b\.jsonl: expected a file that stays"):
+        snapshot.require_unchanged(corpus)
