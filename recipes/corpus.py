@@ -120,8 +120,8 @@ def open_corpus(path: Path, *, text_field: str = "text") -> Corpus:
 def standard_library(max_bytes: int) -> Corpus:
     """The source files of this Python's standard library, without tests and installed packages.
 
-    Files that are not UTF-8 are left out. The order is that of hashed names, so that a part of the
-    corpus is a mixture of all packages and not the first letters of the alphabet.
+    Files that are empty or not UTF-8 are left out. The order is that of hashed names, so that a
+    part of the corpus is a mixture of all packages and not the first letters of the alphabet.
 
     Args:
         max_bytes: Files are taken until one would pass this size.
@@ -138,7 +138,7 @@ def standard_library(max_bytes: int) -> Corpus:
         content = path.read_bytes()
         if size + len(content) > max_bytes:
             break
-        if _is_utf8(content):
+        if content and _is_utf8(content):
             files.append(path)
             size += len(content)
     if not files:

@@ -91,3 +91,17 @@ def _observed(rank, world_size, strategy, precision, folder):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_callback_changes_no_bit(tmp_path, strategy, precision):
     on_trainer_ranks(_observed, 2, strategy, precision, str(tmp_path))
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, None, 1.5, "all", [], [-1], ["first"]])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lightning_fsdp.GradientAccessProbe,
+        lightning_fsdp.MicrobatchIsolationProbe,
+        lightning_fsdp.MemoryProbe,
+    ],
+)
+def test_steps_that_never_come_are_refused(kind, steps):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}\(steps=...\): expected a period"):
+        kind(steps=steps)

@@ -10,17 +10,27 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+import lightning_fsdp
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.checkpoint.convert import convert
 from lightning_fsdp.convert.__main__ import main
 from recipes.gpt2 import GPT2
 from tests.support.ranks import REPOSITORY
-from tests.support.trainer import make_trainer, on_trainer_ranks, seeded
+from tests.support.trainer import (
+    AdamwRegressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+    with_options,
+)
 
 
 class _Run(GPT2):
@@ -174,6 +184,67 @@ class _Plain(pl.LightningModule):
         run = _Run()
         run.configure_model()
         self.model = run.model
+
+
+# -- checkpoints of a Trainer ----------------------------------------------------------------------
+
+
+def _options(folder, at_step):
+    keep = ModelCheckpoint(folder, every_n_train_steps=at_step, save_top_k=-1, filename="kept")
+    average = lightning_fsdp.ShardedEMA(decay=0.5)
+    return {"callbacks": [keep, average], "enable_checkpointing": True, "max_epochs": 2}
+
+
+def _train_with_average(rank, world_size, folder, strategy):
+    found = {}
+    for checkpoint in ("sharded", "full"):
+        run = seeded(AdamwRegressor)
+        options = _options(folder / checkpoint, at_step=4)
+        chosen = with_options(strategy, checkpoint=checkpoint)
+        make_trainer(chosen, folder, **options).fit(run, make_loader())
+        found = weights_of(run)
+    return found
+
+
+def _go_on(rank, world_size, folder, strategy, paths):
+    results = []
+    for path in paths:
+        run = seeded(AdamwRegressor, seed=9)
+        trainer = make_trainer(strategy, folder, **_options(folder / "unused", at_step=100))
+        trainer.fit(run, make_loader(), ckpt_path=folder / path)
+        results.append(weights_of(run))
+    weights = seeded(AdamwRegressor, seed=8)
+    trainer = make_trainer(strategy, folder)
+    trainer.validate(weights, make_loader(), ckpt_path=folder / "from_weights", verbose=False)
+    return results, weights_of(weights)
+
+
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3"])
+def test_a_run_goes_on_from_what_its_checkpoints_were_converted_to(tmp_path, strategy):
+    expected = on_trainer_ranks(_train_with_average, 2, tmp_path, strategy)[0]
+    kept = {kind: tmp_path / kind / "kept.ckpt" for kind in ("sharded", "full")}
+    assert convert(kept["sharded"], tmp_path / "file", to="full") == []
+    assert convert(kept["full"], tmp_path / "folder", to="sharded") == []
+    assert convert(tmp_path / "file", tmp_path / "back", to="sharded") == []
+    convert(kept["sharded"], tmp_path / "weights", to="safetensors")
+    convert(tmp_path / "weights", tmp_path / "from_weights", to="sharded")
+
+    found, file = _load(tmp_path / "file"), _load(kept["full"])
+    del found["callbacks"], file["callbacks"]  # their paths differ
+    _same({key: found[key] for key in file}, file)
+    assert found["current_model_state"]["head.bias"].tolist()
+    names = ("file", "folder", "back")
+    for results, weights in on_trainer_ranks(_go_on, 2, tmp_path, strategy, names):
+        for result in results:
+            _same(result, expected)
+        _same(weights, {name: file["state_dict"][name] for name in weights})
+
+
+def test_a_folder_of_tensors_without_a_state_dict_is_told(tmp_path):
+    folder.save(tmp_path / "tensors", {"weight": torch.ones(2)}, {})
+    with pytest.raises(ValueError, match=r"got tensors that belong to no state dict. Load them"):
+        convert(tmp_path / "tensors", tmp_path / "out", to="full")
+    assert not (tmp_path / "out").exists()
 
 
 def test_optimizer_state_of_a_file_without_names_is_left_out_and_told(trained, tmp_path):

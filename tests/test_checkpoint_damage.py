@@ -2,7 +2,9 @@
 last good checkpoint as it was.
 """
 
+import enum
 import errno
+import io
 import os
 import pickle
 import resource
@@ -183,6 +185,45 @@ def _plant_in_tensor(folder, evil):
         stream.write((folder / "two.zip").read_bytes())
     metadata.storage_data[index] = type(info)("__0_0.distcp", size, file.stat().st_size - size)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+class _Python3112(pickle.Pickler):
+    """Pickles members of an Enum as Python 3.11.2 does: getattr, the class, the name."""
+
+    def reducer_override(self, value):
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+def _as_python_3112_pickles(value):
+    buffer = io.BytesIO()
+    _Python3112(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def test_metadata_of_any_python_is_read(saved):
+    path, folder = saved
+    pickled = _as_python_3112_pickles(pickle.loads((folder / ".metadata").read_bytes()))
+    assert b"getattr" in pickled
+    (folder / ".metadata").write_bytes(pickled)
+    sign_again(folder)
+    state = whole_state(5)
+    checkpoint.load(path, state)
+    assert_is(state, 1)
+
+
+class _Getattr:
+    def __reduce__(self):
+        return getattr, (torch.Size, "count")
+
+
+def test_getattr_gives_nothing_but_members_of_an_enum(saved):
+    path, folder = saved
+    (folder / ".metadata").write_bytes(pickle.dumps(_Getattr()))
+    sign_again(folder)
+    with pytest.raises(checkpoint.DamagedCheckpoint, match=r"asks for 'count' of .*could run code"):
+        checkpoint.load(path, whole_state(5))
 
 
 def test_a_planted_pickle_does_not_run(saved, tmp_path):

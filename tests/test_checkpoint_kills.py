@@ -38,6 +38,7 @@ BEFORE = [
     "rank 0: replace current",
 ]
 AFTER = [
+    "rank 0: remove complete.json",
     "rank 0: remove __1_0.distcp",
     "rank 0: remove version-1",
     "rank 0: remove lock",

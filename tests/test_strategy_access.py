@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_fsdp import GradientUnavailable
@@ -376,10 +377,13 @@ class _LeavesOver(Regressor):
                 assert strategy.gradients["head.weight"].state == "local"
                 with pytest.raises(RuntimeError, match="no_sync"):
                     strategy.optimizers[0].step()
-            owner = {"optimizer": optimizer, "raw": strategy.optimizers[0], "module": self}[
-                self.way
-            ]
-            owner.zero_grad()
+            for owner in {
+                "optimizer": [optimizer],
+                "raw": [strategy.optimizers[0]],
+                "module": [self],
+                "children": self.children(),
+            }[self.way]:
+                owner.zero_grad()
             if hasattr(strategy, "gradients"):
                 assert strategy.gradients["head.weight"].state == "none"
         self.manual_backward(self.loss((x[2:], y[2:])))
@@ -389,7 +393,7 @@ class _LeavesOver(Regressor):
 
 def _left_over(rank, world_size, strategy, folder):
     found = {}
-    for way in ("optimizer", "raw", "module"):
+    for way in ("optimizer", "raw", "module", "children"):
         model = seeded(_LeavesOver)
         model.way = way
         make_trainer(strategy, Path(folder), limit_train_batches=2).fit(model, make_loader())
@@ -402,3 +406,62 @@ def test_zero_grad_leaves_nothing_over(tmp_path):
     for strategy in SHARDED:
         found = on_trainer_ranks(_left_over, 2, strategy, str(tmp_path))
         torch.testing.assert_close(found, expected, msg=lambda text, s=strategy: f"{s}: {text}")
+
+
+# -- outside of a run ------------------------------------------------------------------------------
+
+
+class _Keeps(pl.Callback):
+    def on_train_start(self, trainer, module):
+        self.gradients, self.weights = trainer.strategy.gradients, trainer.strategy.weights
+
+
+def _outside(rank, world_size, strategy, folder):
+    keeps = _Keeps()
+    trainer = make_trainer(strategy, Path(folder), callbacks=[keeps])
+    engine = trainer.strategy.engine.name
+    for _ in range(2):
+        with pytest.raises(GradientUnavailable, match=rf"^gradients \({engine} engine\): expected"):
+            trainer.strategy.gradients  # noqa: B018
+        with pytest.raises(RuntimeError, match=rf"^weights \({engine} engine\): expected.* hook"):
+            trainer.strategy.weights  # noqa: B018
+        trainer.fit(seeded(Regressor), make_loader())
+    if engine != "scratch":  # what is kept from a run would be read in a way that waits for ever
+        with pytest.raises(GradientUnavailable, match="expected a sharded module"):
+            keeps.gradients.norm()
+        with pytest.raises(RuntimeError, match="expected a sharded module"):
+            dict(keeps.weights.full())
+
+
+def test_outside_of_a_run_there_is_nothing_to_read(tmp_path):
+    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
+        on_trainer_ranks(_outside, 2, strategy, str(tmp_path))
+
+
+# -- counting micro-batches ------------------------------------------------------------------------
+
+
+class _Overflows(Regressor):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if batch_idx < 2 else loss
+
+
+def _counted(rank, world_size, strategy, folder):
+    seen = []
+
+    class Counts(pl.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.strategy.gradients.on_local(lambda *hook: seen.append(hook[2]))
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "callbacks": [Counts()]}
+    trainer = make_trainer(strategy, Path(folder), accumulate_grad_batches=2, **options)
+    trainer.fit(seeded(_Overflows), make_loader())
+    assert trainer.precision_plugin.scaler.get_scale() == 4.0  # the first step was skipped
+    assert seen == [index for index in (0, 1, 0, 1) for _ in NAMES]
+
+
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"])
+def test_micro_batches_are_counted_from_a_step_that_the_scaler_skipped(tmp_path, strategy):
+    on_trainer_ranks(_counted, 2, strategy, str(tmp_path))

@@ -1,5 +1,7 @@
 """Every kind of module trains as with DDP."""
 
+from contextlib import nullcontext
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -79,6 +81,42 @@ def _gan(strategy, folder, rank):
 
 def test_two_optimizers_by_hand_with_toggling_are_those_of_ddp(tmp_path):
     assert_like_ddp(_gan, tmp_path, atol=3e-6)
+
+
+class _ForgetsHalf(Regressor):
+    """Two optimizers accumulate; one clears its own gradients in between, and only those."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        body, head = self.optimizers()
+        is_last = batch_idx % 2 == 1
+        with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
+            loss = self.loss(batch)
+            self.manual_backward(loss / 2)
+        self.losses.append(loss.detach())
+        if not is_last:
+            head.zero_grad()
+            return
+        for optimizer in (body, head):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        body = [*self.inlet.parameters(), *self.blocks.parameters()]
+        return [torch.optim.SGD(p, lr=0.05) for p in (body, self.head.parameters())]
+
+
+@not_under("fsdp1", reason="refuses two optimizers by hand")
+def _forgets_half(strategy, folder, rank):
+    _, model = fit(strategy, folder, seeded(_ForgetsHalf))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_an_optimizer_clears_its_own_gradients_only(tmp_path):
+    assert_like_ddp(_forgets_half, tmp_path)
 
 
 class _ByHand(Regressor):
@@ -298,6 +336,35 @@ def _thawed(strategy, folder, rank):
     return outcome_of(trainer, model)
 
 
+class _Scaled(Block):
+    """Its forward goes by attributes that others write."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.gain = 1.0
+        self.register_buffer("mask", torch.ones(width))
+
+    def forward(self, x):
+        return super().forward(x * self.mask) * self.gain + getattr(self, "shift", 0.0)
+
+
+class _WritesToBlocks(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(_Scaled(7) for _ in range(2))
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[0].shift = 0.1 * batch_idx
+        self.blocks[1].gain = 1.0 + batch_idx
+        self.blocks[1].mask = torch.full((7,), 1 / (1 + batch_idx))
+
+
+def _writes_to_blocks(strategy, folder, rank):
+    trainer, model = fit(strategy, folder, seeded(_WritesToBlocks))
+    written = {"shift": model.blocks[0].shift, "gain": model.blocks[1].gain}
+    return {**outcome_of(trainer, model), **written}
+
+
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -309,6 +376,7 @@ def _thawed(strategy, folder, rank):
         _owns_parameters,
         _checkpointed,
         _thawed,
+        _writes_to_blocks,
     ],
 )
 def test_kinds_of_modules_train_as_with_ddp(tmp_path, scenario):

@@ -49,6 +49,9 @@ STRATEGY = SHARDED[0]
         ({"units": "Block"}, TypeError, r"units: expected a list of class names.*got 'Block'"),
         ({"units": []}, TypeError, r"units: expected a list of class names.*got \[\]"),
         ({"units": 0}, ValueError, r"units: expected a positive number.*got 0"),
+        ({"cpu_offload": "no"}, TypeError, r"cpu_offload: expected True or False, got 'no'"),
+        ({"compile": "inductor"}, TypeError, r"compile: expected True or False, got 'inductor'"),
+        ({"timeout": 5}, TypeError, r"timeout: expected a datetime.timedelta.*got 5"),
     ],
 )
 def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error, message):

@@ -230,10 +230,21 @@ class _Counter(nn.Module):
         self.count = state["count"]
 
 
+class _TensorCounter(_Counter):
+    """Its state is a tensor, but none that could be filled in place."""
+
+    def get_extra_state(self):
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state):
+        self.count = int(state)
+
+
 class _EditsCheckpoints(_Adamw):
     def __init__(self):
         super().__init__()
         self.counter = _Counter()
+        self.tensor_counter = _TensorCounter()
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
@@ -260,6 +271,7 @@ class _Computes(_EditsCheckpoints):
 def _edited(strategy, folder, rank):
     trained = seeded(_EditsCheckpoints)
     trained.counter.count = 7
+    trained.tensor_counter.count = 8
     trainer = _trainer(strategy, folder)
     trainer.fit(trained, make_loader())
     trainer.save_checkpoint(folder / "edited.ckpt")
@@ -268,6 +280,7 @@ def _edited(strategy, folder, rank):
     trainer.validate(model, make_loader(), ckpt_path=folder / "edited.ckpt", verbose=False)
     assert model.note == "kept"
     assert model.counter.count == 7
+    assert model.tensor_counter.count == 8
     found, expected = weights_of_tensors(model), weights_of_tensors(trained)
     assert found.pop("head.bias").tolist() == [0, 1, 2]
     expected.pop("head.bias")

@@ -17,14 +17,23 @@ def checked_steps(steps: Steps, owner: object) -> Steps:
     """The same, if it chooses any step.
 
     Raises:
-        ValueError: A period below 1.
+        ValueError: A period below 1, no step, or none that can come.
     """
-    if isinstance(steps, int) and steps < 1:
+    if isinstance(steps, int):
+        can_come = steps >= 1 and not isinstance(steps, bool)
+    else:
+        is_collection = isinstance(steps, Collection) and not isinstance(steps, str)
+        can_come = is_collection and bool(steps) and all(_is_number(step) for step in steps)
+    if not can_come:
         raise ValueError(
             f"{type(owner).__name__}(steps=...): expected a period of at least 1 or a collection "
-            f"of step numbers, got {steps}."
+            f"of step numbers, got {steps!r}."
         )
     return steps
+
+
+def _is_number(step: object) -> bool:
+    return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
 
 def is_chosen(steps: Steps, step: int) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
+from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
 from lightning_fsdp.core.checkpoint import SCALARS
 
 FORMS = ("full", "sharded", "safetensors")
@@ -39,8 +40,9 @@ class Contents:
     Attributes:
         form: One of ``FORMS``.
         outlines: Of all tensors.
-        state_dict: Of the module: by name ``{"tensor": name in outlines}`` or ``{"value": any}``;
-            tied parameters are one tensor.
+        state_dicts: Of the module, ``"state_dict"``, and others with its names (an average of
+            weights): by name ``{"tensor": name in outlines}`` or ``{"value": any}``; tied
+            parameters are one tensor.
         optimizers: Per optimizer, by parameter name: ``slices`` (dtypes of the tensors there are),
             ``state`` (the rest), ``param_groups`` (with names); ``None`` where there is nothing.
         extra: Everything else.
@@ -50,11 +52,16 @@ class Contents:
 
     form: str
     outlines: dict[str, Outline]
-    state_dict: dict[str, dict[str, Any]]
+    state_dicts: dict[str, dict[str, dict[str, Any]]]
     read: Callable[[Sequence[str]], Iterator[Tensor]]
     optimizers: list[dict[str, Any]] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
+
+    @property
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """Of the module."""
+        return self.state_dicts["state_dict"]
 
 
 def open_checkpoint(path: Path, stack: ExitStack) -> Contents:
@@ -95,27 +102,40 @@ def _open_full(path: Path) -> Contents:
             f"{path}: expected a checkpoint of the Trainer, with 'state_dict' in it, got {found}."
         )
     tensors: dict[str, Tensor] = {}
-    entries: dict[str, dict[str, Any]] = {}
-    stored_as: dict[Any, str] = {}
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            key = stored_as.setdefault(_identity(value, name), f"model.{name}")
-            tensors[key] = value
-            entries[name] = {"tensor": key}
-        else:
-            entries[name] = {"value": value}
+    state_dicts = {
+        part: _entries(PREFIXES.get(part, part), entries, tensors)
+        for part, entries in file.items()
+        if isinstance(entries, dict) and set(entries) == set(state)
+    }
     optimizers, missing = _by_name(file, tensors)
-    extra = {k: v for k, v in file.items() if k not in ("state_dict", "optimizer_states", NAMES)}
+    not_extra = {*state_dicts, "optimizer_states", NAMES}
+    extra = {k: v for k, v in file.items() if k not in not_extra}
     outlines = {key: Outline(tuple(t.shape), t.dtype) for key, t in tensors.items()}
     return Contents(
         "full",
         outlines,
-        entries,
+        state_dicts,
         lambda keys: (tensors[key] for key in keys),
         optimizers,
         extra,
         missing,
     )
+
+
+def _entries(
+    prefix: str, state: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, dict[str, Any]]:
+    """One state dict; its tensors are added to ``tensors``."""
+    entries: dict[str, dict[str, Any]] = {}
+    stored_as: dict[Any, str] = {}
+    for name, value in state.items():
+        if is_slot(name, value):
+            key = stored_as.setdefault(_identity(value, name), f"{prefix}.{name}")
+            tensors[key] = value
+            entries[name] = {"tensor": key}
+        else:
+            entries[name] = {"value": value}
+    return entries
 
 
 def _identity(tensor: Tensor, name: str) -> Any:
@@ -190,7 +210,7 @@ def _open_safetensors(opened: SafetensorsFolder) -> Contents:
     return Contents(
         "safetensors",
         {f"model.{name}": outline for name, outline in opened.outlines.items()},
-        {name: {"tensor": f"model.{stored}"} for name, stored in names.items()},
+        {"state_dict": {name: {"tensor": f"model.{key}"} for name, key in names.items()}},
         lambda keys: (opened.mapped(key.removeprefix("model.")) for key in keys),
     )
 
@@ -207,7 +227,17 @@ def _open_sharded(path: Path) -> Contents:
             f"{path}: expected a sharded checkpoint, or safetensors, got a folder without, or a "
             f"damaged one ({error})."
         ) from error
+    if TENSORS_OF not in extra:
+        raise ValueError(
+            f"{path}: expected a checkpoint of a Trainer, or one of save_sharded, got tensors that "
+            "belong to no state dict. Load them with lightning_fsdp.checkpoint.load."
+        )
     outlines = {key: Outline(tuple(shape), dtype) for key, (shape, dtype) in shapes.items()}
+    state_dicts = {
+        part: {name: {"tensor": key} for name, key in names.items()}
+        | {name: {"value": value} for name, value in extra.pop(part).items()}
+        for part, names in extra.pop(TENSORS_OF).items()
+    }
 
     def read(keys: Sequence[str]) -> Iterator[Tensor]:
         tensors = {key: torch.empty(*outlines[key][:1], dtype=outlines[key].dtype) for key in keys}
@@ -219,7 +249,7 @@ def _open_sharded(path: Path) -> Contents:
     return Contents(
         "sharded",
         outlines,
-        extra.pop("state_dict"),
+        state_dicts,
         read,
         extra.pop("optimizer_states", None),
         extra,

@@ -28,6 +28,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.contents import FORMS, NAMES, Contents, open_checkpoint
 from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
+from lightning_fsdp.checkpoint.state import TENSORS_OF
 
 # What transformers keeps beside weights: of the model, and of the tokenizer.
 _BESIDE = ("config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt")
@@ -104,7 +105,12 @@ def _with_prefix(contents: Contents, prefix: str) -> Contents:
     return Contents(
         contents.form,
         {renamed(key): outline for key, outline in contents.outlines.items()},
-        {f"{prefix}{n}": {"tensor": renamed(e["tensor"])} for n, e in contents.state_dict.items()},
+        {
+            "state_dict": {
+                f"{prefix}{name}": {"tensor": renamed(entry["tensor"])}
+                for name, entry in contents.state_dict.items()
+            }
+        },
         lambda keys: contents.read([f"model.{k[len('model.' + prefix) :]}" for k in keys]),
         extra={"pytorch-lightning_version": _lightning_version(), "epoch": 0, "global_step": 0},
     )
@@ -131,10 +137,11 @@ def _all_tensors(contents: Contents, on_bytes: Progress) -> dict[str, Tensor]:
 def _write_full(contents: Contents, target: Path, on_bytes: Progress) -> None:
     tensors = _all_tensors(contents, on_bytes)
     file = dict(contents.extra)
-    file["state_dict"] = {
-        name: tensors[entry["tensor"]] if "tensor" in entry else entry["value"]
-        for name, entry in contents.state_dict.items()
-    }
+    for part, state in contents.state_dicts.items():
+        file[part] = {
+            name: tensors[entry["tensor"]] if "tensor" in entry else entry["value"]
+            for name, entry in state.items()
+        }
     if contents.optimizers is not None:
         packed = [_by_number(i, state, tensors) for i, state in enumerate(contents.optimizers)]
         file["optimizer_states"] = packed
@@ -175,7 +182,11 @@ def _by_number(index: int, state: dict[str, Any], tensors: dict[str, Tensor]) ->
 
 
 def _write_sharded(contents: Contents, target: Path, on_bytes: Progress) -> None:
-    extra = {**contents.extra, "state_dict": contents.state_dict}
+    extra = dict(contents.extra)
+    extra[TENSORS_OF] = {}
+    for part, state in contents.state_dicts.items():
+        extra[part] = {name: e["value"] for name, e in state.items() if "value" in e}
+        extra[TENSORS_OF][part] = {name: e["tensor"] for name, e in state.items() if "tensor" in e}
     if contents.optimizers is not None:
         extra["optimizer_states"] = contents.optimizers
     folder.save(target, _all_tensors(contents, on_bytes), extra)
@@ -231,8 +242,9 @@ def _left_out(contents: Contents, prefix: str, *, has_config: bool) -> list[str]
     told = []
     if contents.optimizers or contents.missing:
         told.append("optimizer state: safetensors hold weights alone")
-    if contents.extra:
-        told.append(f"{', '.join(map(str, contents.extra))}: safetensors hold weights alone")
+    beside = [*contents.extra, *(part for part in contents.state_dicts if part != "state_dict")]
+    if beside:
+        told.append(f"{', '.join(map(str, beside))}: safetensors hold weights alone")
     others = [n for n, e in contents.state_dict.items() if "tensor" not in e]
     if others:
         told.append(f"{', '.join(others)}: no tensors")

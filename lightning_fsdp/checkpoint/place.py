@@ -135,7 +135,10 @@ class Place:
     def _remove_versions_but(self, current: str) -> None:
         for entry in self.path.iterdir():
             if entry.name not in (LINK, current):
-                # A failure here fails no save: the next one tries again.
+                # A failure here fails no save: the next one tries again. What is left of a version
+                # without its marker is taken for none.
+                with contextlib.suppress(OSError):
+                    (entry / MARKER).unlink()
                 shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -30,9 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
 from lightning_fsdp.core.flat_chunks import FlatChunks, FlatPiece
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in
 
+TENSORS_OF = "tensors_of"
+PREFIXES = {"state_dict": "model"}  # of names in the folder; others have that of their state dict
 _PATH_OF = "_saved_under"  # on a tensor without memory: folder and name of what it stands for
 
 
@@ -93,11 +96,11 @@ def write(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> None:
     for part, state in checkpoint.items():
         if part != "state_dict" and not _holds_slices(state):
             continue
-        prefix = "model" if part == "state_dict" else part
+        prefix = PREFIXES.get(part, part)
         saved_under: dict[int, str] = {}  # tied parameters are one object
         tensors_of[part], extra[part] = {}, {}
         for name, value in state.items():
-            if isinstance(value, Tensor):
+            if is_slot(name, value):
                 key = saved_under.setdefault(id(value), f"{prefix}.{name}")
                 tensors[key] = _written_once(value)
                 tensors_of[part][name] = key
@@ -109,7 +112,15 @@ def write(path: str | PathLike[str], checkpoint: Mapping[str, Any]) -> None:
                 for key, value in of_parameter.items():
                     tensors[f"optimizer.{index}.{name}.{key}"] = _written_once(value)
         extra["optimizer_states"] = _of_all_ranks(checkpoint["optimizer_states"])
-    folder.save(path, tensors, {**extra, "tensors_of": tensors_of})
+    folder.save(path, tensors, {**extra, TENSORS_OF: tensors_of})
+
+
+def is_slot(name: str, value: Any) -> bool:
+    """Whether an entry of a state dict is a tensor of the module, which can be read in place.
+
+    What ``get_extra_state`` returns is not, also where it is a tensor: it is handed back.
+    """
+    return isinstance(value, Tensor) and name.rpartition(".")[2] != EXTRA_STATE
 
 
 def _holds_slices(state: Any) -> bool:
@@ -167,7 +178,7 @@ def read_extra(path: str | PathLike[str]) -> dict[str, Any]:
     """
     extra = folder.read_extra(path)
     shapes = folder.read_shapes(path)
-    for part, names in extra.pop("tensors_of").items():
+    for part, names in extra.pop(TENSORS_OF).items():
         for name, key in names.items():
             shape, dtype = shapes[key]
             stand_in = torch.empty(shape, dtype=dtype, device="meta")

@@ -19,6 +19,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from enum import EnumType
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -249,12 +250,23 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 pickles a member
+            return _member_of_enum
         if name not in METADATA_NAMES.get(module, ()):
             raise DamagedCheckpoint(
                 f"expected only torch's metadata, got a pickle that asks for {module}.{name}: it "
                 "could run code, and was not read further. Do not load it anywhere else."
             )
         return super().find_class(module, name)
+
+
+def _member_of_enum(kind: Any, name: Any) -> Any:
+    if isinstance(kind, EnumType) and name in kind.__members__:
+        return kind[name]
+    raise DamagedCheckpoint(
+        f"expected only torch's metadata, got a pickle that asks for {name!r} of {kind!r}: it "
+        "could run code, and was not read further. Do not load it anywhere else."
+    )
 
 
 def _check_metadata(metadata: Any, sums: Mapping[str, Sum]) -> None:

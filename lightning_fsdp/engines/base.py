@@ -151,6 +151,24 @@ class Engine(ABC):
     def weights(self) -> WeightAccess:
         """Parameters by original name."""
 
+    def sharded_module(self, what: str, error: type[RuntimeError] = RuntimeError) -> nn.Module:
+        """The module, for what exists only while it is sharded.
+
+        Args:
+            what: Is asked for.
+            error: What to raise.
+
+        Raises:
+            RuntimeError: Nothing is sharded now.
+        """
+        if self.module is None:
+            raise error(
+                f"{what} ({self.name} engine): expected a sharded module, got none. A strategy "
+                "shards it for the time of a fit, validate, test or predict: ask from a hook "
+                "inside. Outside, the module's own parameters are whole."
+            )
+        return self.module
+
     def with_whole_shapes(self) -> AbstractContextManager[Any]:
         """Inside, the module shows every parameter's whole shape; its values may be missing."""
         return nullcontext()
@@ -161,6 +179,10 @@ class Engine(ABC):
 
     def after_backward(self) -> None:
         """Called after every backward."""
+        return
+
+    def end_step(self) -> None:
+        """Called after an optimizer's step, also one that a gradient scaler skipped."""
         return
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:

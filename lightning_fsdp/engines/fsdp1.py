@@ -14,7 +14,7 @@ own forward, so in that case no wrapper goes around the whole: each child is a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -197,11 +197,10 @@ class FSDP1Engine(NativeEngine):
         self._waits = not self._syncs
 
     @override
-    def clear_unreduced(self) -> None:
-        waiting = [name for name in self._flat_of if self._holds_unreduced(name)]
-        for name in waiting:
+    def clear_unreduced(self, names: Iterable[str]) -> None:
+        for name in [name for name in names if self._holds_unreduced(name)]:
             self.parameters[name].grad = None
-        self._waits = False
+        self._waits = any(self.unreduced(name) is not None for name in self.parameters)
 
     @property
     @override
@@ -294,10 +293,26 @@ class _StateOfPieces(ShardedState):
         return self._engine.flat_piece(name, value) if self._engine.is_cut(name, value) else None
 
 
+class _Wrapper(FullyShardedDataParallel):
+    """Passes on what is written to it, as FSDP1's own does with what is read.
+
+    ``self.blocks[0].rate = 0.5`` in a hook would otherwise be an attribute of the wrapper, and the
+    block's forward would go on with the old rate.
+    """
+
+    @override
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_") or name in self.__dict__ or hasattr(FullyShardedDataParallel, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+
 def _wrap(root: nn.Module, module: nn.Module, options: dict[str, Any]) -> FullyShardedDataParallel:
     if isinstance(module, FullyShardedDataParallel):
         return module
     wrapper = FullyShardedDataParallel(module, **options)
+    wrapper.__class__ = _Wrapper
     for owner in list(root.modules()):
         for name, child in owner._modules.items():
             if child is module and owner is not wrapper:

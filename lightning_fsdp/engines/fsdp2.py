@@ -6,7 +6,7 @@ share a weight are one unit, and the root is sharded last so that it sees to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -110,9 +110,9 @@ class FSDP2Engine(NativeEngine):
         return self.parameters[name].grad
 
     @override
-    def clear_unreduced(self) -> None:
-        for fsdp_parameter in self._fsdp_parameters.values():
-            torch_internals.fsdp2_clear_unreduced(fsdp_parameter)
+    def clear_unreduced(self, names: Iterable[str]) -> None:
+        for name in self._fsdp_parameters.keys() & set(names):
+            torch_internals.fsdp2_clear_unreduced(self._fsdp_parameters[name])
 
     @property
     @override

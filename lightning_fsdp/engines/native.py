@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grad_norm import partial_norm, scale_to_norm, total_norm
+from lightning_fsdp.core.gradients import GradientUnavailable
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizer_guard import check_class
 from lightning_fsdp.engines import native_state, torch_internals
@@ -70,6 +72,7 @@ class NativeEngine(Engine):
         self.separate: dict[int, dict[str, Tensor]] = {}
         self.form: ModuleForm | None = None
         self._optimizers: list[Optimizer] = []
+        self._names_in: dict[nn.Module, list[str]] = {}  # parameters at and below each module
         self._aside: dict[str, Tensor] = {}  # reduced gradients of earlier micro-batches
         self._is_aside = False
 
@@ -117,8 +120,8 @@ class NativeEngine(Engine):
         """The reduced gradient, as the optimizer gets it."""
 
     @abstractmethod
-    def clear_unreduced(self) -> None:
-        """Drop the gradients that wait to be reduced."""
+    def clear_unreduced(self, names: Iterable[str]) -> None:
+        """Drop what waits to be reduced of these parameters' gradients."""
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -135,13 +138,17 @@ class NativeEngine(Engine):
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
         self.micro_batch, self._aside = 0, {}
         self._optimizers.clear()
+        name_of = {p: name for name, p in self.form.parameters.items()}
+        self._names_in = {m: [name_of[p] for p in m.parameters()] for m in module.modules()}
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
         keep_main_dtype(module, precision)
         self.parameters = self._shard(module, device, precision) if self.shapes else {}
         self._watch_local_gradients()
         module.__dict__[OWNER] = self
-        self._let_clear_everything(module)
+        for inner in self._names_in:
+            # A bound method, so that a deep copy of the module clears itself.
+            inner.__dict__["zero_grad"] = MethodType(self._zero_grad_of_module, inner)
         self.form.seal()
         self.module = module
 
@@ -152,7 +159,8 @@ class NativeEngine(Engine):
         assert self.form is not None
         form, self.form = self.form, None
         self._settle()
-        self.clear_unreduced()
+        self.clear_unreduced(self.parameters)
+        self._names_in.clear()
         values = {name: self.whole(name, p).cpu() for name, p in self.parameters.items()}
         torch_internals.forget_sharding(module, form.parameters.values())
         self._forget()
@@ -248,24 +256,34 @@ class NativeEngine(Engine):
         self._optimizers.append(optimizer)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
-        self._let_clear_everything(optimizer)
-
-    def _let_clear_everything(self, owner: Any) -> None:
-        """Let ``zero_grad`` of a module or optimizer also drop what waits to be reduced."""
-        zero_grad = owner.zero_grad
+        zero_grad = optimizer.zero_grad
 
         @functools.wraps(zero_grad)
         def clear_everything(set_to_none: bool = True) -> None:
-            self.clear_unreduced()
-            self.separate.clear()
+            self._clear(list(self._of(optimizer)))
             zero_grad(set_to_none)
 
-        owner.__dict__["zero_grad"] = clear_everything
+        optimizer.__dict__["zero_grad"] = clear_everything
+
+    def _zero_grad_of_module(self, module: nn.Module, set_to_none: bool = True) -> None:
+        self._clear(self._names_in.get(module, []))
+        type(module).zero_grad(module, set_to_none)
+
+    def _clear(self, names: Sequence[str]) -> None:
+        """Drop what ``zero_grad`` does not see: what waits to be reduced, or was kept apart."""
+        self.clear_unreduced(names)
+        for kept in self.separate.values():
+            for name in names:
+                kept.pop(name, None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.refuse_unreduced(self._of(optimizer), "an optimizer step")
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.end_step()
+
+    @override
+    def end_step(self) -> None:
         self.micro_batch = 0
 
     def refuse_unreduced(self, names: Iterable[str], what: str) -> None:
@@ -315,11 +333,13 @@ class NativeEngine(Engine):
     @property
     @override
     def gradients(self) -> NativeGradients:
+        self.sharded_module("gradients", GradientUnavailable)
         return NativeGradients(self)
 
     @property
     @override
     def weights(self) -> NativeWeights:
+        self.sharded_module("weights")
         return NativeWeights(self)
 
     # -- state ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access import unknown
@@ -112,12 +112,17 @@ class NativeGradients(Mapping[str, NativeGradient]):
 
     def names(self) -> list[str]:
         """Original names of all trainable parameters."""
-        return [name for name, p in self._engine.parameters.items() if p.requires_grad]
+        return [name for name, p in self._parameters().items() if p.requires_grad]
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        self._engine.sharded_module("gradients", GradientUnavailable)
+        return self._engine.parameters
 
     def __getitem__(self, name: str) -> NativeGradient:
-        if name not in self._engine.parameters:
-            raise unknown(name, self._engine.parameters)
-        if not self._engine.parameters[name].requires_grad:
+        parameters = self._parameters()
+        if name not in parameters:
+            raise unknown(name, parameters)
+        if not parameters[name].requires_grad:
             raise frozen(name)
         return NativeGradient(self._engine, name)
 
@@ -248,18 +253,23 @@ class NativeWeights(Mapping[str, NativeWeight]):
 
     def names(self) -> list[str]:
         """Original names."""
-        return list(self._engine.parameters)
+        return list(self._parameters())
+
+    def _parameters(self) -> Mapping[str, nn.Parameter]:
+        self._engine.sharded_module("weights")
+        return self._engine.parameters
 
     def __getitem__(self, name: str) -> NativeWeight:
-        if name not in self._engine.parameters:
-            raise unknown(name, self._engine.parameters)
+        parameters = self._parameters()
+        if name not in parameters:
+            raise unknown(name, parameters)
         return NativeWeight(self._engine, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
     def __len__(self) -> int:
-        return len(self._engine.parameters)
+        return len(self.names())
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of each parameter, one whole at a time. Collective."""

@@ -15,7 +15,7 @@ from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core import checkpoint
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.gradients import gradients
+from lightning_fsdp.core.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.unit import Unit
@@ -103,11 +103,13 @@ class ScratchEngine(Engine):
 
     @override
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        return checkpoint.full_state_dict(self._module(), rank0_only=rank0_only, cpu_offload=True)
+        return checkpoint.full_state_dict(
+            self.sharded_module("state"), rank0_only=rank0_only, cpu_offload=True
+        )
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoint.load_full_state_dict(self._module(), state, strict=strict)
+        checkpoint.load_full_state_dict(self.sharded_module("state"), state, strict=strict)
 
     @override
     def full_optimizer_state_dict(
@@ -124,16 +126,12 @@ class ScratchEngine(Engine):
     @property
     @override
     def gradients(self) -> GradientAccess:
-        return gradients(self._module())
+        return gradients(self.sharded_module("gradients", GradientUnavailable))
 
     @property
     @override
     def weights(self) -> WeightAccess:
-        return weights(self._module())
-
-    def _module(self) -> nn.Module:
-        assert self.module is not None, "there is a module between setup and teardown"
-        return self.module
+        return weights(self.sharded_module("weights"))
 
     def _sharded_modules(self) -> list[ShardedModule]:
         modules = [] if self.module is None else self.module.modules()

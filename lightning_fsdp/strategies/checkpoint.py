@@ -55,7 +55,7 @@ def read_folder(path: str | Path) -> dict[str, Any]:
         ValueError: No Trainer has written it.
     """
     checkpoint = sharded.read_extra(path)
-    if "loops" not in checkpoint:
+    if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
             f"{path}: expected a checkpoint of a Trainer, got one of save_sharded, which holds no "
             "loops and hyper-parameters. Read it with load_sharded(path, module, optimizers)."

@@ -5,6 +5,8 @@ Each of these would otherwise train something else than it says, or wait for eve
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -70,6 +72,9 @@ def refuse_unsupported_options(
     checkpoint: str,
     activation_checkpointing: object,
     accumulation: str,
+    cpu_offload: object,
+    compiles: object,
+    timeout: object,
 ) -> None:
     """Refuse constructor options that do not work yet.
 
@@ -94,4 +99,12 @@ def refuse_unsupported_options(
         raise TypeError(
             "activation_checkpointing: expected True (every unit) or a list of class names, got "
             f"{activation_checkpointing!r}."
+        )
+    for option, value in {"cpu_offload": cpu_offload, "compile": compiles}.items():
+        if not isinstance(value, bool):  # any other would be taken for one of the two
+            raise TypeError(f"{option}: expected True or False, got {value!r}.")
+    if not isinstance(timeout, timedelta | None):
+        raise TypeError(
+            "timeout: expected a datetime.timedelta, such as timedelta(minutes=10), got "
+            f"{timeout!r}."
         )

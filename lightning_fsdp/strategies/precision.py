@@ -171,6 +171,8 @@ class ShardedPrecision(Precision):
         if had_backward:
             self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
             self.scaler.update()
+            assert self.engine is not None, "the strategy sets it when it gets the plugin"
+            self.engine.end_step()
         return result
 
     @override

@@ -130,6 +130,9 @@ class ShardedStrategy(ProcessStrategy):
             checkpoint=checkpoint,
             activation_checkpointing=activation_checkpointing,
             accumulation=accumulation,
+            cpu_offload=cpu_offload,
+            compiles=compile,
+            timeout=timeout,
         )
         self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         super().__init__(
