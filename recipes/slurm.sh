@@ -12,12 +12,12 @@
 #SBATCH --output=runs/slurm-%j.log
 
 set -euo pipefail
-config=$1
+config=${1:?usage: sbatch [OPTIONS] recipes/slurm.sh CONFIG.yaml [OPTIONS of recipes.train]}
 shift
 
 python=${PYTHON:-.venv/bin/python}
 num_processes=${SLURM_GPUS_ON_NODE:-1} # per host
-host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on a host get two ports
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Or restarted ranks may look for a store of those that were killed (pytorch issue 135712).
@@ -25,6 +25,6 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 srun "$python" -m torch.distributed.run \
     --nnodes "$SLURM_NNODES" --nproc-per-node "$num_processes" --max-restarts 3 \
-    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "$host:$port" \
+    --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID" --rdzv-endpoint "${hosts[0]}:$port" \
     -m recipes.train fit --config "$config" \
     --trainer.num_nodes "$SLURM_NNODES" --trainer.devices "$num_processes" --ckpt_path last "$@"

@@ -74,12 +74,12 @@ def _logged(
 ) -> tuple[dict[str, list[float]], int]:
     """What a run logged by name, and how many blocks it compiled on each rank."""
     name = f"run{len(list(folder.glob('run*')))}"
-    options = [*options, f"--trainer.logger.name={name}", "--trainer.logger.version=''"]
+    options = [*options, f"--trainer.logger.name={name}", "--trainer.logger.version=v"]
     (num_compiled, *_) = on_trainer_ranks(
         _run, world_size, folder, config, options, timeout_s=110.0
     )
     logged: dict[str, list[float]] = {}
-    with next((folder / name).rglob("metrics.csv")).open() as file:
+    with (folder / name / "v" / "metrics.csv").open() as file:
         for row in csv.DictReader(file):
             for key, value in row.items():
                 if value:
