@@ -3,6 +3,7 @@
 import csv
 import math
 import os
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -30,6 +31,30 @@ SHARDED_CHECKPOINTS = [
 ]
 
 
+def _arguments(num_ranks: int, config: str, options: list[str]) -> list[str]:
+    return [
+        "fit",
+        f"--config={REPOSITORY / 'recipes' / config}.yaml",
+        "--data.path=corpus",
+        f"--data.vocab_size={VOCAB_SIZE}",
+        "--data.seq_len=16",
+        "--data.batch_size=2",
+        "--data.val_fraction=0.3",  # 50 sequences: ranks leave out what does not divide
+        f"--trainer.devices={num_ranks}",
+        "--trainer.max_steps=4",
+        "--trainer.val_check_interval=2",
+        "--trainer.num_sanity_val_steps=0",
+        "--trainer.log_every_n_steps=1",
+        "--trainer.enable_progress_bar=false",
+        "--trainer.enable_model_summary=false",
+        "--trainer.callbacks=[]",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
+        "--trainer.logger.save_dir=.",
+        *options,
+    ]
+
+
 def _run(rank: int, world_size: int, folder: Path, config: str, options: list[str]) -> int:
     """``python -m recipes.train`` on this rank; gives how many blocks were compiled."""
     warnings.simplefilter("ignore", JsonargparseDeprecationWarning)  # LightningCLI's own use of it
@@ -43,28 +68,7 @@ def _run(rank: int, world_size: int, folder: Path, config: str, options: list[st
         return compile_plainly(*args, **kwargs)
 
     torch.compile = compile_counted  # type: ignore[assignment]
-    sys.argv = [
-        "train.py",
-        "fit",
-        f"--config={REPOSITORY / 'recipes' / config}.yaml",
-        "--data.path=corpus",
-        f"--data.vocab_size={VOCAB_SIZE}",
-        "--data.seq_len=16",
-        "--data.batch_size=2",
-        "--data.val_fraction=0.3",  # 50 sequences: ranks leave out what does not divide
-        f"--trainer.devices={world_size}",
-        "--trainer.max_steps=4",
-        "--trainer.val_check_interval=2",
-        "--trainer.num_sanity_val_steps=0",
-        "--trainer.log_every_n_steps=1",
-        "--trainer.enable_progress_bar=false",
-        "--trainer.enable_model_summary=false",
-        "--trainer.callbacks=[]",
-        "--trainer.enable_checkpointing=false",
-        "--trainer.logger=lightning.pytorch.loggers.CSVLogger",
-        "--trainer.logger.save_dir=.",
-        *options,
-    ]
+    sys.argv = ["train.py", *_arguments(world_size, config, options)]
     main()
     return num_compiled
 
@@ -247,3 +251,38 @@ def test_every_engine_trains_a_model_from_a_folder(family: str, folder: Path) ->
         )
         for name in ("train/loss", "val/loss"):
             assert found[name] == pytest.approx(expected[name], abs=2e-5), strategy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_name_on_the_hub_is_looked_up_there(folder: Path) -> None:
+    """In the cache of the hub: what was downloaded once is found without a network."""
+    _write_model(folder / "model", folder / "corpus", "qwen")
+    cached = folder / "hub" / "models--someone--tiny"
+    (cached / "snapshots").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abc")
+    (folder / "model").rename(cached / "snapshots" / "0123abc")
+    names = [
+        "--model.size=null",
+        "--model.pretrained=someone/tiny",
+        "--data.tokenizer=someone/tiny",
+    ]
+    options = [*names, "--trainer.logger.name=log", "--trainer.logger.version=v"]
+    hub = {"HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "recipes.train", *_arguments(2, "qwen_zero3", options)],
+        cwd=folder,
+        env=os.environ | hub | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    (folder / "model").symlink_to(cached / "snapshots" / "0123abc")
+    options = ["--model.size=null", "--model.pretrained=model", "--data.tokenizer=model"]
+    expected, _ = _logged(folder, 1, "qwen_zero3", [*options, *ONE_PROCESS])
+    with (folder / "log" / "v" / "metrics.csv").open() as file:
+        found = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert found == pytest.approx(expected["train/loss"], abs=2e-5)
