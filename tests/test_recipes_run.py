@@ -58,6 +58,7 @@ def _arguments(num_ranks: int, config: str, options: list[str]) -> list[str]:
 def _run(rank: int, world_size: int, folder: Path, config: str, options: list[str]) -> int:
     """``python -m recipes.train`` on this rank; gives how many blocks were compiled."""
     warnings.simplefilter("ignore", JsonargparseDeprecationWarning)  # LightningCLI's own use of it
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")  # dynamo's
     os.chdir(folder)
     num_compiled = 0
     compile_plainly = torch.compile
