@@ -111,6 +111,11 @@ def _write_greedily(rank: int, world_size: int, folder: Path, strategy: str, nam
     """The text, and the trained model's weights."""
     callback = SampleText(prompt="gather", num_tokens=NUM_TOKENS, temperature=0)
     model = _model(name, max_seq_len=64)
+    torch.manual_seed(0)
+    model.configure_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10)  # or the model would say the same everywhere
     _train(strategy, folder, model, _data(folder), callback)
     return callback.texts, {n: value.clone() for n, value in model.model.state_dict().items()}
 
@@ -135,6 +140,7 @@ def test_the_likeliest_text_is_that_of_transformers(
         eos_token_id=tokens.end_of_text,
         pad_token_id=tokens.end_of_text,
     )
+    assert len(set(expected[0, len(ids) :].tolist())) > 2, "a wrong position would go unseen"
     written = [token for token in expected[0, 1:].tolist() if token != tokens.end_of_text]
     assert texts == [tokens.tokenizer().decode(written)] * 2
 
