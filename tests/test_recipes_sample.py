@@ -114,8 +114,9 @@ def _write_greedily(rank: int, world_size: int, folder: Path, strategy: str, nam
     torch.manual_seed(0)
     model.configure_model()
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(10)  # or the model would say the same everywhere
+        for block in model.blocks():
+            for parameter in block.parameters():
+                parameter.mul_(10)  # or the model would say the same everywhere
     _train(strategy, folder, model, _data(folder), callback)
     return callback.texts, {n: value.clone() for n, value in model.model.state_dict().items()}
 
