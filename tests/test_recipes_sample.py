@@ -141,7 +141,7 @@ def test_the_likeliest_text_is_that_of_transformers(
         eos_token_id=tokens.end_of_text,
         pad_token_id=tokens.end_of_text,
     )
-    assert len(set(expected[0, len(ids) :].tolist())) > 2, "a wrong position would go unseen"
+    assert len(set(expected[0, len(ids) :].tolist())) > 1, "a wrong position would go unseen"
     written = [token for token in expected[0, 1:].tolist() if token != tokens.end_of_text]
     assert texts == [tokens.tokenizer().decode(written)] * 2
 
