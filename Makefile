@@ -9,7 +9,8 @@ IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 
 
 BENCH_ARGS ?=
 COMPARE_ARGS ?=
-TRAIN_CONFIG ?= recipes/gpt2_zero3.yaml
+RECIPE ?= gpt2_zero3
+TRAIN_CONFIG ?= recipes/$(RECIPE).yaml
 TRAIN_ARGS ?=
 TEST_ARGS ?=
 TEST_WORKERS ?= 2
@@ -41,7 +42,7 @@ compare: $(READY) ## Judge by value what each engine lets one read; report in ru
 guide: $(READY) ## Measure again what docs/fsdp1-vs-fsdp2.md says, and rewrite its tables
 	$(RUN) benchmarks.guide
 
-train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes, on this Python's own sources
+train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes; RECIPE=qwen_zero3 for Qwen2.5
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
 
 test: $(READY) ## Run the tests

@@ -7,6 +7,8 @@ python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
 python benchmarks/update_tables.py host benchmarks/results/host_cost.json
 python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
 python benchmarks/update_tables.py counters benchmarks/results/exact_counters.json
+python benchmarks/recipe_losses.py --out benchmarks/results/recipe_losses.json
+python benchmarks/update_tables.py losses benchmarks/results/recipe_losses.json
 python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
 python benchmarks/update_tables.py simulation benchmarks/results/simulation_check.md
 python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
@@ -17,6 +19,7 @@ make bench-optimizer && python benchmarks/update_tables.py optimizer runs/optimi
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -103,11 +106,36 @@ def checkpoint_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def losses_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``recipe_losses.py``."""
+    rows = document["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    what = (
+        f"Validation loss (perplexity) after {document['num_steps']} optimizer steps of "
+        f"{document['batch_size']} sequences, {document['num_ranks']} ranks:"
+    )
+    lines = [
+        what,
+        "",
+        f"| strategy | {' | '.join(models)} |",
+        "| --- |" + " --- |" * len(models),
+    ]
+    for strategy in dict.fromkeys(row["strategy"] for row in rows):
+        found = {row["model"]: row["validation"] for row in rows if row["strategy"] == strategy}
+        cells = [f"{found[model]:.4f} ({math.exp(found[model]):.0f})" for model in models]
+        lines.append(f"| {strategy} | {' | '.join(cells)} |")
+    first = {row["model"]: row["first"] for row in rows}
+    before = [f"{first[model]:.4f} ({math.exp(first[model]):.0f})" for model in models]
+    lines.append(f"| before training | {' | '.join(before)} |")
+    return lines
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "core": core_table,
     "host": host_table,
     "counters": counters_table,
     "checkpoint": checkpoint_table,
+    "losses": losses_table,
 }
 
 

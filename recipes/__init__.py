@@ -8,7 +8,10 @@ Read it in the order of a run::
     data.py       the three above as one LightningDataModule, sharded by rank
     optimizer.py  decay groups, warm-up and cosine
     causal_lm.py  loss, perplexity, logging: what every language model here shares
+    pretrained.py a model that exists already, from a folder or the hub
     gpt2.py       GPT-2 of transformers, nano to XL
+    qwen.py       Qwen2.5 of transformers, tiny to 1.5B
+    sample.py     text that the model writes at the end
     monitor.py    tokens per second and memory of every rank; stopping with Ctrl-C
     train.py      the command line
     errors.py     a mistake of the user, shown without a traceback

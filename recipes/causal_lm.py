@@ -1,16 +1,14 @@
 """What every language model of the recipes shares: loss, perplexity, logging, optimizer.
 
-A subclass says which transformers config it has, how the model is built and which of its modules
-are the repeated blocks.
+A subclass says of which class of transformers its model is, with which config, and where in it the
+repeated blocks are.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from abc import abstractmethod
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning as L
 import torch
@@ -18,12 +16,14 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchmetrics import MeanMetric
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from recipes.data import TextData
 from recipes.errors import RecipeError
 from recipes.optimizer import OptimizerConfig, build_adamw, lr_factor
+from recipes.pretrained import load_model
 
 Batch = dict[str, Tensor]
 
@@ -40,8 +40,14 @@ class CausalLM(L.LightningModule):
         optimizer: AdamW and its schedule.
 
     Attributes:
+        model_class: Of the model.
+        blocks_name: Of the list of its repeated blocks.
         model: The transformers model; ``None`` until ``configure_model``.
+        val_loss: Mean over the validation tokens of all ranks.
     """
+
+    model_class: ClassVar[type[PreTrainedModel]]
+    blocks_name: ClassVar[str]
 
     model: PreTrainedModel | None
 
@@ -62,20 +68,24 @@ class CausalLM(L.LightningModule):
         self.optimizer_config = optimizer
         self.model = None
         self._micro_batch_losses: list[Tensor] = []
-        self._val_losses: list[Tensor] = []
+        # Not torchmetrics' Perplexity, which makes a softmax of all logits beside that of the loss.
+        self.val_loss = MeanMetric()
 
     @property
-    @abstractmethod
     def max_seq_len(self) -> int:
         """The longest sequence the model has positions for, in tokens."""
+        return int(self.config.max_position_embeddings)
 
-    @abstractmethod
     def build(self) -> PreTrainedModel:
         """The model, with new or pretrained weights, in torch's default dtype."""
+        if self.pretrained is None:
+            return self.model_class(self.config)
+        return load_model(self.pretrained, self.model_class, self.config)
 
-    @abstractmethod
-    def blocks(self) -> Iterable[nn.Module]:
+    def blocks(self) -> list[nn.Module]:
         """The repeated blocks of ``model``."""
+        assert self.model is not None, "the model is built"
+        return list(self.model.get_submodule(self.blocks_name).children())
 
     @override
     def setup(self, stage: str) -> None:
@@ -116,7 +126,7 @@ class CausalLM(L.LightningModule):
         if self.model is not None:
             return
         self.model = self.build()
-        blocks = list(self.blocks())
+        blocks = self.blocks()
         checkpointed = {kind: _checkpointed(kind) for kind in {type(block) for block in blocks}}
         for block in blocks:
             if self.compile_blocks:
@@ -171,20 +181,24 @@ class CausalLM(L.LightningModule):
 
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Keep the sum of the losses of this rank's tokens, and their number."""
-        loss, num_tokens = self.loss(batch), batch["labels"].numel()
-        self._val_losses.append(torch.stack([loss * num_tokens, loss.new_tensor(num_tokens)]))
+        """Keep the loss, weighed by its tokens."""
+        self.val_loss.update(self.loss(batch), weight=batch["labels"].numel())
 
     @override
     def on_validation_epoch_end(self) -> None:
         """Log loss and perplexity over the tokens of all ranks."""
-        total = torch.stack(self._val_losses).sum(dim=0)
-        self._val_losses.clear()
-        total = self.trainer.strategy.reduce(total, reduce_op="sum")
-        loss = total[0] / total[1]
+        loss = self.val_loss.compute()
+        self.val_loss.reset()
         # Every rank has the mean of all already; sync_dist only tells the Trainer that it is so.
         self.log("val/loss", loss, prog_bar=True, sync_dist=True)
         self.log("val/perplexity", loss.exp(), sync_dist=True)
+
+    @override
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logits."""
+        logits = self(batch["input_ids"])
+        assert isinstance(logits, Tensor), type(logits)
+        return logits
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -208,6 +222,19 @@ class CausalLM(L.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+
+def require_one_source(family: str, *, size: str | None, pretrained: str | None) -> None:
+    """Check that a model is either new or pretrained.
+
+    Raises:
+        RecipeError: It is neither, or both.
+    """
+    if (size is None) == (pretrained is None):
+        raise RecipeError(
+            f"{family}: expected either size or pretrained, got size={size!r} and "
+            f"pretrained={pretrained!r}. Set the other one to null."
+        )
 
 
 def _checkpointed(kind: type[nn.Module]) -> type[nn.Module]:

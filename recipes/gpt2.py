@@ -17,18 +17,14 @@ Source: Radford et al. 2019, table 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import nn
-from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel
-from typing_extensions import override
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes.causal_lm import CausalLM
-from recipes.errors import RecipeError
+from recipes.causal_lm import CausalLM, require_one_source
 from recipes.optimizer import OptimizerConfig
+from recipes.pretrained import load_config
 
 GPT2Size = Literal["nano", "small", "medium", "large", "xl"]
 
@@ -77,6 +73,9 @@ class GPT2(CausalLM):
         RecipeError: Neither or both of ``size`` and ``pretrained``, or nothing loadable there.
     """
 
+    model_class = GPT2LMHeadModel
+    blocks_name = "transformer.h"
+
     def __init__(
         self,
         *,
@@ -89,11 +88,11 @@ class GPT2(CausalLM):
         compile_blocks: bool = False,
         optimizer: OptimizerConfig = OptimizerConfig(),
     ) -> None:
-        config = _config(
-            size=size,
-            pretrained=pretrained,
-            vocab_size=vocab_size,
-            max_seq_len=max_seq_len,
+        require_one_source("GPT2", size=size, pretrained=pretrained)
+        config = (
+            new_config(size, vocab_size=vocab_size, max_seq_len=max_seq_len)
+            if size is not None
+            else load_config(str(pretrained), GPT2Config)
         )
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
         super().__init__(
@@ -104,50 +103,9 @@ class GPT2(CausalLM):
             optimizer=optimizer,
         )
 
-    config: GPT2Config
 
-    @property
-    @override
-    def max_seq_len(self) -> int:
-        return int(self.config.n_positions)
-
-    @override
-    def build(self) -> GPT2LMHeadModel:
-        if self.pretrained is None:
-            return GPT2LMHeadModel(self.config)
-        try:
-            # Main weights in the run's dtype, whatever the file's: bf16 ones lose small updates.
-            model = GPT2LMHeadModel.from_pretrained(
-                self.pretrained, config=self.config, dtype=torch.get_default_dtype()
-            )
-        except (OSError, ValueError) as error:
-            raise _not_pretrained(self.pretrained, error) from error
-        model.train()  # from_pretrained leaves it in eval mode
-        return model
-
-    @override
-    def blocks(self) -> Iterable[nn.Module]:
-        assert isinstance(self.model, GPT2LMHeadModel), type(self.model)
-        return list(self.model.transformer.h)
-
-
-def _config(
-    *, size: GPT2Size | None, pretrained: str | None, vocab_size: int, max_seq_len: int
-) -> GPT2Config:
-    if (size is None) == (pretrained is None):
-        raise RecipeError(
-            f"GPT2: expected either size or pretrained, got size={size!r} and "
-            f"pretrained={pretrained!r}. Set the other one to null."
-        )
-    if pretrained is not None:
-        try:
-            config = AutoConfig.from_pretrained(pretrained)
-        except (OSError, ValueError) as error:
-            raise _not_pretrained(pretrained, error) from error
-        if not isinstance(config, GPT2Config):
-            raise _not_pretrained(pretrained, f"a model of type '{config.model_type}'")
-        return config
-    assert size is not None, "checked above"
+def new_config(size: GPT2Size, *, vocab_size: int, max_seq_len: int) -> GPT2Config:
+    """The configuration of a model with new weights."""
     shape = SHAPES[size]
     return GPT2Config(
         vocab_size=vocab_size,
@@ -158,11 +116,4 @@ def _config(
         bos_token_id=None,
         eos_token_id=None,
         use_cache=False,
-    )
-
-
-def _not_pretrained(name: str, why: object) -> RecipeError:
-    return RecipeError(
-        f"pretrained: expected a folder with config.json and weights, or a name on the hub, got "
-        f"'{name}' ({why}). Correct --model.pretrained."
     )

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, Qwen2Config
 
 from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
-from lightning_fsdp.engines.embeddings import keep_main_dtype
+from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import PHASES, Run, dry_run, largest_batch
 from lightning_fsdp.plan.ledger import FakeLedger

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
@@ -468,6 +469,20 @@ def test_validation_weighs_every_token_alike(tiny: None, tmp_path: Path) -> None
         )
     assert found["val/loss"] == pytest.approx(expected.item(), abs=1e-6)
     assert found["val/perplexity"] == pytest.approx(math.exp(expected.item()), rel=1e-5)
+    perplexity = torchmetrics.text.Perplexity()
+    perplexity.update(module(whole["input_ids"]), whole["labels"])
+    assert found["val/perplexity"] == pytest.approx(perplexity.compute().item(), rel=1e-5)
+
+
+def test_a_validation_remembers_no_other(tiny: None, tmp_path: Path) -> None:
+    data = _data(write_folder(tmp_path / "corpus"), tmp_path / "cache")
+    module = _built()
+    (before,) = _trainer(tmp_path).validate(module, data, verbose=False)
+    with torch.no_grad():
+        module.get_parameter("model.transformer.ln_f.weight").zero_()  # all tokens as likely
+    (after,) = _trainer(tmp_path).validate(module, data, verbose=False)
+    assert before["val/loss"] != pytest.approx(math.log(VOCAB_SIZE), abs=1e-4)
+    assert after["val/loss"] == pytest.approx(math.log(VOCAB_SIZE), abs=1e-6)
 
 
 def test_training_learns_the_text(tiny: None, tmp_path: Path) -> None:

@@ -76,19 +76,73 @@ class LookupInUnits(Lookup):
         return stream.float().square().mean()
 
 
+class Normed(nn.Module):
+    """A unit with norms inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_token = nn.LayerNorm(4)
+        self.by_group = nn.GroupNorm(2, 4)
+        self.layer = nn.Linear(4, 4)
+        for norm in (self.by_token, self.by_group):
+            nn.init.normal_(norm.weight, 1.0, 0.3)
+            nn.init.normal_(norm.bias, 0.0, 0.3)
+
+    def forward(self, stream, batch, dtypes):
+        normed = self.by_group(self.by_token(stream))
+        dtypes |= {"normed": normed.dtype}
+        return stream + self.layer(normed)
+
+
+class LookupBetweenNorms(LookupInUnits):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(2))
+        self.seen_by_hook = [torch.float32]
+
+
+class _Losses(pl.Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, *_):
+        self.losses.append(outputs["loss"].item())
+
+
+def _losses(rank, world_size, folder, strategy):
+    seen = []
+    for name in ("ddp", strategy):
+        model, losses = seeded(LookupBetweenNorms), _Losses()
+        trainer = make_trainer(name, Path(folder), precision="bf16-mixed", callbacks=[losses])
+        trainer.fit(model, DataLoader(torch.arange(8), batch_size=2))
+        seen.append(losses.losses)
+    return seen
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_norms_in_units_train_under_bf16_as_under_ddp(tmp_path, strategy):
+    for ddp, sharded in on_trainer_ranks(_losses, 2, str(tmp_path), strategy):
+        assert len(ddp) > 1
+        assert sharded == pytest.approx(ddp, rel=0.02)
+
+
+def _num_hooks(model):
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
+
+
 def _dtypes(rank, world_size, folder, strategy, build):
     seen = []
     for name in ("ddp", strategy):
         model = build()
-        hooks = [len(module._forward_hooks) for module in model.modules()]
+        hooks = _num_hooks(model)
         trainer = make_trainer(name, Path(folder), precision="bf16-mixed", max_steps=1)
         trainer.fit(model, DataLoader(torch.arange(8), batch_size=2))
-        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        assert _num_hooks(model) == hooks
         seen.append(model.dtypes)
     return seen
 
 
-@pytest.mark.parametrize("build", [Lookup, LookupInUnits])
+@pytest.mark.parametrize("build", [Lookup, LookupInUnits, LookupBetweenNorms])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path, strategy, build):
     for ddp, sharded in on_trainer_ranks(_dtypes, 2, str(tmp_path), strategy, build):

@@ -27,6 +27,7 @@ from lightning_fsdp.core.gradients import GradientUnavailable
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizer_guard import check_class
 from lightning_fsdp.engines import native_state, torch_internals
+from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
     OWNER,
     Engine,
@@ -34,7 +35,6 @@ from lightning_fsdp.engines.base import (
     broadcast_from_rank0,
     owner_of,
 )
-from lightning_fsdp.engines.embeddings import keep_main_dtype
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 from lightning_fsdp.engines.optimizers import hand_over, unmark

@@ -21,8 +21,8 @@ from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.weights import weights
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
-from lightning_fsdp.engines.embeddings import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.undo import give_back
 
 

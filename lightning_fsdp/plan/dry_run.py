@@ -39,7 +39,7 @@ from lightning_fsdp.core.collectives import Communicator, exchanges_in_pairs
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.gradients import gradients
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
-from lightning_fsdp.engines.embeddings import keep_main_dtype
+from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
 from lightning_fsdp.plan import torch_internals

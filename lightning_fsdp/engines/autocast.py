@@ -1,0 +1,72 @@
+"""Embeddings and norms under autocast give what they give in DDP.
+
+    embedding   autocast leaves a lookup in the dtype of its weight, which is fp32 in DDP and
+                decides that of the whole residual stream; here the gathered weight is of lower
+                precision. So what comes out is cast back; its values are those of the weight.
+    norm        an fp32 stream then meets weights of lower precision. On CUDA autocast computes the
+                norm in fp32; on CPU it leaves it alone, and the kernel refuses the mixture. So
+                there the stream is cast, and what comes out is cast back.
+
+Wherever in a unit they lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp.config import MixedPrecisionPolicy
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+@dataclass(frozen=True)
+class _CastOutput:
+    """A forward hook."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _CastInputOnCPU:
+    """A forward hook that comes before."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(arg.to(self.dtype) if arg.device.type == "cpu" else arg for arg in args)
+
+
+def keep_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+    """Cast what embeddings and norms give back to the dtype of their main weights.
+
+    Args:
+        module: Before or after it was sharded.
+        precision: Nothing happens under a policy that is not for use under autocast.
+    """
+    if precision.cast_forward_inputs or precision.param_dtype is None:
+        return
+    for inner in module.modules():
+        weight = getattr(inner, "weight", None)
+        if not isinstance(weight, Tensor) or not isinstance(inner, (*_NORMS, *_EMBEDDINGS)):
+            continue
+        # Next to the module among all hooks: those of the user see what they see in DDP.
+        inner.register_forward_hook(_CastOutput(weight.dtype), prepend=True)
+        if isinstance(inner, _NORMS):
+            inner.register_forward_pre_hook(_CastInputOnCPU(precision.param_dtype))
+
+
+def forget_main_dtype(module: nn.Module) -> None:
+    """Undo :func:`keep_main_dtype`."""
+    for inner in module.modules():
+        for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _CastOutput | _CastInputOnCPU):
+                    del hooks[key]

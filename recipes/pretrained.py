@@ -1,0 +1,70 @@
+"""Models that exist already: in a folder, or under a name on the Hugging Face hub.
+
+Both are read before the strategy shards the model, so every engine takes them; a rank holds the
+whole model on the host until then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from recipes.errors import RecipeError
+
+_Config = TypeVar("_Config", bound=PretrainedConfig)
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+def load_config(name: str, kind: type[_Config]) -> _Config:
+    """The configuration of a model that exists.
+
+    Args:
+        name: A folder with ``config.json``, or a name on the hub.
+        kind: What it has to be.
+
+    Raises:
+        RecipeError: There is none, or it is that of another family.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_pretrained(name, error) from error
+    if not isinstance(config, kind):
+        raise _not_pretrained(name, f"a model of type '{config.model_type}'")
+    return config
+
+
+def load_model(name: str, kind: type[_Model], config: PretrainedConfig) -> _Model:
+    """A model with its weights, to be trained, in torch's default dtype.
+
+    Args:
+        name: A folder with weights, or a name on the hub.
+        kind: What it is.
+        config: Of the model; may differ from the stored one in what weights do not depend on.
+
+    Raises:
+        RecipeError: There are no weights, or not those of the model.
+    """
+    try:
+        # Main weights in the run's dtype, whatever the file's: bf16 ones lose small updates.
+        loaded: Any = kind.from_pretrained(
+            name, config=config, dtype=torch.get_default_dtype(), output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _not_pretrained(name, error) from error
+    model: _Model
+    model, report = loaded
+    # transformers draws new values for what a file lacks, and says so in the log alone.
+    if report["missing_keys"]:
+        raise _not_pretrained(name, f"no weights for {', '.join(sorted(report['missing_keys']))}")
+    model.train()  # from_pretrained leaves it in eval mode
+    return model
+
+
+def _not_pretrained(name: str, why: object) -> RecipeError:
+    return RecipeError(
+        f"pretrained: expected a folder with config.json and weights, or a name on the hub, got "
+        f"'{name}' ({why}). Correct --model.pretrained."
+    )
