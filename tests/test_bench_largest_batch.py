@@ -102,26 +102,6 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
     assert found.search.limit == "1: its memory was not measured"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--largest-batch", "8"], "expected both or none"),
-        (["--device-memory", "1GB"], "expected both or none"),
-        (
-            ["--largest-batch", "8", "--device-memory", "1GB", "--simulate-world", "8"],
-            "--simulate-world and --largest-batch: expected one of them",
-        ),
-        (["--largest-batch", "0", "--device-memory", "1GB"], "expected at least 1, got 0"),
-        (["--largest-batch", "8", "--device-memory", "x"], "expected an amount of memory"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import Limits, measure_limits
 from lightning_fsdp.bench.measure import RankMeasurement
@@ -170,23 +169,6 @@ def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path)
 def test_an_arm_that_was_never_run_is_a_failure():
     arm = Arm(engine="ddp", zero_stage=None, batch_size=1, grad_accum=1)
     assert summarize([arm], [], WORKLOAD)[0].failure == "not run"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--engines", "fsdp9"], "expected some of"),
-        (["--stages", "1"], "expected 2 or 3, got 1"),
-        (["--batch-sizes", "0"], "expected positive numbers, got 0"),
-        (["--config", "nowhere.yaml"], "no file 'nowhere.yaml'"),
-        (["--steps", "1"], "--steps: at least 2"),
-    ],
-)
-def test_wrong_arguments_are_named(arguments, message, capsys):
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_bandwidth_is_measured_between_as_many_processes(tmp_path):

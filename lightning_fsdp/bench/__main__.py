@@ -1,4 +1,8 @@
-"""Command line of the benchmarks; see ``--help``, ``optimizer --help`` and ``plot --help``."""
+"""Command line of the benchmarks; see ``--help``, ``optimizer --help`` and ``plot --help``.
+
+What is chosen with options is one of three: to compare arms, to find their largest batches, or to
+see how they scale over ranks that are only simulated.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +14,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lightning_fsdp.bench import optimizer, output
-from lightning_fsdp.bench.arms import ENGINES, Arm, Workload, choose_arms
+from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
+from lightning_fsdp.bench.options import parse
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run, run_arm, run_arms
 from lightning_fsdp.bench.scaling import networks_of, run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
-from lightning_fsdp.harness.amounts import format_bytes, parse_bytes
+from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.command_line import INTERRUPTED, exit_with
 from lightning_fsdp.harness.environment import describe, environment
 
-_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16", "64": "float64"}
+_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,31 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return optimizer.main(given[1:])
     if given[:1] == ["plot"]:
         return output.main(given[1:])
-    parser = _parser()
-    args = parser.parse_args(given)
-    try:
-        arms = choose_arms(
-            engines=args.engines,
-            zero_stages=args.stages,
-            batch_sizes=args.batch_sizes,
-            grad_accums=args.grad_accum,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    if not args.config.is_file():
-        parser.error(f"--config: no file {str(args.config)!r}. Run from the project's folder.")
-    if args.nproc < 1 or args.steps < 2 or args.repeats < 1 or args.warmup < 0:
-        parser.error("--nproc and --repeats: at least 1; --steps: at least 2; --warmup: at least 0")
-    if (args.largest_batch is None) != (args.device_memory is None):
-        parser.error("--largest-batch and --device-memory: expected both or none of them")
-    if args.largest_batch is not None and args.simulate_world:
-        parser.error("--simulate-world and --largest-batch: expected one of them")
-    if args.largest_batch is not None and args.largest_batch < 1:
-        parser.error(f"--largest-batch: expected at least 1, got {args.largest_batch}")
-    if args.snapshot and (args.warmup < 1 or not torch.cuda.is_available()):
-        parser.error("--snapshot records CUDA's memory in the last warm-up step: expected a CUDA "
-                     f"device and --warmup of at least 1, got {torch.cuda.device_count()} devices "
-                     f"and {args.warmup}")  # fmt: skip
+    parser, args = parse(given)
+    arms = args.arms
     workload = Workload(
         config=args.config,
         num_ranks=args.nproc,
@@ -78,17 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     configuration = {key: _plain(value) for key, value in asdict(workload).items()}
     document = {"command": command, "workload": configuration, **environment()}
     unprofiled = replace(workload, profiled_steps=0)
-    if args.simulate_world:
+    if args.simulate_world is not None:
         return _simulate(parser, args, arms, unprofiled, document)
     if args.largest_batch is not None:
         return _find_largest(arms, unprofiled, args, document)
+    return _compare(arms, workload, args, document)
+
+
+def _compare(
+    arms: Sequence[Arm], workload: Workload, args: argparse.Namespace, document: dict[str, Any]
+) -> int:
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
-    limits = measure_limits(
-        args.nproc,
-        unit_bytes=mean_unit_bytes(runs),
-        dtype=_DTYPES[args.precision.partition("-")[0]],
-        out=args.out / "limits",
-    )
+    num_missing = len(arms) * args.repeats - len(runs)
+    limits = None
+    if not num_missing:
+        limits = measure_limits(
+            args.nproc,
+            unit_bytes=mean_unit_bytes(runs),
+            dtype=_DTYPES[args.precision.partition("-")[0]],
+            out=args.out / "limits",
+        )
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     document["limits"] = None if limits is None else asdict(limits)
@@ -96,10 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output.write(args.out, rows, runs, document)
     table = format_table([asdict(row) for row in rows])
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
+    if num_missing:
+        print(f"interrupted: {num_missing} runs were not made", file=sys.stderr)
+        return INTERRUPTED
     failed = [row for row in rows if row.failure is not None]
     for row in failed:
-        logs = [str(run.log) for run in runs if run.arm.name == row.arm]
-        print(f"error: {row.arm}: {row.failure}; see {logs[0]}", file=sys.stderr)
+        of_arm = [run for run in runs if run.arm.name == row.arm]
+        log = next((run.log for run in of_arm if run.failure is not None), of_arm[0].log)
+        print(f"error: {row.arm}: {row.failure}; see {log}", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -166,73 +160,9 @@ def _find_largest(
     return 1 if without else 0
 
 
-def _amount(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_fsdp.bench",
-        description="Train one recipe under several strategies, in turns, and compare. "
-        "(`optimizer`: another benchmark, of optimizers built before sharding. `plot DIR`: tables "
-        "and pictures of earlier results.)",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[4], help="per rank")
-    parser.add_argument("--grad-accum", nargs="+", type=int, default=[1])
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
-    parser.add_argument("--config", type=Path, default=Path("recipes/gpt2_zero3.yaml"))
-    parser.add_argument("--precision", default="32-true")
-    parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps")
-    parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
-    parser.add_argument("--repeats", type=int, default=2, help="rounds over all arms")
-    simulation = parser.add_argument_group("past this machine (see network.py for the model)")
-    simulation.add_argument(
-        "--simulate-world",
-        nargs="+",
-        type=int,
-        default=[],
-        metavar="N",
-        help="one real process each, among so many ranks that are only modelled",
-    )
-    simulation.add_argument("--bandwidth", type=float, default=10.0, help="of a link, GB/s")
-    simulation.add_argument("--latency", type=float, default=10.0, help="of a message, us")
-    simulation.add_argument("--hosts", type=int, default=1, help="that the largest N are spread on")
-    simulation.add_argument("--host-bandwidth", type=float, help="of a link between hosts, GB/s")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run")
-    parser.add_argument(
-        "--largest-batch",
-        type=int,
-        metavar="CAP",
-        help="in place of comparing: find each arm's largest batch per rank, at most CAP",
-    )
-    parser.add_argument(
-        "--device-memory",
-        type=_amount,
-        metavar="AMOUNT",
-        help="with --largest-batch: what a rank's tensors may take, such as 2GB",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="write a chrome trace of each run's profiled steps"
-    )
-    parser.add_argument(
-        "--peak-flops",
-        type=float,
-        help="of one device per second, for the MFU; by default what matrix products reach here",
-    )
-    parser.add_argument("--snapshot", action="store_true", help="CUDA memory of rank 0, per run")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
-    return parser
-
-
 def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -49,10 +49,18 @@ def run_arms(
         repeats: Rounds over all arms.
         out: Folder for logs and measurements.
         timeout_s: Wall time after which a run is ended, with all its processes.
+
+    Returns:
+        All runs; those so far after Ctrl-C, if there are any.
     """
-    runs = []
-    for repeat, arm in in_turns(arms, repeats):
-        runs.append(run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s))
+    runs: list[Run] = []
+    try:
+        for repeat, arm in in_turns(arms, repeats):
+            run = run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s)
+            runs.append(run)
+    except KeyboardInterrupt:
+        if not runs:
+            raise
     return runs
 
 

@@ -18,6 +18,7 @@ from lightning_fsdp.compare.report import describe_environment, format_report, m
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.compare.runner import Cell, Setup, run_cases, skip_cases
 from lightning_fsdp.compare.verdicts import expectation
+from lightning_fsdp.harness.command_line import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,4 +102,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from lightning_fsdp.checkpoint.contents import FORMS
 from lightning_fsdp.checkpoint.convert import convert
+from lightning_fsdp.harness.command_line import exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,4 +72,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

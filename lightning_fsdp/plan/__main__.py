@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fsdp.harness.amounts import parse_bytes
+from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.report import as_json, format_plan, format_search
@@ -110,4 +110,4 @@ def _amount(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

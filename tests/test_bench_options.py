@@ -1,0 +1,88 @@
+"""Options of the benchmarks: what is wrong, or would be ignored, is named; and Ctrl-C."""
+
+import json
+
+import pytest
+
+from lightning_fsdp.bench import runner
+from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.bench.options import parse
+from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.processes import Failure
+
+SEARCH = ["--largest-batch", "8", "--device-memory", "1GB"]
+SIMULATE = ["--simulate-world", "8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engines", "fsdp9"], "expected some of"),
+        (["--stages", "1"], "expected 2 or 3, got 1"),
+        (["--batch-sizes", "0"], "expected positive numbers, got 0"),
+        (["--config", "nowhere.yaml"], "no file 'nowhere.yaml'"),
+        (["--steps", "1"], "--steps: at least 2"),
+        (["--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--peak-flops", "0"], "--peak-flops: expected more than 0, got 0.0"),
+        (["--snapshot", "--warmup", "0"], "expected a CUDA device and --warmup of at least 1"),
+        (["--largest-batch", "8"], "--largest-batch: expected --device-memory with it"),
+        (["--device-memory", "1GB"], "--device-memory: expected --largest-batch with it"),
+        (["--largest-batch", "0", *SEARCH[2:]], "expected at least 1, got 0"),
+        ([*SEARCH[:2], "--device-memory", "x"], "expected an amount of memory"),
+        ([*SEARCH, *SIMULATE], "--simulate-world and --largest-batch: expected one of them"),
+        ([*SEARCH, "--batch-sizes", "4"], "--batch-sizes: cannot be combined with --largest-batch"),
+        ([*SEARCH, "--repeats", "2"], "--repeats: cannot be combined with --largest-batch"),
+        ([*SEARCH, "--profile"], "--profile: cannot be combined with --largest-batch"),
+        ([*SIMULATE, "--profile"], "--profile: cannot be combined with --simulate-world"),
+        ([*SIMULATE, "--peak-flops", "1"], "--peak-flops: cannot be combined with --simulate"),
+        (["--bandwidth", "1"], "--bandwidth: expected --simulate-world with it"),
+        ([*SEARCH, "--latency", "1"], "--latency: expected --simulate-world with it"),
+        (["--hosts", "2"], "--hosts: expected --simulate-world with it"),
+        (["--host-bandwidth", "2"], "--host-bandwidth: expected --simulate-world with it"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_not_given_has_its_default():
+    _, args = parse([*SIMULATE, "--hosts", "2"])
+    assert (args.bandwidth, args.latency, args.hosts, args.repeats) == (10.0, 10.0, 2, 2)
+    assert {arm.batch_size for arm in args.arms} == {4}
+    assert not args.profile
+
+
+def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def run_command(command, **kwargs):
+        commands.append(command)
+        if len(commands) == 3:
+            raise KeyboardInterrupt
+        return Failure("timed out", "took longer than 1 s")
+
+    monkeypatch.setattr(runner, "run_command", run_command)
+    options = ["--engines", "scratch", "--stages", "3", "--repeats", "1", "--out", str(tmp_path)]
+    assert main(options) == 130
+    assert "interrupted: 1 runs were not made" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    reasons = ["took longer than 1 s", "took longer than 1 s", "not run"]
+    assert [row["failure"] for row in rows] == reasons
+    assert rows[0]["failure_kind"] == "timed out"
+    commands[:] = [None, None]  # the very first run
+    with pytest.raises(KeyboardInterrupt):
+        main(options)
+
+
+def test_a_command_ends_with_its_code_or_with_that_of_an_interrupt(capsys):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    for command, code, says in ((lambda: 3, 3, ""), (interrupted, 130, "interrupted; nothing")):
+        with pytest.raises(SystemExit) as raised:
+            exit_with(command)
+        assert raised.value.code == code
+        assert says in capsys.readouterr().err
