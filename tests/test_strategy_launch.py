@@ -295,6 +295,34 @@ def test_started_by_the_script_or_by_torchrun_the_result_is_that_of_ddp(tmp_path
     assert "Traceback" not in output
 
 
+THREADS = """
+import atexit, os, sys
+
+def tell():
+    names = [open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")]
+    print("THREADS AT EXIT:", *sorted({name.strip() for name in names}))
+
+atexit.register(tell)  # the first to be registered is the last to be called
+from tests.support.trainer import Regressor, make_loader, make_trainer, seeded
+
+if __name__ == "__main__":
+    for _ in range(2):
+        trainer = make_trainer(sys.argv[2], sys.argv[1], devices=2)
+        trainer.fit(seeded(Regressor), make_loader())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for threads in /proc")
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"])
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path, strategy):
+    """It would touch Python's objects, and abort the process now and then."""
+    status, output = Job(tmp_path, [], THREADS, strategy).wait(timeout_s=60)
+    assert status == 0, output
+    lines = [line for line in output.splitlines() if "THREADS AT EXIT" in line]
+    assert len(lines) == 2, output
+    assert not any("gloo" in line or "pt_" in line for line in lines), lines
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
     job = Job(tmp_path, [], SCRIPT, "raise")

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
@@ -49,9 +48,8 @@ class FSDP2Engine(NativeEngine):
             refuse_own_parameters(module, self.name)
         _refuse_what_it_cannot(module)
         originals = dict(module.named_parameters())
-        self._mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         options: dict[str, Any] = {
-            "mesh": self._mesh,
+            "mesh": torch_internals.flat_mesh(device),
             "mp_policy": _policy(precision),
             "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
             if self.cpu_offload

@@ -5,6 +5,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _composable_state
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._runtime_utils import _lazy_init
@@ -36,6 +38,28 @@ def is_compiled(module: nn.Module) -> bool:
 def forget_compiled(module: nn.Module) -> None:
     """Take ``module.compile()`` back, which torch cannot."""
     module.__dict__.pop("_compiled_call_impl", None)
+
+
+_meshes: list[weakref.ref[DeviceMesh]] = []
+
+
+def flat_mesh(device: torch.device) -> DeviceMesh:
+    """All ranks in a row."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    _meshes.append(weakref.ref(mesh))
+    return mesh
+
+
+def let_go_of_groups() -> None:
+    """Drop what meshes keep of process groups, once those are destroyed.
+
+    A mesh lives on in caches of torch's, and with it would the groups and their threads.
+    """
+    for reference in _meshes:
+        mesh = reference()
+        if mesh is not None:
+            mesh._pg_registry.clear()
+    _meshes.clear()
 
 
 def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:

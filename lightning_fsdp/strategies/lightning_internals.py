@@ -8,6 +8,7 @@ are the interface for subclasses and are overridden where they belong.)
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -38,6 +39,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_fsdp.engines.torch_internals import let_go_of_groups
+
 
 def script_launcher(
     environment: ClusterEnvironment, num_processes: int, num_nodes: int
@@ -56,9 +59,7 @@ def init_process_group(
 ) -> None:
     """Start the default process group, unless there is one; see to it that it is destroyed.
 
-    Lightning destroys NCCL groups at exit and leaves gloo's threads running; they then abort the
-    interpreter now and then ("terminate called without an active exception"). A group that was
-    there before belongs to whoever made it.
+    A group that was there before belongs to whoever made it.
     """
     reset_seed()  # the launcher passes the seed on in the environment
     if dist.is_initialized():
@@ -67,8 +68,20 @@ def init_process_group(
     store = _store_after_restart(environment, timeout)
     options: dict[str, Any] = {} if store is None else {"store": store}
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id, **options)
-    atexit.unregister(_destroy_dist_connection)  # once, also for NCCL
-    atexit.register(_destroy_dist_connection)
+    atexit.unregister(_destroy_dist_connection)  # Lightning does so for NCCL alone
+    atexit.unregister(_end_process_groups)
+    atexit.register(_end_process_groups)
+
+
+def _end_process_groups() -> None:
+    """Destroy all groups, and let go of them, so that gloo's threads end.
+
+    Those would touch Python's objects while the interpreter ends, which aborts it now and then:
+    "terminate called without an active exception" (pytorch issue 190489).
+    """
+    _destroy_dist_connection()
+    let_go_of_groups()
+    gc.collect()
 
 
 def _store_after_restart(
