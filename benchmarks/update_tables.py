@@ -1,4 +1,4 @@
-"""Put measured tables into README.md and docs/design.md, between their markers.
+"""Put measured tables into README.md and docs/design.md, between their markers; and pictures beside.
 
 make bench && python benchmarks/update_tables.py bench runs/bench/report.md
 python benchmarks/core_step.py --out benchmarks/results/core_step.json
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ from lightning_fsdp.harness.environment import describe
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
 GUIDE = ROOT / "docs" / "fsdp1-vs-fsdp2.md"  # written by `make guide`
+PICTURES = ROOT / "docs" / "pictures"
+SHOWN = {"bench": ("time_breakdown.png", "memory_over_time.png")}  # of the report's folder
 UNITS = {"written_bytes": ("written GB", 1e9), "payload_bytes": ("payload GB", 1e9)}
 GIB = ("peak GiB", 2**30)
 
@@ -160,6 +163,9 @@ def main() -> None:
         table = "\n".join([describe(document), "", *TABLES[name](document)])
     else:
         table = source.read_text().split("\n## ")[0].strip()  # the report's first table
+    for picture in SHOWN.get(name, ()):
+        PICTURES.mkdir(exist_ok=True)
+        shutil.copy(source.parent / "plots" / picture, PICTURES / picture)
     (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
     put(page, name, table)
 
