@@ -1,4 +1,4 @@
-"""Put measured tables into README.md and docs/design.md, between their markers; and pictures beside.
+"""Put measured tables between the markers of README.md and docs/design.md, and pictures beside.
 
 make bench && python benchmarks/update_tables.py bench runs/bench/report.md
 python benchmarks/core_step.py --out benchmarks/results/core_step.json
