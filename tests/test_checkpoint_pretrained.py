@@ -1,5 +1,6 @@
 """Folders of safetensors: from any engine to transformers, and back."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -313,6 +314,33 @@ def _fit(rank, world_size, folder):
 
 def test_a_model_trained_here_gives_the_same_logits_in_transformers(tmp_path):
     on_trainer_ranks(_fit, 2, str(tmp_path), timeout_s=110)
+
+
+class _Loads(GPT2):
+    folder = None
+
+    def on_train_start(self):
+        load_pretrained(self, self.folder)
+
+
+def _load_and_fit(rank, world_size, folder):
+    start = seeded(lambda: GPT2(size="nano", vocab_size=61, max_seq_len=16))
+    start.configure_model()
+    if rank == 0:
+        start.model.save_pretrained(folder)
+    dist.barrier()
+    for strategy in SHARDED:
+        loads = seeded(lambda: _Loads(size="nano", vocab_size=61, max_seq_len=16), seed=2)
+        loads.folder = folder
+        starts = copy.deepcopy(start)
+        for model in (loads, starts):
+            make_trainer(strategy, Path(folder), max_steps=2).fit(model, _loader())
+        assert torch.equal(_logits(loads.model), _logits(starts.model)), strategy
+        assert not torch.equal(_logits(loads.model), _logits(start.model))
+
+
+def test_a_hook_loads_weights_under_every_strategy(tmp_path):
+    on_trainer_ranks(_load_and_fit, 2, str(tmp_path / "weights"), timeout_s=110)
 
 
 # -- experts, which are stored one by one and computed with together ------------------------------

@@ -38,6 +38,7 @@ from lightning_fsdp.core.layout import Box
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.base import owner_of
+from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.native import NativeEngine
 from lightning_fsdp.engines.native_state import named_wholes
 
@@ -153,7 +154,7 @@ def load_pretrained(
         NotImplementedError: Weights that are stored in another form than the module's.
     """
     model = _model_in(module)
-    targets = {name: tensor for name, (tensor, _) in _tensors_in(model, module).items()}
+    targets = _targets_in(model, module)
     ranks = Ranks()
     doing = f"load_pretrained {os.fspath(directory)!r}"
     with ExitStack() as stack:
@@ -201,6 +202,14 @@ def _model_in(module: nn.Module) -> nn.Module:
     return model
 
 
+def _targets_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
+    """What weights are read into: slices of what is sharded."""
+    engine = owner_of(root)
+    if isinstance(engine, FSDP1Engine) and engine.parameters:
+        return _refuse_values(engine.state_dict_of_pieces(model))
+    return {name: tensor for name, (tensor, _) in _tensors_in(model, root).items()}
+
+
 def _tensors_in(model: nn.Module, root: nn.Module) -> dict[str, tuple[Tensor, int]]:
     """The tensors of the state dict, sharded as they are, with the same number where tied.
 
@@ -213,18 +222,20 @@ def _tensors_in(model: nn.Module, root: nn.Module) -> dict[str, tuple[Tensor, in
             raise TypeError(
                 f"{name or type(root).__name__}: expected a module that is plain or sharded by "
                 "fully_shard, got FullyShardedDataParallel, which hides the elements that a rank "
-                "has. Save the whole LightningModule, inside of FSDP1Strategy; load before the "
-                "Trainer shards it (configure_model), or with another strategy."
+                "has. Give the whole LightningModule, inside of FSDP1Strategy."
             )
-    found = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    state = _refuse_values(model.state_dict(keep_vars=True))
+    return {name: (tensor, id(tensor)) for name, tensor in state.items()}
+
+
+def _refuse_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{name!r}: expected a tensor, got {type(value).__name__}: safetensors files hold "
                 "nothing else. Save a checkpoint of the Trainer."
             )
-        found[name] = (value, id(value))
-    return found
+    return dict(state)
 
 
 def _holds_piece(module: nn.Module) -> bool:

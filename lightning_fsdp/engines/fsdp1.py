@@ -148,6 +148,10 @@ class FSDP1Engine(NativeEngine):
         start, _ = self._places[name][dist.get_rank()]
         return FlatPiece(self.piece(piece), self.shapes[name], start)
 
+    def state_dict_of_pieces(self, part: nn.Module | None = None) -> dict[str, Any]:
+        """``state_dict()`` of the module, or of a part of it, with slices; tied ones are one."""
+        return native_state.state_dict_with(self, self.flat_piece, lambda buffer: buffer, part=part)
+
     @override
     def sharded_state(self, module: nn.Module) -> ShardedState:
         return _StateOfPieces(self, module) if self.parameters else ShardedState(module)
@@ -278,8 +282,7 @@ class _StateOfPieces(ShardedState):
     def of_module(self) -> dict[str, Any]:
         if self._engine.module is None:
             return super().of_module()
-        engine = self._engine
-        return native_state.state_dict_with(engine, engine.flat_piece, lambda buffer: buffer)
+        return self._engine.state_dict_of_pieces()
 
     @override
     def parameters(self) -> dict[str, nn.Parameter]:

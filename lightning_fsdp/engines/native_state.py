@@ -61,6 +61,8 @@ def state_dict_with(
     engine: Pieces,
     of_parameter: Callable[[str, Tensor], Tensor],
     of_buffer: Callable[[Tensor], Tensor],
+    *,
+    part: nn.Module | None = None,
 ) -> dict[str, Any]:
     """The module's ``state_dict()`` as it was before sharding, with these values.
 
@@ -68,10 +70,11 @@ def state_dict_with(
         engine: Has sharded the module.
         of_parameter: Takes original name and sharded parameter; called once for tied ones.
         of_buffer: Takes a buffer, detached.
+        part: Of the module; by default all of it.
     """
     values: dict[str, Tensor] = {}
     state: dict[str, Any] = {}
-    for key, (name, value) in _keyed(engine, None).items():
+    for key, (name, value) in _keyed(engine, part).items():
         if name is not None and name not in values:
             values[name] = of_parameter(name, engine.parameters[name])
         if name is not None:
