@@ -39,17 +39,24 @@ class _CastInputOnCPU:
     """A forward hook that comes before."""
 
     dtype: torch.dtype
+    device_type: str | None
 
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(arg.to(self.dtype) if arg.device.type == "cpu" else arg for arg in args)
+        return tuple(arg.to(self.dtype) if self._is_on_cpu(arg) else arg for arg in args)
+
+    def _is_on_cpu(self, tensor: Tensor) -> bool:
+        return (self.device_type or tensor.device.type) == "cpu"
 
 
-def keep_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
+def keep_main_dtype(
+    module: nn.Module, precision: MixedPrecisionPolicy, device_type: str | None = None
+) -> None:
     """Cast what embeddings and norms give back to the dtype of their main weights.
 
     Args:
         module: Before or after it was sharded.
         precision: Nothing happens under a policy that is not for use under autocast.
+        device_type: Where the module is to be thought to compute; by default where its inputs are.
     """
     if precision.cast_forward_inputs or precision.param_dtype is None:
         return
@@ -60,7 +67,7 @@ def keep_main_dtype(module: nn.Module, precision: MixedPrecisionPolicy) -> None:
         # Next to the module among all hooks: those of the user see what they see in DDP.
         inner.register_forward_hook(_CastOutput(weight.dtype), prepend=True)
         if isinstance(inner, _NORMS):
-            inner.register_forward_pre_hook(_CastInputOnCPU(precision.param_dtype))
+            inner.register_forward_pre_hook(_CastInputOnCPU(precision.param_dtype, device_type))
 
 
 def forget_main_dtype(module: nn.Module) -> None:

@@ -202,7 +202,7 @@ def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
             unit_calls.apply(model, None, checkpointing=block_classes(model), compiles=False)
         forget()
         shard_model(model, plan_of_stage(run.zero_stage), mesh=mesh, mp_policy=precision.policy)
-        keep_main_dtype(model, precision.policy)
+        keep_main_dtype(model, precision.policy, "cuda" if run.backend == "nccl" else "cpu")
         yield _Training(model, run, precision, num_parameters)
 
 
