@@ -107,7 +107,7 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     monkeypatch.setattr(command, "run_arms", run_arms)
     config = tmp_path / "recipe.yaml"
     config.touch()
-    given = ["--config", str(config), "--engines", "scratch", "--stages", "3"]
+    given = ["--config", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]
     assert main([*given, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert told.out.count("FAILED") == 3
