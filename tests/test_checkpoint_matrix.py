@@ -72,7 +72,9 @@ class Run:
         self.module = self.wrapped = Model(seed)
         self.engine = None
         if ENGINES[kind] is None:
-            self.wrapped = DistributedDataParallel(self.module)
+            # Which keeps its buckets: DDP otherwise makes others after the first step of any run,
+            # and sums of more than two ranks then round in another order.
+            self.wrapped = DistributedDataParallel(self.module, find_unused_parameters=True)
         else:
             self.engine = ENGINES[kind](zero_stage=zero_stage, units=["Layer"], cpu_offload=False)
         if self.engine and self.engine.shows_whole_shapes:
@@ -163,8 +165,7 @@ def _read(rank, world_size, root, kind):
         assert run.module.mark.tolist() == [10, 10], what  # that of rank 0
         assert_equal(run.whole(), expected["then"], what)
         run.train(range(NUM_STEPS, 2 * NUM_STEPS))
-        # DDP sums in an order of its own in the first step after any start, which shows beyond two.
-        is_same = (writer, writers) == (kind, world_size) and not (kind == "ddp" and writers > 2)
+        is_same = (writer, writers) == (kind, world_size)
         tolerance = 0 if is_same else 5e-7
         found = run.whole()
         for name, theirs in expected["later"]["model"].items():
