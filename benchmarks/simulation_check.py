@@ -54,6 +54,7 @@ CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bo
 CONTROL_CASES = CASES[:1]  # what goes wrong in communication has to show there
 SIZES = tuple(2**n for n in (12, 16, 18, 20, 22, 23, 24, 25))  # bytes of whole tensors
 CALLS = 12  # per size
+CACHES_BYTES = 2**28  # written to empty them
 WORLD_SIZE = 2
 TOLERANCE = 0.15
 LIMIT_S = 1200.0  # for one start of processes
@@ -136,8 +137,11 @@ def wait_at_once() -> AbstractContextManager[object]:
 
 
 def time_collectives() -> list[tuple[str, int, float, float]]:
-    """Kind, bytes, seconds and processor seconds of one call after the other."""
-    calls = []
+    """Kind, bytes, seconds and processor seconds of one call after the other.
+
+    Before each one the caches are emptied, as by the computation between collectives of a step.
+    """
+    calls, in_caches = [], torch.zeros(CACHES_BYTES // 4)
     world_size = dist.get_world_size()
     for nbytes in SIZES:
         whole = torch.ones(nbytes // 4)
@@ -150,6 +154,7 @@ def time_collectives() -> list[tuple[str, int, float, float]]:
         for kind, call in kind_to_call.items():
             call()
             for _ in range(CALLS):
+                in_caches.add_(1)
                 dist.barrier()
                 start_s, start_cpu_s = time.perf_counter(), time.process_time()
                 call()
