@@ -1,8 +1,11 @@
 # Every target installs what it needs into .venv first, with the versions of constraints.txt.
 # Another interpreter: make test PYTHON=python3.12
+# Another torch, in an environment of its own: make test TORCH=2.11.0
 
 PYTHON ?= python3
-VENV := .venv
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH ?= $(PINNED_TORCH)
+VENV := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-torch-$(TORCH))
 RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.installed
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -63,10 +66,10 @@ tensorboard: $(READY) ## Open the logs of all runs at http://localhost:6006
 
 clean: ## Remove runs and caches; keep .venv
 	rm -rf runs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## Remove .venv as well
-	rm -rf $(VENV)
+distclean: clean ## Remove .venv as well, and those of other torches
+	rm -rf .venv .venv-torch-*
 
 # The stamp is written last, so an installation that was interrupted anywhere is repeated, and a
 # .venv whose own pip does not answer (interrupted creation, a Python that went away) is rebuilt.
@@ -77,5 +80,6 @@ $(READY): pyproject.toml constraints.txt
 	            "Name one with: make PYTHON=python3.12" >&2; exit 1; }; \
 	    echo "creating $(VENV) with $$($(PYTHON) --version)"; \
 	    $(PYTHON) -m venv --clear $(VENV); }
-	$(RUN) pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(RUN) pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
