@@ -20,7 +20,8 @@ from lightning_fsdp.bench.runner import Run, run_arm
 from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
-    config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=5, timed_steps=20,
+    config=Path("recipe.yaml"), num_ranks=2, accelerator="cpu", precision="32-true",
+    warmup_steps=5, timed_steps=20,
     profiled_steps=0, observed_steps=2,
 )  # fmt: skip
 ARMS = [

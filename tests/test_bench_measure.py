@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fsdp.bench.measure import Measure, RankMeasurement, _num_tokens
-from lightning_fsdp.bench.memory import thinned
+from lightning_fsdp.bench.memory import mean_over_time, thinned
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
@@ -118,7 +118,7 @@ def _is_whole(measured, grad_accum):
         assert parts["overlapped_s"] >= 0
     assert max(nbytes for _, nbytes in measured.timeline) <= measured.peak_bytes
     assert sum(measured.peak_by_kind.values()) == measured.peak_bytes
-    assert measured.resting_bytes < measured.peak_bytes
+    assert measured.resting_bytes < measured.mean_bytes < measured.peak_bytes
     assert measured.flops_per_token > 0
     assert measured.fit_s > sum(measured.step_s)
     assert measured.peak_rss_bytes is None or measured.peak_rss_bytes > measured.peak_bytes
@@ -172,6 +172,11 @@ def test_a_failed_sample_is_absent_and_utilization_is_sampled_through_the_whole_
     assert len(moments) >= 2
     assert moments[-1] > 0.4
     assert all(percent > 0 for _, percent in cpu.samples)
+
+
+def test_a_mean_counts_bytes_for_as_long_as_they_are_alive():
+    assert mean_over_time([(1.0, 100), (4.0, 10), (5.0, 10**9)]) == (3 * 100 + 1 * 10) / 4
+    assert mean_over_time([(1.0, 100)]) == 100
 
 
 def test_thinning_keeps_the_highest_point():

@@ -20,11 +20,13 @@ SIMULATE = ["--simulate-world", "8"]
         (["--engines", "fsdp9"], "expected some of"),
         (["--stages", "1"], "expected 2 or 3, got 1"),
         (["--batch-sizes", "0"], "expected positive numbers, got 0"),
-        (["--config", "nowhere.yaml"], "no file 'nowhere.yaml'"),
+        (["--recipe", "nowhere"], "expected one of gpt2_xl_zero3, gpt2_zero2, "),
         (["--steps", "1"], "--steps: at least 2"),
         (["--precision", "fp8"], "invalid choice: 'fp8'"),
         (["--peak-flops", "0"], "--peak-flops: expected more than 0, got 0.0"),
-        (["--snapshot", "--warmup", "0"], "expected a CUDA device and --warmup of at least 1"),
+        (["--snapshot", "--warmup", "0"], "expected --accelerator cuda and --warmup"),
+        (["--accelerator", "cuda"], "expected a CUDA device per rank, so 2, got 0"),
+        ([*SIMULATE, "--accelerator", "cuda"], "expected a CUDA device per rank, so 1, got 0"),
         (["--largest-batch", "8"], "--largest-batch: expected --device-memory with it"),
         (["--device-memory", "1GB"], "--device-memory: expected --largest-batch with it"),
         (["--largest-batch", "0", *SEARCH[2:]], "expected at least 1, got 0"),
@@ -53,6 +55,16 @@ def test_what_is_not_given_has_its_default():
     assert (args.bandwidth, args.latency, args.hosts, args.repeats) == (10.0, 10.0, 2, 2)
     assert {arm.batch_size for arm in args.arms} == {4}
     assert not args.profile
+    assert args.config.read_text().startswith("# GPT-2 nano under ZeRO-3")
+
+
+def test_a_recipe_is_named_or_is_a_file(tmp_path):
+    _, args = parse(["--recipe", "qwen_zero2"])
+    assert args.config.parts[-2:] == ("recipes", "qwen_zero2.yaml")
+    mine = tmp_path / "mine.yaml"
+    mine.touch()
+    _, args = parse(["--recipe", str(mine)])
+    assert args.config == mine
 
 
 def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, capsys):

@@ -107,7 +107,7 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     monkeypatch.setattr(command, "run_arms", run_arms)
     config = tmp_path / "recipe.yaml"
     config.touch()
-    given = ["--config", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]
+    given = ["--recipe", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]
     assert main([*given, "--out", str(tmp_path)]) == 1
     told = capsys.readouterr()
     assert told.out.count("FAILED") == 3
@@ -230,6 +230,6 @@ def test_a_snapshot_without_cuda_is_refused_by_name(tmp_path, capsys):
     config = tmp_path / "recipe.yaml"
     config.touch()
     with pytest.raises(SystemExit) as raised:
-        main(["--snapshot", "--config", str(config)])
+        main(["--snapshot", "--recipe", str(config)])
     assert raised.value.code == 2
     assert "--snapshot records CUDA's memory" in capsys.readouterr().err

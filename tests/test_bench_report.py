@@ -15,7 +15,8 @@ from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
-    config=Path("recipe.yaml"), num_ranks=2, precision="32-true", warmup_steps=1, timed_steps=3,
+    config=Path("recipe.yaml"), num_ranks=2, accelerator="cpu", precision="32-true",
+    warmup_steps=1, timed_steps=3,
     profiled_steps=1, observed_steps=1,
 )  # fmt: skip
 
@@ -172,12 +173,13 @@ def test_an_arm_that_was_never_run_is_a_failure():
 
 
 def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
-    limits = measure_limits(2, unit_bytes=2**16, dtype="float32", out=tmp_path)
+    limits = measure_limits(2, accelerator="cpu", unit_bytes=2**16, dtype="float32", out=tmp_path)
     assert limits.unit_bytes == 2**16
     ways = limits.gather_bytes_per_s, limits.reduce_bytes_per_s, limits.pair_bytes_per_s
     assert limits.bytes_per_s == max(ways) > 0
     assert limits.flops_per_s > 0
-    assert measure_limits(2, unit_bytes=2**16, dtype="float31", out=tmp_path) is None
+    wrong = {"unit_bytes": 2**16, "dtype": "float31"}
+    assert measure_limits(2, accelerator="cpu", **wrong, out=tmp_path) is None
     assert "float31" in (tmp_path / "limits.txt").read_text()
 
 

@@ -345,7 +345,8 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
     )  # fmt: skip
     failed = Point(**arm, world_size=64, failure="exit code 1: boom")
     network = Network(world_size=64, **FAST)
-    write_scaling(tmp_path, [alone, fine, failed], network, {"command": "x", **environment()})
+    document = {"command": "x", "workload": {"accelerator": "cpu"}, **environment()}
+    write_scaling(tmp_path, [alone, fine, failed], network, document)
     report = (tmp_path / "scaling.md").read_text()
     assert all(assumption in report for assumption in network.assumptions())
     assert "FAILED" in report

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     workload = Workload(
         config=args.config,
         num_ranks=args.nproc,
+        accelerator=args.accelerator,
         precision=args.precision,
         warmup_steps=args.warmup,
         timed_steps=args.steps,
@@ -75,6 +76,7 @@ def _compare(
     if not num_missing:
         limits = measure_limits(
             args.nproc,
+            accelerator=args.accelerator,
             unit_bytes=mean_unit_bytes(runs),
             dtype=_DTYPES[args.precision.partition("-")[0]],
             out=args.out / "limits",
@@ -136,8 +138,9 @@ def _find_largest(
 ) -> int:
     def run(arm: Arm, of: Workload, out: Path) -> Run:
         done = run_arm(arm, of, repeat=0, out=out, timeout_s=args.timeout)
-        peaks = [format_bytes(rank.peak_bytes or 0) for rank in done.ranks]
-        said = done.failure or f"at most {' '.join(peaks)}"
+        peaks = [rank.peak_bytes for rank in done.ranks]
+        known = " ".join("?" if peak is None else format_bytes(peak) for peak in peaks)
+        said = done.failure or f"at most {known}"
         print(f"{arm.name}, {of.total_steps} steps, {done.wall_s:.0f} s: {said}", flush=True)
         return done
 

@@ -2,9 +2,10 @@
 
 ::
 
-    python -m lightning_fsdp.bench.among_simulated NETWORK recipes.train fit --trainer.num_nodes 64
+    python -m lightning_fsdp.bench.among_simulated NETWORK cpu recipes.train fit ...
 
-``NETWORK`` is a :class:`Network` as JSON. The group is there before the module asks for one.
+``NETWORK`` is a :class:`Network` as JSON, what follows is where the model
+computes. The group is there before the module asks for one.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_fsdp.bench.network import Network
-from lightning_fsdp.bench.simulated import BACKEND, simulated
+from lightning_fsdp.bench.simulated import simulated
 
 
 def main() -> None:
     """Run it."""
-    _, description, module, *arguments = sys.argv
+    _, description, device_type, module, *arguments = sys.argv
     sys.argv = [module, *arguments]
     # For Lightning: somebody else started all processes, and this is the first.
     os.environ |= {"LOCAL_RANK": "0", "NODE_RANK": "0"}
-    with simulated(Network(**json.loads(description))):
+    with simulated(Network(**json.loads(description)), device_type):
         _simulate_every_group()
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -37,7 +38,7 @@ def _simulate_every_group() -> None:
     new_group = dist.new_group
 
     def new_simulated_group(*args: Any, **kwargs: Any) -> Any:
-        return new_group(*args, **{**kwargs, "backend": BACKEND})
+        return new_group(*args, **{**kwargs, "backend": dist.get_backend()})
 
     dist.new_group = new_simulated_group
 

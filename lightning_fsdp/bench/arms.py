@@ -21,6 +21,7 @@ class Workload:
     Attributes:
         config: YAML of the recipe that is trained.
         num_ranks: Processes of the arms that share the work.
+        accelerator: Where they compute: ``cpu`` or ``cuda``.
         precision: Of the Trainer.
         warmup_steps: Optimizer steps before the clock starts.
         timed_steps: Optimizer steps on the clock.
@@ -34,6 +35,7 @@ class Workload:
 
     config: Path
     num_ranks: int
+    accelerator: str
     precision: str
     warmup_steps: int
     timed_steps: int
@@ -101,7 +103,7 @@ class Arm:
         return [
             *("fit", "--config", str(workload.config)),
             *("--trainer.strategy", strategy),
-            *("--trainer.accelerator", "cpu"),
+            *("--trainer.accelerator", workload.accelerator),
             *("--trainer.devices", str(self.num_processes(workload))),
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),

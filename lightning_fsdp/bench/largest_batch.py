@@ -56,7 +56,13 @@ class Found:
 
 
 def find_largest(
-    arms: Sequence[Arm], workload: Workload, run: RunArm, *, cap: int, device_bytes: int, out: Path
+    arms: Sequence[Arm],
+    workload: Workload,
+    run: RunArm,
+    *,
+    cap: int,
+    device_bytes: int | None,
+    out: Path,
 ) -> list[Found]:
     """Search for each arm; their own batch sizes do not matter.
 
@@ -65,7 +71,7 @@ def find_largest(
         workload: What a run at full length does.
         run: Runs an arm once.
         cap: The largest batch to try.
-        device_bytes: What all tensors of a rank may take together.
+        device_bytes: What all tensors of a rank may take together; ``None``: the device decides.
         out: Folder for all runs.
     """
     short = replace(workload, warmup_steps=1, timed_steps=1)
@@ -108,8 +114,8 @@ def write_found(out: Path, found: Sequence[Found], document: dict[str, Any]) -> 
     (out / "largest_batch.md").write_text(f"{describe(document)}\n\n{format_found(found)}\n")
 
 
-def _why_not(run: Run, device_bytes: int) -> str | None:
-    if run.failure is not None:
+def _why_not(run: Run, device_bytes: int | None) -> str | None:
+    if run.failure is not None or device_bytes is None:
         return run.failure
     peak_bytes = _peak_bytes(run)
     if peak_bytes is None:

@@ -26,7 +26,7 @@ from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatte
 from lightning_fsdp.harness.processes import run_command
 
 _ROUNDS = 15
-_WIDTH = 1024  # of the matrices that are multiplied
+_WIDTH = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied
 _TIMEOUT_S = 120.0
 
 
@@ -55,11 +55,14 @@ class Limits:
         return max((speed for speed in ways if speed is not None), default=None)
 
 
-def measure_limits(num_ranks: int, *, unit_bytes: int, dtype: str, out: Path) -> Limits | None:
+def measure_limits(
+    num_ranks: int, *, accelerator: str, unit_bytes: int, dtype: str, out: Path
+) -> Limits | None:
     """Measure in processes of their own.
 
     Args:
         num_ranks: Ranks.
+        accelerator: Where they compute: ``cpu`` or ``cuda``.
         unit_bytes: Of one gathered unit.
         dtype: Of the products, a name in ``torch``.
         out: Folder for a log and the figures.
@@ -71,6 +74,7 @@ def measure_limits(num_ranks: int, *, unit_bytes: int, dtype: str, out: Path) ->
     path = out / "limits.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lightning_fsdp.bench.limits", "--dtype", dtype]
+    command += ["--accelerator", accelerator]
     command += ["--ranks", str(num_ranks), "--bytes", str(unit_bytes), "--out", str(path)]
     failure = run_command(command, log=out / "limits.txt", timeout_s=_TIMEOUT_S)
     return None if failure is not None else Limits(**json.loads(path.read_text()))
@@ -85,13 +89,13 @@ def mean_unit_bytes(runs: Sequence[Run]) -> int:
     return 2**20
 
 
-def _measure(
-    rank: int, num_ranks: int, unit_bytes: int, dtype: str, meeting: str, out: str
-) -> None:
-    is_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if is_cuda else torch.device("cpu")
+def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
+    num_ranks, unit_bytes, dtype = args.ranks, args.bytes, args.dtype
+    device = torch.device("cuda", rank) if args.accelerator == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)  # as the arms
-    backend = "nccl" if is_cuda else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks
     )
@@ -99,7 +103,8 @@ def _measure(
     assert group is not None
     shard = torch.ones(max(1, unit_bytes // 4 // num_ranks), device=device)
     whole = shard.new_empty(shard.numel() * num_ranks)
-    left = torch.ones(_WIDTH, _WIDTH, dtype=getattr(torch, dtype), device=device)
+    width = _WIDTH[device.type]
+    left = torch.randn(width, width, device=device).to(getattr(torch, dtype))
     gather_s = _seconds(lambda: all_gather_single(whole, shard, group=group), device)
     reduce_s = _seconds(lambda: reduce_scatter_single(shard, whole, group=group), device)
     pairs_s = _seconds(lambda: _exchange(shard, whole.view(num_ranks, -1), rank), device)
@@ -113,10 +118,10 @@ def _measure(
         gather_bytes_per_s=sent / gather_s if sent else None,
         reduce_bytes_per_s=sent / reduce_s if sent else None,
         pair_bytes_per_s=sent / pairs_s if sent else None,
-        flops_per_s=2 * _WIDTH**3 / product_s,
+        flops_per_s=2 * width**3 / product_s,
     )
     if rank == 0:
-        Path(out).write_text(json.dumps(asdict(found)))
+        Path(args.out).write_text(json.dumps(asdict(found)))
     dist.destroy_process_group()
 
 
@@ -146,13 +151,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--accelerator", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     if not isinstance(getattr(torch, args.dtype, None), torch.dtype):
         parser.error(f"--dtype: expected the name of a dtype of torch, got {args.dtype!r}")
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (args.ranks, args.bytes, args.dtype, f"{folder}/ranks", args.out)
-        spawn(_measure, args=arguments, nprocs=args.ranks)  # type: ignore[no-untyped-call]
+        spawn(_measure, args=(args, f"{folder}/ranks"), nprocs=args.ranks)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from typing_extensions import override
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver
 from lightning_fsdp.bench.parts import StepProfiler
-from lightning_fsdp.bench.simulated import Usage, find_usage
+from lightning_fsdp.bench.simulated import find_usage
 from lightning_fsdp.bench.theory import model_units
+from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
 from lightning_fsdp.core.collectives import Communicator
@@ -54,6 +55,7 @@ class RankMeasurement:
         resting_bytes: Parameters, gradients, buffers and optimizer state between two steps.
         peak_bytes: Most bytes of tensors alive at once on the device, resting ones included.
         peak_by_kind: Those by owner.
+        mean_bytes: Bytes of tensors over an observed step, each for as long as it was alive.
         timeline: Seconds since the start of an observed step, bytes alive.
         peak_rss_bytes: Most bytes that the process had in memory, from its start to the end of the
             timed steps.
@@ -84,6 +86,7 @@ class RankMeasurement:
     resting_bytes: int | None = None
     peak_bytes: int | None = None
     peak_by_kind: dict[str, int] | None = None
+    mean_bytes: float | None = None
     timeline: list[tuple[float, int]] | None = None
     peak_rss_bytes: int | None = None
     cuda_peak_allocated_bytes: int | None = None
@@ -301,6 +304,7 @@ class Measure(L.Callback):
         measured = self.measured
         measured.peak_bytes = seen.peak_bytes
         measured.peak_by_kind = observed.peak_by_kind
+        measured.mean_bytes = observed.mean_bytes
         measured.timeline = observed.timeline
         if observed.flops and self._tokens_of_first_observed:
             measured.flops_per_token = observed.flops / self._tokens_of_first_observed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ class Observed:
         num_steps: How many there were.
         peak_by_kind: Bytes by owner at the moment with most bytes.
         timeline: Of the last step: seconds since its start, bytes alive. Tracking stretches it.
+        mean_bytes: Over that step.
         flops: Of the first micro-batch's forward and backward, on this rank.
     """
 
@@ -33,6 +35,7 @@ class Observed:
     num_steps: int
     peak_by_kind: dict[str, int]
     timeline: list[tuple[float, int]]
+    mean_bytes: float
     flops: float
 
 
@@ -77,7 +80,9 @@ class StepObserver:
             for i in range(start, stop + 1)
         ]
         highest = max(moments, key=lambda of_owners: sum(of_owners.values()))
-        return Observed(seen, self._num_steps, highest, thinned(line), self._flops)
+        return Observed(
+            seen, self._num_steps, highest, thinned(line), mean_over_time(line), self._flops
+        )
 
     def _tell(self) -> None:
         self._ledger.settle()
@@ -87,6 +92,17 @@ class StepObserver:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._flops, self._counter = float(self._counter.get_total_flops()), None
+
+
+def mean_over_time(line: Sequence[tuple[float, int]]) -> float:
+    """Bytes, each for as long as they were alive.
+
+    Args:
+        line: Seconds, bytes from then on; by seconds, from the first to the last of which it goes.
+    """
+    held = sum(n * (until - since) for (since, n), (until, _) in itertools.pairwise(line))
+    seconds = line[-1][0] - line[0][0]
+    return held / seconds if seconds else float(line[0][1])
 
 
 def thinned(line: Sequence[tuple[float, int]], most: int = MOST_POINTS) -> list[tuple[float, int]]:

@@ -90,8 +90,12 @@ class Network:
         duration_s = steps * self.latency_us * 1e-6 + sent_bytes / bytes_per_s
         return Cost(sent_bytes, duration_s, occupied_s=self.host_share * duration_s)
 
-    def assumptions(self) -> list[str]:
-        """What a reader of a figure has to know, a sentence each."""
+    def assumptions(self, device_type: str = "cpu") -> list[str]:
+        """What a reader of a figure has to know, a sentence each.
+
+        Args:
+            device_type: Where rank 0 computes: ``cpu`` or ``cuda``.
+        """
         links = f"{self.bandwidth_gb_s:g} GB/s per rank and direction, {self.latency_us:g} us"
         if self.num_hosts > 1 and self.host_bandwidth_gb_s is not None:
             links += (
@@ -111,15 +115,22 @@ class Network:
             "What overlaps is what overlaps on CPU: FSDP1 and FSDP2 prefetch on CUDA streams, and "
             "wait for most of their collectives here at once."
         )
+        if device_type == "cuda":
+            overlap = (
+                "Streams overlap as they do with NCCL, whose kernels take more of the device from "
+                "what they overlap with than one that copies and spins."
+            )
         others = (
             "Every rank computes as long as rank 0, whose computation is real: there are no "
             "stragglers. The others are taken to hold what rank 0 holds, so losses mean nothing."
         )
-        host = (
+        copies = (
             f"A transfer occupies the processor for {self.host_share:.0%} of its time, or for as "
             "long as the copies into rank 0's memory take, which are real."
         )
-        return [f"Links: {links}.", ring, order, overlap, others, host]
+        if device_type == "cuda":
+            copies = "The copies into rank 0's memory are real, and count as part of the transfer."
+        return [f"Links: {links}.", ring, order, overlap, others, copies]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,18 +66,25 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         )
     except ValueError as error:
         parser.error(str(error))
-    if not args.config.is_file():
-        parser.error(f"--config: no file {str(args.config)!r}. Run from the project's folder.")
     if args.nproc < 1 or args.steps < 2 or args.repeats < 1 or args.warmup < 0:
         parser.error("--nproc and --repeats: at least 1; --steps: at least 2; --warmup: at least 0")
+    if args.largest_batch is not None and args.device_memory is None and args.accelerator == "cpu":
+        parser.error("--largest-batch: expected --device-memory with it, or --accelerator cuda")
     if args.largest_batch is not None and args.largest_batch < 1:
         parser.error(f"--largest-batch: expected at least 1, got {args.largest_batch}")
     if args.peak_flops is not None and not args.peak_flops > 0:
         parser.error(f"--peak-flops: expected more than 0, got {args.peak_flops}")
-    if args.snapshot and (args.warmup < 1 or not torch.cuda.is_available()):
+    num_devices = torch.cuda.device_count()
+    num_wanted = args.nproc if args.simulate_world is None else 1
+    if args.accelerator == "cuda" and num_devices < num_wanted:
         parser.error(
-            "--snapshot records CUDA's memory in the last warm-up step: expected a CUDA device "
-            f"and --warmup of at least 1, got {torch.cuda.device_count()} devices and {args.warmup}"
+            f"--accelerator cuda: expected a CUDA device per rank, so {num_wanted}, got "
+            f"{num_devices}. Lower --nproc, or leave it at --accelerator cpu"
+        )
+    if args.snapshot and (args.warmup < 1 or args.accelerator != "cuda"):
+        parser.error(
+            "--snapshot records CUDA's memory in the last warm-up step: expected --accelerator "
+            f"cuda and --warmup of at least 1, got {args.accelerator} and {args.warmup}"
         )
     return parser, args
 
@@ -85,8 +93,6 @@ def _refuse_what_would_be_ignored(parser: argparse.ArgumentParser, given: set[st
     chosen = [mode for mode in _MODES if mode in given]
     if len(chosen) > 1:
         parser.error(f"{' and '.join(_MODES.values())}: expected one of them")
-    if "largest_batch" in given and "device_memory" not in given:
-        parser.error("--largest-batch: expected --device-memory with it")
     for name, mode in _ONLY_WITH.items():
         if name in given and mode not in chosen:
             parser.error(f"{_option(name)}: expected {_MODES[mode]} with it")
@@ -105,6 +111,21 @@ def _amount(text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _recipe(name: str) -> Path:
+    """The YAML file of a recipe, by its name or as itself."""
+    # Where they lie; to import them is for those above this package.
+    found = importlib.util.find_spec("recipes")
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    for path in paths:
+        if path.stem == name:
+            return path
+    if Path(name).is_file():
+        return Path(name)
+    known = ", ".join(path.stem for path in paths)
+    raise argparse.ArgumentTypeError(f"expected one of {known}, or a YAML file, got {name!r}")
 
 
 def _adder(group: Any) -> Callable[..., None]:
@@ -134,7 +155,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-sizes", "per rank", nargs="+", type=int)
     parser.add_argument("--grad-accum", nargs="+", type=int, default=[1])
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
-    parser.add_argument("--config", type=Path, default=Path("recipes/gpt2_zero3.yaml"))
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="of a rank")
+    parser.add_argument(
+        "--recipe",
+        dest="config",
+        type=_recipe,
+        default="gpt2_zero3",
+        metavar="NAME",
+        help="of a file in recipes/, or a YAML file; strategy and batch are those of an arm",
+    )
     parser.add_argument("--precision", default="32-true", choices=_PRECISIONS)
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps")
     parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before them")
@@ -163,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--largest-batch", "per rank, of each arm, at most CAP", type=int, metavar="CAP")
     add(
         "--device-memory",
-        "what a rank's tensors may take, such as 2GB",
+        "what a rank's tensors may take, such as 2GB; on CUDA, else all that the device has",
         type=_amount,
         metavar="AMOUNT",
     )

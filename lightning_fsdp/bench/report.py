@@ -30,6 +30,7 @@ class Row:
         step_ms_q1: First quartile.
         step_ms_q3: Third quartile.
         peak_bytes: Per rank.
+        mean_bytes: Per rank, over a step.
         resting_bytes: Per rank, between two optimizer steps.
         collectives: Calls per optimizer step of rank 0, by kind.
         collective_bytes: Bytes that rank 0 passes to them per optimizer step, by kind.
@@ -72,6 +73,7 @@ class Row:
     step_ms_q1: float | None = None
     step_ms_q3: float | None = None
     peak_bytes: tuple[int | None, ...] = ()
+    mean_bytes: tuple[float | None, ...] = ()
     resting_bytes: tuple[int | None, ...] = ()
     collectives: dict[str, float] | None = None
     collective_bytes: dict[str, float] | None = None
@@ -164,6 +166,7 @@ def _summarize_arm(
         step_ms_q1=low * 1e3,
         step_ms_q3=high * 1e3,
         peak_bytes=tuple(rank.peak_bytes for rank in runs[0].ranks),
+        mean_bytes=tuple(rank.mean_bytes for rank in runs[0].ranks),
         resting_bytes=tuple(rank.resting_bytes for rank in runs[0].ranks),
         collectives=first.collectives,
         collective_bytes=first.collective_bytes,

@@ -124,7 +124,8 @@ def _limits(arms: Sequence[ArmResult]) -> str:
 
 def _memory(arms: Sequence[ArmResult]) -> str:
     names = {
-        "peak_bytes": "peak of tensors", "resting_bytes": "between steps",
+        "peak_bytes": "peak of tensors", "mean_bytes": "mean over a step",
+        "resting_bytes": "between steps",
         "peak_rss_bytes": "peak of the process", "cuda_peak_allocated_bytes": "CUDA allocated",
         "cuda_peak_reserved_bytes": "CUDA reserved",
     }  # fmt: skip
@@ -167,6 +168,7 @@ def _missing(results: Results) -> list[str]:
     asked: dict[str, Callable[[ArmResult], Any]] = {
         "Tokens/s": lambda arm: arm.get("tokens_per_s"),
         "Peak of tensors": lambda arm: arm.worst("peak_bytes"),
+        "Mean of tensors": lambda arm: arm.worst("mean_bytes"),
         "Peak of the process": lambda arm: arm.worst("peak_rss_bytes"),
         "CUDA memory": lambda arm: arm.worst("cuda_peak_reserved_bytes"),
         "Memory by owner": lambda arm: arm.first_rank("peak_by_kind"),

@@ -122,7 +122,8 @@ def _among(workload: Workload, network: Network) -> Workload:
         *("--trainer.num_nodes", str(network.world_size)),
         *("--data.val_fraction", "0"),  # nothing is validated, and so many ranks want much of it
     )
-    launcher = "lightning_fsdp.bench.among_simulated", json.dumps(asdict(network))
+    module, description = "lightning_fsdp.bench.among_simulated", json.dumps(asdict(network))
+    launcher = module, description, workload.accelerator
     return replace(workload, overrides=overrides, launcher=launcher)
 
 

@@ -29,7 +29,7 @@ def write_scaling(
         for point in points:
             calls = None if point.calls is None else json.dumps(point.calls)
             writer.writerow({**asdict(point), "calls": calls})
-    assumptions = largest.assumptions()
+    assumptions = largest.assumptions(document["workload"]["accelerator"])
     results = {
         **document,
         "network": asdict(largest),

@@ -8,26 +8,14 @@
 Every other rank is taken to hold what this one holds: a gather fills all slots with this rank's
 shard, a sum is this rank's part times the number of ranks. So values stay finite, and no more.
 
-Collectives wait in one queue. A thread moves the data, and then sleeps until the time is over that
-the network would have taken; whoever waits for the collective waits that long:
-
-    issued     A  B
-    network    [   A   ][   B   ]     end = max(issued, end of the one before) + modelled duration
-    waiting           A         B
-
-CPU only: what overlaps on CUDA is a matter of its streams, which this thread does not know.
+Collectives go one after another, in the order in which they were started: those of tensors on CPU
+by a thread (``transfers_on_host.py``), those on CUDA by a stream (``transfers_on_cuda.py``).
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,106 +24,30 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_fsdp.bench.network import Cost, Network
+from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
+from lightning_fsdp.bench.transfers_on_host import HostTransfers
+from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.core.agreement import BACKENDS_WITHOUT_OTHERS
 
-BACKEND = "simulated"
-_BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
-
-_Future = torch.futures.Future[list[Tensor]]
+# By the name engines see which device's tensors a group moves.
+DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}
 
 
-@dataclass
-class Usage:
-    """What collectives took so far, those of all groups together.
-
-    Attributes:
-        calls: By kind of collective.
-        sent_bytes: By this rank.
-        busy_s: Seconds of transfer, as modelled.
-        waited_s: Seconds for which the program waited for transfers: exposed communication.
-        sees_waits: False once a wait went unseen: DDP waits where Python does not look.
-        late_s: Seconds by which transfers took longer here than on the network. Where they count,
-            the figures are this machine's and not the model's.
-    """
-
-    calls: Counter[str] = field(default_factory=Counter)
-    sent_bytes: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0
-    sees_waits: bool = True
-    late_s: float = 0.0
-
-    def copy(self) -> Usage:
-        """As it is now."""
-        return replace(self, calls=Counter(self.calls))
-
-    def per_step_since(self, before: Usage, num_steps: int) -> dict[str, Any]:
-        """JSON: what each of some steps took; ``waited_s`` is null where waits went unseen."""
-        calls = self.calls - before.calls
-        waited_s = (self.waited_s - before.waited_s) / num_steps
-        return {
-            "calls": {kind: n / num_steps for kind, n in calls.items()},
-            "sent_bytes": (self.sent_bytes - before.sent_bytes) / num_steps,
-            "busy_s": (self.busy_s - before.busy_s) / num_steps,
-            "waited_s": waited_s if self.sees_waits else None,
-            "late_s": (self.late_s - before.late_s) / num_steps,
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class _Transfer:
-    """A collective in the queue.
-
-    Attributes:
-        move: Writes the results here, and keeps the tensors until then.
-        cost: On the network.
-        issued_s: When it was started.
-        future: Done when it is over; its value is ``result``.
-        result: What DDP reads.
-    """
-
-    move: Callable[[], None]
-    cost: Cost
-    issued_s: float
-    future: _Future
-    result: list[Tensor]
-
-
-class _Work(dist.Work):
-    """What an asynchronous collective returns."""
-
-    def __init__(self, future: _Future, usage: Usage) -> None:
-        super().__init__()
-        self._future = future
-        self._usage = usage
-
-    @override
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        start_s = time.perf_counter()
-        self._future.wait()
-        self._usage.waited_s += time.perf_counter() - start_s
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    @override
-    def get_future(self) -> _Future:
-        self._usage.sees_waits = False
-        return self._future
-
-
-class _Queue:
-    """One transfer after another, by a thread of its own."""
+class _Transfers:
+    """Those of all groups together, by the device of their tensors."""
 
     def __init__(self, network: Network) -> None:
-        self.network = network
-        self.usage = Usage()
-        self._transfers: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="simulated network", daemon=True)
-        self._thread.start()
+        self._usage = Usage()
+        self._network = network
+        self._on_host = HostTransfers(network, self._usage)
+        self._on_cuda: dict[torch.device, CudaTransfers] = {}
+
+    def settled_usage(self) -> Usage:
+        """What they took so far; waits for those on CUDA."""
+        for transfers in self._on_cuda.values():
+            transfers.settle()
+        return self._usage
 
     def start(
         self,
@@ -145,50 +57,22 @@ class _Queue:
         *,
         move: Callable[[], None],
         result: list[Tensor],
-    ) -> _Work:
-        """Put a collective into the queue; see :meth:`Network.cost`."""
-        cost = self.network.cost(kind, nbytes, group_size)
-        self.usage.calls[kind] += 1
-        self.usage.sent_bytes += cost.sent_bytes
-        self.usage.busy_s += cost.duration_s
-        future = _Future()
-        self._transfers.put(_Transfer(move, cost, time.perf_counter(), future, result))
-        return _Work(future, self.usage)
+    ) -> dist.Work:
+        """Start a collective; see :meth:`Network.cost`."""
+        transfers: HostTransfers | CudaTransfers = self._on_host
+        if result and result[0].is_cuda:
+            transfers = self._of(result[0].device)
+        return transfers.start(kind, nbytes, group_size, move=move, result=result)
 
     def close(self) -> None:
-        """End the thread, after all that is in the queue."""
-        self._transfers.put(None)
-        self._thread.join()
+        """End the thread, after all that is in its queue."""
+        self._on_host.close()
 
-    def _run(self) -> None:
-        end_s = 0.0
-        while (transfer := self._transfers.get()) is not None:
-            end_s = max(transfer.issued_s, end_s) + transfer.cost.duration_s
-            try:
-                occupied_until_s = time.thread_time() + transfer.cost.occupied_s
-                with torch.no_grad():
-                    transfer.move()
-                    _occupy_core(occupied_until_s)
-            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
-                transfer.future.set_exception(error)  # type: ignore[arg-type]
-                continue
-            remaining_s = end_s - time.perf_counter()
-            if remaining_s > 0:
-                time.sleep(remaining_s)
-            else:
-                end_s -= remaining_s
-                self.usage.late_s -= remaining_s
-            transfer.future.set_result(transfer.result)
-            del transfer  # and its tensors, which must not outlive the wait
-
-
-def _occupy_core(until_s: float) -> None:
-    """Compute up to that time of this thread, as a network stack does; Python runs on meanwhile."""
-    if time.thread_time() >= until_s:
-        return
-    source, target = torch.empty(2, _BURNT_NUMEL)
-    while time.thread_time() < until_s:
-        target.copy_(source)
+    def _of(self, device: torch.device) -> CudaTransfers:
+        if device not in self._on_cuda:
+            transfers = CudaTransfers(self._network, self._usage, device, Pace.of(device))
+            self._on_cuda[device] = transfers
+        return self._on_cuda[device]
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -197,15 +81,15 @@ class SimulatedGroup(dist.ProcessGroup):
     torch 2.13 renamed some of them, and asks for the new names or the old: both are here.
     """
 
-    def __init__(self, transfers: _Queue, rank: int, world_size: int) -> None:
+    def __init__(self, transfers: _Transfers, backend: str, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)  # type: ignore[call-arg]
         self._transfers = transfers
-        self._name = BACKEND
+        self._backend = self._name = backend
 
     @property
     def usage(self) -> Usage:
         """What collectives took so far, those of all groups together."""
-        return self._transfers.usage
+        return self._transfers.settled_usage()
 
     # torch registers the group under the name that it sets, and asks for it here.
 
@@ -219,7 +103,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's)
         """The name that the group was asked for by."""
-        return BACKEND
+        return self._backend
 
     def all_gather_single(self, output: Tensor, mine: Tensor, opts: Any = None) -> dist.Work:
         """This rank's shard lands in every slot."""
@@ -351,11 +235,15 @@ def _nothing() -> None:
 
 
 @contextmanager
-def simulated(network: Network) -> Iterator[Usage]:
+def simulated(network: Network, device_type: str = "cpu") -> Iterator[Usage]:
     """Within, this process is rank 0 of ``network.world_size`` ranks that train together.
 
+    Args:
+        network: The ranks and their links.
+        device_type: Where the model computes: ``cpu`` or ``cuda``.
+
     Returns:
-        What the collectives took so far; grows.
+        What the collectives took so far; grows. On CUDA, :func:`find_usage` brings it up to date.
 
     Raises:
         RuntimeError: There is a process group already.
@@ -365,17 +253,18 @@ def simulated(network: Network) -> Iterator[Usage]:
             "a simulated network: expected no process group, got one. Call "
             "destroy_process_group() first."
         )
-    transfers = _Queue(network)
+    transfers, backend = _Transfers(network), DEVICE_TO_BACKEND[device_type]
 
     def create(store: object, rank: int, world_size: int, timeout: object) -> SimulatedGroup:
-        return SimulatedGroup(transfers, rank, world_size)
+        return SimulatedGroup(transfers, backend, rank, world_size)
 
-    dist.Backend.register_backend(BACKEND, create, devices=["cpu"])
-    BACKENDS_WITHOUT_OTHERS.add(BACKEND)
+    # What ranks agree on is on CPU, wherever they compute.
+    dist.Backend.register_backend(backend, create, devices=sorted({"cpu", device_type}))
+    BACKENDS_WITHOUT_OTHERS.add(backend)
     store = HashStore()
-    dist.init_process_group(BACKEND, rank=0, world_size=network.world_size, store=store)
+    dist.init_process_group(backend, rank=0, world_size=network.world_size, store=store)
     try:
-        yield transfers.usage
+        yield transfers.settled_usage()
     finally:
         dist.destroy_process_group()
         transfers.close()

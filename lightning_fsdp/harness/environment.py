@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections import Counter
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def environment() -> dict[str, Any]:
@@ -21,17 +24,22 @@ def environment() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit or None,
         "versions": {name: version(name) for name in packages},
-        "machine": {"processor": _processor(), "cores": os.cpu_count()},
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "gpus": _gpus()},
     }
 
 
 def describe(document: dict[str, Any]) -> str:
     """One sentence about where and how the figures came about."""
     machine, versions = document["machine"], document["versions"]
+    gpus = "".join(f", {n} {name}" for name, n in Counter(machine.get("gpus", ())).items())
     return (
-        f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores; torch "
+        f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores{gpus}; torch "
         f"{versions['torch']}, Lightning {versions['lightning']}; `{document['command']}`"
     )
+
+
+def _gpus() -> list[str]:
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def _processor() -> str:

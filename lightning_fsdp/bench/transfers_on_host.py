@@ -1,0 +1,141 @@
+"""The simulated network for tensors on CPU: one queue, and a thread that sleeps.
+
+The thread moves the data, and then sleeps until the time is over that the network would have taken;
+whoever waits for the collective waits that long:
+
+    issued     A  B
+    network    [   A   ][   B   ]     end = max(issued, end of the one before) + modelled duration
+    waiting           A         B
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fsdp.bench.network import Cost, Network
+from lightning_fsdp.bench.usage import Usage
+
+_BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
+
+_Future = torch.futures.Future[list[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Transfer:
+    """A collective in the queue.
+
+    Attributes:
+        move: Writes the results here, and keeps the tensors until then.
+        cost: On the network.
+        issued_s: When it was started.
+        future: Done when it is over; its value is ``result``.
+        result: What DDP reads.
+    """
+
+    move: Callable[[], None]
+    cost: Cost
+    issued_s: float
+    future: _Future
+    result: list[Tensor]
+
+
+class _Work(dist.Work):
+    """What an asynchronous collective returns."""
+
+    def __init__(self, future: _Future, usage: Usage) -> None:
+        super().__init__()
+        self._future = future
+        self._usage = usage
+
+    @override
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        start_s = time.perf_counter()
+        self._future.wait()
+        self._usage.waited_s += time.perf_counter() - start_s
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    @override
+    def get_future(self) -> _Future:
+        self._usage.sees_waits = False
+        return self._future
+
+
+class HostTransfers:
+    """One transfer after another, by a thread of its own.
+
+    Args:
+        network: Says what a transfer costs.
+        usage: Counts.
+    """
+
+    def __init__(self, network: Network, usage: Usage) -> None:
+        self.network = network
+        self.usage = usage
+        self._transfers: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="simulated network", daemon=True)
+        self._thread.start()
+
+    def start(
+        self,
+        kind: str,
+        nbytes: int,
+        group_size: int,
+        *,
+        move: Callable[[], None],
+        result: list[Tensor],
+    ) -> _Work:
+        """Put a collective into the queue; see :meth:`Network.cost`."""
+        cost = self.network.cost(kind, nbytes, group_size)
+        self.usage.count(kind, cost)
+        future = _Future()
+        self._transfers.put(_Transfer(move, cost, time.perf_counter(), future, result))
+        return _Work(future, self.usage)
+
+    def close(self) -> None:
+        """End the thread, after all that is in the queue."""
+        self._transfers.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        end_s = 0.0
+        while (transfer := self._transfers.get()) is not None:
+            end_s = max(transfer.issued_s, end_s) + transfer.cost.duration_s
+            try:
+                occupied_until_s = time.thread_time() + transfer.cost.occupied_s
+                with torch.no_grad():
+                    transfer.move()
+                    _occupy_core(occupied_until_s)
+            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+                transfer.future.set_exception(error)  # type: ignore[arg-type]
+                continue
+            remaining_s = end_s - time.perf_counter()
+            if remaining_s > 0:
+                time.sleep(remaining_s)
+            else:
+                end_s -= remaining_s
+                self.usage.late_s -= remaining_s
+            transfer.future.set_result(transfer.result)
+            del transfer  # and its tensors, which must not outlive the wait
+
+
+def _occupy_core(until_s: float) -> None:
+    """Compute up to that time of this thread, as a network stack does; Python runs on meanwhile."""
+    if time.thread_time() >= until_s:
+        return
+    source, target = torch.empty(2, _BURNT_NUMEL)
+    while time.thread_time() < until_s:
+        target.copy_(source)

@@ -1,0 +1,54 @@
+"""What a simulated network was used for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_fsdp.bench.network import Cost
+
+
+@dataclass
+class Usage:
+    """What collectives took so far, those of all groups together.
+
+    Attributes:
+        calls: By kind of collective.
+        sent_bytes: By this rank.
+        busy_s: Seconds of transfer, as modelled.
+        waited_s: Seconds for which the program waited for transfers: exposed communication.
+        sees_waits: False once a wait went unseen: DDP waits where Python does not look, and on CUDA
+            torch's FSDP lets streams of its own wait.
+        late_s: Seconds by which transfers took longer here than on the network. Where they count,
+            the figures are this machine's and not the model's.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    sees_waits: bool = True
+    late_s: float = 0.0
+
+    def count(self, kind: str, cost: Cost) -> None:
+        """A collective was started."""
+        self.calls[kind] += 1
+        self.sent_bytes += cost.sent_bytes
+        self.busy_s += cost.duration_s
+
+    def copy(self) -> Usage:
+        """As it is now."""
+        return replace(self, calls=Counter(self.calls))
+
+    def per_step_since(self, before: Usage, num_steps: int) -> dict[str, Any]:
+        """JSON: what each of some steps took; ``waited_s`` is null where waits went unseen."""
+        calls = self.calls - before.calls
+        waited_s = (self.waited_s - before.waited_s) / num_steps
+        return {
+            "calls": {kind: n / num_steps for kind, n in calls.items()},
+            "sent_bytes": (self.sent_bytes - before.sent_bytes) / num_steps,
+            "busy_s": (self.busy_s - before.busy_s) / num_steps,
+            "waited_s": waited_s if self.sees_waits else None,
+            "late_s": (self.late_s - before.late_s) / num_steps,
+        }
