@@ -1,14 +1,25 @@
 # Every target installs what it needs into .venv first, with the versions of constraints.txt.
-# Another interpreter: make test PYTHON=python3.12
+# Another interpreter: make test PYTHON=python3.12 (VENV=.venv-3.12 beside another .venv)
 # Another torch, in an environment of its own: make test TORCH=2.11.0
 
 PYTHON ?= python3
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED_TORCH)
-VENV := .venv$(if $(filter-out $(PINNED_TORCH),$(TORCH)),-torch-$(TORCH))
+IS_PINNED := $(filter $(PINNED_TORCH),$(TORCH))
+VENV := .venv$(if $(IS_PINNED),,-torch-$(TORCH))
+# Torches differ in the setuptools that they admit.
+PINS := 's/^torch==.*/torch==$(TORCH)/$(if $(IS_PINNED),,; /^setuptools==/d)'
 RUN := $(VENV)/bin/python -m
 READY := $(VENV)/.installed
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+ifeq ($(origin PYTHON),command line)
+    VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+    THERE := $(if $(wildcard $(VENV)/bin/python),$(shell $(VENV)/bin/python $(VERSION)))
+    ifneq ($(THERE),$(if $(THERE),$(shell $(PYTHON) $(VERSION))))
+        $(error PYTHON=$(PYTHON): $(VENV) has Python $(THERE). Name another: VENV=.venv-other)
+    endif
+endif
 
 BENCH_ARGS ?=
 COMPARE_ARGS ?=
@@ -68,8 +79,8 @@ clean: ## Remove runs and caches; keep .venv
 	rm -rf runs build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## Remove .venv as well, and those of other torches
-	rm -rf .venv .venv-torch-*
+distclean: clean ## Remove .venv as well, and the others beside it
+	rm -rf .venv .venv-*
 
 # The stamp is written last, so an installation that was interrupted anywhere is repeated, and a
 # .venv whose own pip does not answer (interrupted creation, a Python that went away) is rebuilt.
@@ -80,6 +91,6 @@ $(READY): pyproject.toml constraints.txt
 	            "Name one with: make PYTHON=python3.12" >&2; exit 1; }; \
 	    echo "creating $(VENV) with $$($(PYTHON) --version)"; \
 	    $(PYTHON) -m venv --clear $(VENV); }
-	@sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	@sed $(PINS) constraints.txt > $(VENV)/constraints.txt
 	$(RUN) pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@
