@@ -68,7 +68,11 @@ def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        state: Any = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.13: one, or none
+            groups = [group for group in (state._fsdp_param_group,) if group is not None]
+        for group in groups:
             for fsdp_parameter in group.fsdp_params:
                 if id(fsdp_parameter) not in seen:
                     seen.add(id(fsdp_parameter))
