@@ -7,8 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lightning_fsdp.bench import __main__ as command
-from lightning_fsdp.bench import output, plots
+from lightning_fsdp.bench import modes, output, plots
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.plots import PICTURES
@@ -74,7 +73,7 @@ def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
 
 def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):
     runs = [measured(arm, losses=(5.0, math.nan)) for arm in arms()]
-    rows = command.summarize(arms(), runs, workload())
+    rows = modes.summarize(arms(), runs, workload())
     output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
 
     def refuse(name):
@@ -91,7 +90,7 @@ def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "PICTURES", {"tokens_per_s": fail})
     runs = [measured(arm) for arm in arms()]
-    rows = command.summarize(arms(), runs, workload())
+    rows = modes.summarize(arms(), runs, workload())
     with pytest.raises(RuntimeError, match="no pictures today"):
         output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
     assert len(read(tmp_path).arms) == 3
@@ -104,7 +103,7 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     def run_arms(chosen, workload, *, repeats, out, timeout_s):
         return [Run(arm, 0, 1.0, out / "log.txt", failure="exit code 1: boom") for arm in chosen]
 
-    monkeypatch.setattr(command, "run_arms", run_arms)
+    monkeypatch.setattr(modes, "run_arms", run_arms)
     config = tmp_path / "recipe.yaml"
     config.touch()
     given = ["--recipe", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]
