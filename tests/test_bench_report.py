@@ -147,6 +147,10 @@ def test_each_arm_is_compared_with_what_the_machine_allows():
     assert rows[2].times_limit == pytest.approx(200 / 100)
     unlimited = summarize(chosen, runs, WORKLOAD)
     assert [row.communication_limit_ms for row in unlimited] == [0, None, None]
+    assert rows[2].theory["payload_bytes"] == sent[2]
+    on_cuda = summarize(chosen, runs, replace(WORKLOAD, accelerator="cuda"), limits=LIMITS)[2]
+    assert on_cuda.theory["sent_bytes"] == sent[2]
+    assert on_cuda.theory["payload_bytes"] == (3 * 1000 + 2 * 3000 - 4000) / 2 + 4000
     mixed = summarize(chosen, runs, replace(WORKLOAD, precision="bf16-mixed"))
     assert [row.theory for row in mixed] == [None, None, None], "who says which dtypes travel"
 

@@ -233,6 +233,7 @@ def _with_limits(
             units=as_facts(units),
             grad_accum=row.grad_accum,
             world_size=row.num_processes,
+            backend="nccl" if workload.accelerator == "cuda" else "gloo",
         )
     sent = row.sent_bytes if theory is None else theory.sent_bytes
     communication_ms = None
