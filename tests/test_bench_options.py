@@ -41,6 +41,10 @@ SIMULATE = ["--simulate-world", "8"]
         ([*SEARCH, "--latency", "1"], "--latency: expected --simulate-world with it"),
         (["--hosts", "2"], "--hosts: expected --simulate-world with it"),
         (["--host-bandwidth", "2"], "--host-bandwidth: expected --simulate-world with it"),
+        ([*SIMULATE, "--nproc", "4"], "--nproc: cannot be combined with --simulate-world"),
+        ([*SIMULATE, "--host-bandwidth", "2"], "--host-bandwidth: expected --hosts of 2 or more"),
+        (["--nproc", "0"], "--nproc and --repeats: at least 1"),
+        (["--timeout", "0"], "--timeout: expected more than 0, got 0.0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):

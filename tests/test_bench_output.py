@@ -11,6 +11,7 @@ from lightning_fsdp.bench import modes, output, plots
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.plots_over_time import loss_curve
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.runner import Run
@@ -232,3 +233,40 @@ def test_a_snapshot_without_cuda_is_refused_by_name(tmp_path, capsys):
         main(["--snapshot", "--recipe", str(config)])
     assert raised.value.code == 2
     assert "--snapshot records CUDA's memory" in capsys.readouterr().err
+
+
+def _without_arms_of_runs(document):
+    document["runs"] = [{"ranks": []}]
+
+
+def _with_ranks_without_losses(document):
+    del document["runs"][0]["ranks"][0]["losses"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda document: document.update(rows=[1]),
+        lambda document: document.update(rows=None),
+        lambda document: document["rows"][0].update(batch_size="4"),
+        lambda document: document.update(runs=None),
+        lambda document: document.pop("command"),
+        _without_arms_of_runs,
+        _with_ranks_without_losses,
+    ],
+)
+def test_results_that_are_damaged_are_refused_by_name(tmp_path, capsys, damage):
+    results = results_of(**SMALL)
+    damage(results.document)
+    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    assert "results.json: expected the results of" in capsys.readouterr().err
+
+
+def test_ranks_with_different_numbers_of_losses_are_wrong_and_everything_comes_out(
+    tmp_path, no_pictures
+):
+    results = results_of(**SMALL)
+    arm = results.arms[1]
+    del arm.runs[0]["ranks"][0]["losses"][-2:]
+    assert len(loss_curve(arm)[1]) == 3
+    output.derive(folder_of(results, tmp_path))

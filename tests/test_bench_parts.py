@@ -55,6 +55,19 @@ def test_what_nobody_saw_is_null_and_not_zero():
     assert (parts.data_s, parts.whole_s) == (1, 9)
 
 
+def test_a_device_of_which_a_profiler_sees_nothing_is_null_and_not_idle():
+    profiler = StepProfiler(CPU, world_size=1, waits_unseen=False)
+    profiler.start()
+    profiler.enter("compute")
+    torch.ones(2).sum()
+    profiler.end_step()
+    profiler.stop()
+    assert profiler.parts()[0].compute_s > 0
+    profiler._device = torch.device("cuda")  # it has no events of one, as without permission
+    (parts,) = profiler.parts()
+    assert (parts.compute_s, parts.exposed_s, parts.other_s) == (None, None, None)
+
+
 def _compute(seconds):
     matrix, start = torch.ones(300, 300), time.perf_counter()
     while time.perf_counter() - start < seconds:

@@ -69,6 +69,25 @@ def test_one_process_takes_the_sequences_of_all_ranks():
         assert arguments[arguments.index("--trainer.strategy") + 1] == f"{engine}_zero2"
 
 
+def test_references_in_mixed_precision_have_an_optimizer_that_lightning_clips():
+    def is_unfused(arm, precision):
+        arguments = arm.recipe_arguments(replace(WORKLOAD, precision=precision), Path("out"))
+        return "--model.optimizer.fused false" in " ".join(arguments)
+
+    assert [is_unfused(arm, "bf16-mixed") for arm in arms()] == [True, True, False]
+    for precision in ("32-true", "bf16-true"):
+        assert not any(is_unfused(arm, precision) for arm in arms())
+
+
+def test_half_precision_may_leave_the_reference_by_more_and_not_by_anything():
+    for precision in ("bf16-mixed", "bf16-true", "16-mixed"):
+        for gap, kind in ((5 * LOSS_TOLERANCE, None), (0.1, "wrong losses")):
+            _, ddp, scratch = arms()
+            runs = [measured(ddp), measured(scratch, losses=(5.0, 4.0 + gap))]
+            rows = summarize([ddp, scratch], runs, replace(WORKLOAD, precision=precision))
+            assert rows[1].failure_kind == kind
+
+
 def test_tokens_per_second_is_all_tokens_over_all_time_not_a_mean_of_rates():
     arm = arms()[1]
     (row,) = summarize([arm], [measured(arm)], WORKLOAD)
@@ -147,6 +166,10 @@ def test_each_arm_is_compared_with_what_the_machine_allows():
     assert rows[2].times_limit == pytest.approx(200 / 100)
     unlimited = summarize(chosen, runs, WORKLOAD)
     assert [row.communication_limit_ms for row in unlimited] == [0, None, None]
+    assert rows[2].theory["payload_bytes"] == sent[2]
+    on_cuda = summarize(chosen, runs, replace(WORKLOAD, accelerator="cuda"), limits=LIMITS)[2]
+    assert on_cuda.theory["sent_bytes"] == sent[2]
+    assert on_cuda.theory["payload_bytes"] == (3 * 1000 + 2 * 3000 - 4000) / 2 + 4000
     mixed = summarize(chosen, runs, replace(WORKLOAD, precision="bf16-mixed"))
     assert [row.theory for row in mixed] == [None, None, None], "who says which dtypes travel"
 

@@ -107,6 +107,13 @@ def test_a_transfer_takes_its_modelled_time_with_the_copy_in_it(transfers, clock
     assert transfers.usage.calls == {"all_gather": 1}
 
 
+@pytest.mark.parametrize(("kind", "copy_s"), [("reduce_scatter", 0.05), ("broadcast", 0.0)])
+def test_a_transfer_takes_its_modelled_time_when_little_is_copied(transfers, clock, kind, copy_s):
+    clock.copy_s = copy_s
+    transfers.start(kind, NBYTES, 2, move=clock.copy, result=[]).wait()
+    assert clock.main.now_s == pytest.approx(NETWORK.cost(kind, NBYTES, 2).duration_s)
+
+
 def test_what_computes_meanwhile_is_not_waited_for(transfers, clock):
     work = gather(transfers, clock)
     clock.work(0.75)

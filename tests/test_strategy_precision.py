@@ -109,11 +109,27 @@ class _Losses(pl.Callback):
         self.losses.append(outputs["loss"].item())
 
 
-def _losses(rank, world_size, folder, strategy):
+class TiedLookup(LookupBetweenNorms):
+    """Its head is its embedding, as in the recipes."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, self.embedding.num_embeddings, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch, batch_idx):
+        stream, self.dtypes = self.embedding(batch), {}
+        for block in self.blocks:
+            stream = block(stream, batch, self.dtypes)
+        return nn.functional.cross_entropy(self.head(stream).float(), batch)
+
+
+def _losses(rank, world_size, folder, strategy, build=LookupBetweenNorms, **options):
     seen = []
     for name in ("ddp", strategy):
-        model, losses = seeded(LookupBetweenNorms), _Losses()
-        trainer = make_trainer(name, Path(folder), precision="bf16-mixed", callbacks=[losses])
+        model, losses = seeded(build), _Losses()
+        options |= {"precision": "bf16-mixed", "callbacks": [losses], "devices": world_size}
+        trainer = make_trainer(name, Path(folder), **options)
         trainer.fit(model, DataLoader(torch.arange(8), batch_size=2))
         seen.append(losses.losses)
     return seen
@@ -124,6 +140,18 @@ def test_norms_in_units_train_under_bf16_as_under_ddp(tmp_path, strategy):
     for ddp, sharded in on_trainer_ranks(_losses, 2, str(tmp_path), strategy):
         assert len(ddp) > 1
         assert sharded == pytest.approx(ddp, rel=0.02)
+
+
+def _losses_accumulated(rank, world_size, folder, strategy):
+    return _losses(rank, world_size, folder, strategy, TiedLookup, accumulate_grad_batches=2)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_one_rank_accumulates_under_bf16_as_under_ddp(tmp_path, strategy):
+    (losses,) = on_trainer_ranks(_losses_accumulated, 1, str(tmp_path), strategy)
+    ddp, sharded = losses
+    assert len(ddp) == 4
+    assert sharded == pytest.approx(ddp, rel=0.02)
 
 
 def _num_hooks(model):

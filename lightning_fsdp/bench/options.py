@@ -15,6 +15,7 @@ from lightning_fsdp.harness.amounts import parse_bytes
 
 # What is only there if it was given, so that it can be refused where it would be ignored.
 _DEFAULTS = {
+    "nproc": 2,
     "batch_sizes": [4],
     "repeats": 2,
     "simulate_world": None,
@@ -38,6 +39,7 @@ _ONLY_WITH = {
     "device_memory": "largest_batch",
 }
 _NOT_WITH = {
+    "nproc": ("simulate_world",),
     "profile": ("simulate_world", "largest_batch"),
     "snapshot": ("simulate_world", "largest_batch"),
     "peak_flops": ("simulate_world", "largest_batch"),
@@ -68,6 +70,10 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         parser.error(str(error))
     if args.nproc < 1 or args.steps < 2 or args.repeats < 1 or args.warmup < 0:
         parser.error("--nproc and --repeats: at least 1; --steps: at least 2; --warmup: at least 0")
+    if not args.timeout > 0:
+        parser.error(f"--timeout: expected more than 0, got {args.timeout}")
+    if args.host_bandwidth is not None and args.hosts < 2:
+        parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
     if args.largest_batch is not None and args.device_memory is None and args.accelerator == "cpu":
         parser.error("--largest-batch: expected --device-memory with it, or --accelerator cuda")
     if args.largest_batch is not None and args.largest_batch < 1:
@@ -154,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
     add("--batch-sizes", "per rank", nargs="+", type=int)
     parser.add_argument("--grad-accum", nargs="+", type=int, default=[1])
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
+    add("--nproc", "ranks", type=int)
     parser.add_argument("--accelerator", default="cpu", choices=("cpu", "cuda"), help="of a rank")
     parser.add_argument(
         "--recipe",

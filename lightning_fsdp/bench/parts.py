@@ -205,7 +205,7 @@ class StepProfiler:
             elif self._waits_unseen:
                 ran = _intervals(events, lambda e: e.thread == thread and _computes(e))
                 blocked = merged([*blocked, *_without(communicating or (), ran)])
-        if self._world_size == 1:
+        if self._world_size == 1 and kernels != []:  # a device of which nothing was seen computed
             communicating, blocked = [], []
         return Trace(steps=steps, communicating=communicating, blocked=blocked, kernels=kernels)
 

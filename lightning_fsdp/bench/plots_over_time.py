@@ -63,7 +63,8 @@ def loss_curve(arm: ArmResult) -> Line | None:
     means = [
         # A loss that was no number is null in JSON, and a gap in the line.
         float("nan") if None in micro_batch else statistics.fmean(micro_batch)
-        for micro_batch in zip(*ranks, strict=True)
+        # Of ranks that have made different numbers of steps, those that all have made.
+        for micro_batch in zip(*ranks, strict=False)
     ]
     steps = [statistics.fmean(means[i : i + accum]) for i in range(0, len(means), accum)]
     return list(map(float, range(1, len(steps) + 1))), steps

@@ -14,7 +14,9 @@ from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 
 LOSS_TOLERANCE = 2e-3
-"""Largest difference of a loss from the reference's that rounding explains, in nats."""
+"""Largest difference of a loss from the reference's that rounding of fp32 explains, in nats."""
+HALF_LOSS_TOLERANCE = 5e-2
+"""Likewise of bf16 and fp16: there DDP leaves one process by 9e-3 within thirty steps."""
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,16 @@ def _summarize_arm(
         utilization_of=first.utilization_of,
         end_to_end_s=_median([rank.fit_s for rank in firsts]),
     )
-    return _judge_losses(row, runs, reference)
+    return _judge_losses(row, runs, reference, tolerance=_loss_tolerance(workload))
 
 
-def _judge_losses(row: Row, runs: Sequence[Run], reference: list[float] | None) -> Row:
+def _loss_tolerance(workload: Workload) -> float:
+    return LOSS_TOLERANCE if workload.precision == "32-true" else HALF_LOSS_TOLERANCE
+
+
+def _judge_losses(
+    row: Row, runs: Sequence[Run], reference: list[float] | None, *, tolerance: float
+) -> Row:
     """The losses, and what is wrong with them."""
     lengths = {len(rank.losses) for run in runs for rank in run.ranks}
     if reference is not None:
@@ -200,7 +208,7 @@ def _judge_losses(row: Row, runs: Sequence[Run], reference: list[float] | None) 
     row = _replace(row, loss_first=losses[0][0], loss_last=losses[0][-1], loss_gap=gap)
     if not all(math.isfinite(loss) for run in losses for loss in run):
         found = "a loss is not a finite number"
-    elif gap is not None and gap > LOSS_TOLERANCE:
+    elif gap is not None and gap > tolerance:
         found = f"losses differ from the reference by {gap:.2g}"
     else:
         return row
@@ -233,6 +241,7 @@ def _with_limits(
             units=as_facts(units),
             grad_accum=row.grad_accum,
             world_size=row.num_processes,
+            backend="nccl" if workload.accelerator == "cuda" else "gloo",
         )
     sent = row.sent_bytes if theory is None else theory.sent_bytes
     communication_ms = None

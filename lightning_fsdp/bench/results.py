@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 _NAMED = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
+_OF_RANK = {"losses", "step_s", "step_tokens"}
+_OF_RUN_AND_PLACE = {"command", "date", "machine", "versions"}
 _MOST_NAMES = 6  # of arms in one sentence; report.md has all of them
 
 Kind = tuple[str, int | None]
@@ -148,13 +150,34 @@ def read(out: Path) -> Results:
         raise ValueError(f"{out}: expected results.json of the benchmark, got none.") from error
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got: {error}") from error
-    rows = document.get("rows") if isinstance(document, dict) else None
-    if not isinstance(rows, list) or not all(row.keys() >= _NAMED for row in rows):
+    if not _is_complete(document):
         raise ValueError(
             f"{path}: expected the results of `python -m lightning_fsdp.bench`, with rows that "
-            f"have {', '.join(sorted(_NAMED))}. Measure again, or name another folder."
+            f"have {', '.join(sorted(_NAMED))}, runs of ranks that have "
+            f"{', '.join(sorted(_OF_RANK))}, and {', '.join(sorted(_OF_RUN_AND_PLACE))}. Measure "
+            f"again, or name another folder."
         )
     return Results(document)
+
+
+def _is_complete(document: Any) -> bool:
+    """Whether there is what no table and no picture does without."""
+    if not isinstance(document, dict) or not document.keys() >= {"rows", *_OF_RUN_AND_PLACE}:
+        return False
+    rows, runs = document["rows"], document.get("runs", [])
+    return (
+        _are_mappings(rows, _NAMED)
+        and all(isinstance(row[name], int) for row in rows for name in ("batch_size", "grad_accum"))
+        and _are_mappings(runs, {"arm"})
+        and all(_are_mappings(run.get("ranks", []), _OF_RANK) for run in runs)
+    )
+
+
+def _are_mappings(entries: Any, names: set[str]) -> bool:
+    """Whether it is a list of mappings that have all the names."""
+    return isinstance(entries, list) and all(
+        isinstance(entry, dict) and entry.keys() >= names for entry in entries
+    )
 
 
 def kind_label(kind: Kind) -> str:

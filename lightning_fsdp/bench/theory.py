@@ -30,6 +30,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from lightning_fsdp.core.collectives import exchanges_in_pairs
 from lightning_fsdp.core.grouping import (
     SegmentPlan,
     UnitPlan,
@@ -101,6 +102,7 @@ def demand(
     units: Sequence[UnitFacts],
     grad_accum: int,
     world_size: int,
+    backend: str = "gloo",
 ) -> Demand:
     """What one optimizer step takes, by the table above; dtypes are those of the parameters.
 
@@ -110,6 +112,7 @@ def demand(
         units: Of the model before sharding.
         grad_accum: Micro-batches per step; all but the last keep their gradients on the rank.
         world_size: Ranks; one has nothing to send to anybody.
+        backend: That moves the data.
     """
     if world_size == 1 or engine == "single":
         return Demand({}, 0, 0)
@@ -124,7 +127,7 @@ def demand(
         num_gathers += times * unit.num_modules
         gathered += times * unit.nbytes
     sent = others * (gathered + total)
-    is_pairwise = engine == "scratch" and world_size <= 8
+    is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, world_size)
     payload = sent if is_pairwise else gathered / world_size + total
     num_reductions = sum(unit.num_modules for unit in travelling)
     return Demand({"all_gather": num_gathers, "reduce_scatter": num_reductions}, payload, sent)

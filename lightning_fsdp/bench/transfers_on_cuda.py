@@ -86,7 +86,8 @@ class CudaTransfers:
         """Queue a collective behind what is queued on the current stream."""
         cost = self.network.cost(kind, nbytes, group_size)
         self.usage.count(kind, cost)
-        spun_s = max(0.0, cost.duration_s - nbytes / self.pace.bytes_per_s)
+        written = _written_bytes(kind, nbytes, group_size)
+        spun_s = max(0.0, cost.duration_s - written / self.pace.bytes_per_s)
         began, ended = _event(), _event()
         self._stream.wait_stream(cuda.current_stream(self.device))
         with cuda.stream(self._stream), torch.no_grad():
@@ -160,6 +161,13 @@ class _CudaWork(dist.Work):
     @override
     def get_future(self) -> _Future:
         return self._transfers.future_of(self._result)
+
+
+def _written_bytes(kind: str, nbytes: int, group_size: int) -> int:
+    """By the copy; a source keeps what it has, and a reduction writes one slot."""
+    if kind == "broadcast":
+        return 0
+    return nbytes // group_size if kind == "reduce_scatter" else nbytes
 
 
 def _event() -> cuda.Event:

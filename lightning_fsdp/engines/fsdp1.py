@@ -237,7 +237,8 @@ class FSDP1Engine(NativeEngine):
     @override
     def no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for root in self._roots:
+            # One rank has nothing to leave out, and torch fails there on tied weights in bf16.
+            for root in self._roots if dist.get_world_size() > 1 else ():
                 stack.enter_context(root.no_sync())
             self._syncs = False
             try:
