@@ -364,6 +364,7 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
     [
         (["8", "--hosts", "3"], "hosts: expected a divisor of the 8 ranks, got 3"),
         (["1", "8"], "expected 2 or more ranks, got 1"),
+        (["12", "16", "--hosts", "2"], "expected hosts of 8 ranks"),
     ],
 )
 def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
@@ -384,6 +385,7 @@ def test_the_command_runs_arms_among_simulated_ranks(tmp_path):
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]
     assert code == 0, points
     single, ddp_, sharded = points
+    assert single["exposed_ms"] == single["sent_bytes"] == 0, "one rank communicates with nobody"
     assert (single["world_size"], ddp_["world_size"], sharded["world_size"]) == (1, 64, 64)
     norm = 1  # that clipping takes
     assert sharded["calls"]["all_gather"] == 2 * sharded["calls"]["reduce_scatter"] + norm

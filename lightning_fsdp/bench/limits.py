@@ -32,14 +32,14 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Medians; of the slowest rank.
+    """Speeds: medians of the slowest rank, but for the last one.
 
     Attributes:
         unit_bytes: Size of the whole that was gathered and reduced.
         gather_bytes_per_s: That left a rank in all-gathers.
         reduce_bytes_per_s: That left a rank in reduce-scatters.
         pair_bytes_per_s: In sends to every peer and receives from it, all at once.
-        flops_per_s: Of a rank's matrix products while the others multiply as well.
+        flops_per_s: Of matrix products on one rank, which the others leave alone: the best round.
     """
 
     unit_bytes: int
@@ -108,11 +108,16 @@ def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
     gather_s = _seconds(lambda: all_gather_single(whole, shard, group=group), device)
     reduce_s = _seconds(lambda: reduce_scatter_single(shard, whole, group=group), device)
     pairs_s = _seconds(lambda: _exchange(shard, whole.view(num_ranks, -1), rank), device)
-    product_s = _seconds(lambda: left @ left, device)
-    slowest = torch.tensor([gather_s, reduce_s, pairs_s, product_s], device=device)
+    slowest = torch.tensor([gather_s, reduce_s, pairs_s], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    gather_s, reduce_s, pairs_s, product_s = slowest.tolist()
+    gather_s, reduce_s, pairs_s = slowest.tolist()
     sent = shard.nbytes * (num_ranks - 1)
+    if rank > 0:
+        dist.barrier()
+        dist.destroy_process_group()
+        return
+    product_s = min(_rounds_s(lambda: left @ left, device))
+    dist.barrier()
     found = Limits(
         unit_bytes=whole.nbytes,
         gather_bytes_per_s=sent / gather_s if sent else None,
@@ -120,8 +125,7 @@ def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
         pair_bytes_per_s=sent / pairs_s if sent else None,
         flops_per_s=2 * width**3 / product_s,
     )
-    if rank == 0:
-        Path(args.out).write_text(json.dumps(asdict(found)))
+    Path(args.out).write_text(json.dumps(asdict(found)))
     dist.destroy_process_group()
 
 
@@ -134,7 +138,11 @@ def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Median, after a third of the rounds."""
+    return median(_rounds_s(action, device))
+
+
+def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]:
+    """Seconds of some rounds, after half as many."""
     found = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
@@ -142,7 +150,7 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         found.append(time.perf_counter() - start)
-    return median(found[_ROUNDS // 3 :])
+    return found[_ROUNDS // 3 :]
 
 
 def main() -> None:

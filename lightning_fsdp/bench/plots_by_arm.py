@@ -45,7 +45,7 @@ def communication(results: Results) -> Figure:
     """Calls, bytes and time of collectives per optimizer step, beside what theory demands."""
     figure, panels = _new_bars(results, "Communication per optimizer step, rank 0", 3)
     calls, payload, seconds = panels
-    kinds = sorted({kind for arm in results.arms for kind in arm.get("collectives") or {}})
+    kinds = sorted({kind for arm in results.arms for kind in arm.data_calls() or {}})
     colors = ("#1f3b73", "#b5403f", "#6fae75", "#ecd9a0", "#a9a9a9", "#7b4f9d", "#c98a2b")
     looks = {
         kind: (colors[i % len(colors)], plot_style.HATCHES[i % len(plot_style.HATCHES)])
@@ -53,7 +53,7 @@ def communication(results: Results) -> Figure:
     }
     unit, suffix = plot_style.byte_unit(arm.get("payload_bytes") for arm in results.arms)
     theory = "demanded by theory"
-    _bars(calls, results, lambda arm: arm.get("collectives"), looks, "{:g}",
+    _bars(calls, results, ArmResult.data_calls, looks, "{:g}",
           _Marks(theory, lambda arm: arm.total("theory", "collectives")))  # fmt: skip
     _bars(payload, results, lambda arm: _only("bytes sent", arm.get("payload_bytes"), unit),
           {"bytes sent": ("#777777", "")}, "{:.3g}",
@@ -62,7 +62,11 @@ def communication(results: Results) -> Figure:
         _EXPOSED: plot_style.PARTS["exposed"], _OVERLAPPED: ("#e8e8e8", "\\\\"),
     }, "{:.3g}", _Marks("limit: bytes over measured bandwidth",
                         lambda arm: arm.get("communication_limit_ms"), "|"))  # fmt: skip
-    for axes, label in zip(panels, ("calls", suffix, "ms (exposed + overlapped)"), strict=True):
+    for axes, label in zip(
+        panels,
+        ("calls that move parameters and gradients", suffix, "ms (exposed + overlapped)"),
+        strict=True,
+    ):
         axes.set_xlabel(label)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False,

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.plots_by_arm import mean_utilization
-from lightning_fsdp.bench.results import ArmResult, Results, lost, unmeasured
+from lightning_fsdp.bench.results import ArmResult, Results, lost, sum_of, unmeasured
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
@@ -21,7 +21,8 @@ Utilization is the mean of all samples of all ranks."""
 _OF_LIMITS = """\
 The limit of compute is the step of one process with one rank's share of the work and no
 communication; that of communication, an arm's bytes over the measured bandwidth.
-Demanded is what the engine's stage needs in theory."""
+Calls are those that move parameters and gradients, and of torch's FSDP also a norm's;
+demanded is what the engine's stage needs in theory."""
 
 
 def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -114,7 +115,7 @@ def _limits(arms: Sequence[ArmResult]) -> str:
             _number(step / limit if step and limit else None, ".2f"),
             _number(arm.get("parts_ms", "exposed_ms"), ".3g"),
             _number(arm.get("communication_limit_ms"), ".3g"),
-            _number(arm.total("collectives"), "g"),
+            _number(sum_of(arm.data_calls()), "g"),
             _number(arm.total("theory", "collectives"), "g"),
             _number(arm.get("payload_bytes"), ".1f", unit=1e6),
             _number(arm.get("theory", "payload_bytes"), ".1f", unit=1e6),

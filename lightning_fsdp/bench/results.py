@@ -27,6 +27,12 @@ Shape = tuple[int, int]
 """Sequences per rank and micro-batch, and micro-batches per optimizer step."""
 
 
+def sum_of(parts: Mapping[str, float | None] | None) -> float | None:
+    """The sum of a figure's parts, if all of them are known."""
+    known = [part for part in (parts or {}).values() if part is not None]
+    return None if parts is None or len(known) < len(parts) else sum(known)
+
+
 @dataclass(frozen=True)
 class ArmResult:
     """One arm.
@@ -77,8 +83,20 @@ class ArmResult:
 
     def total(self, *path: str) -> float | None:
         """The sum of a figure's parts, if all of them are known."""
-        parts = self.get(*path)
-        return None if parts is None or None in parts.values() else sum(parts.values())
+        return sum_of(self.get(*path))
+
+    def data_calls(self) -> Mapping[str, float] | None:
+        """Collectives that move parameters and gradients, by kind; all, where nobody tells which.
+
+        The core counts its own. Of another engine's they are the kinds that theory demands.
+        """
+        if (counted := self.get("data_collectives")) is not None:
+            return dict(counted)
+        calls: dict[str, float] | None = self.get("collectives")
+        demanded = self.get("theory", "collectives")
+        if calls is None or not demanded:
+            return calls
+        return {kind: n for kind, n in calls.items() if kind in demanded}
 
     def worst(self, name: str) -> float | None:
         """The largest of the figures per rank, if all ranks have one."""

@@ -60,7 +60,7 @@ def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> 
 
     Args:
         world_sizes: Numbers of ranks.
-        num_hosts: Of the largest one.
+        num_hosts: Of the largest one; smaller numbers fill their hosts, or are all on one.
         **links: Of :class:`Network`.
 
     Raises:
@@ -72,6 +72,12 @@ def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> 
         )
     largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
     per_host = largest.world_size // num_hosts
+    for n in world_sizes:
+        if n > per_host and n % per_host:
+            raise ValueError(
+                f"expected hosts of {per_host} ranks, as many as the largest number has on each of "
+                f"its {num_hosts}, got {n} ranks, which leave one of theirs half empty."
+            )
     return [
         replace(largest, world_size=n, num_hosts=-(-n // per_host))
         for n in sorted(set(world_sizes))
@@ -151,6 +157,8 @@ def _point(arm: Arm, world_size: int, runs: Sequence[Run], alone: float | None) 
         efficiency=1.0 if arm.engine == "single" else None if alone is None else rate / alone,
         step_ms=median_s * 1e3,
     )
+    if world_size == 1:
+        return replace(point, exposed_ms=0.0, busy_ms=0.0, late_ms=0.0, calls={}, sent_bytes=0.0)
     used = [rank.simulated for rank in ranks if rank.simulated is not None]
     if not used:
         return point

@@ -150,14 +150,14 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Each as a collective of its own."""
         pairs = zip(outputs, inputs, strict=True)
-        return [self.all_gather_single(*pair) for pair in pairs][-1]
+        return _last_of([self.all_gather_single(*pair) for pair in pairs])
 
     def reduce_scatter_single_coalesced(  # type: ignore[override]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
     ) -> dist.Work:
         """Each as a collective of its own."""
         pairs = zip(outputs, inputs, strict=True)
-        return [self.reduce_scatter_single(*pair, opts) for pair in pairs][-1]
+        return _last_of([self.reduce_scatter_single(*pair, opts) for pair in pairs])
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
@@ -228,6 +228,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self, kind: str, nbytes: int, move: Callable[[], None], result: list[Tensor]
     ) -> dist.Work:
         return self._transfers.start(kind, nbytes, self.size(), move=move, result=result)
+
+
+def _last_of(works: Sequence[Any]) -> dist.Work:
+    """What is over when all are; keeps those before it, and so their tensors."""
+    last: dist.Work = works[-1]
+    last.before = works[:-1]  # type: ignore[attr-defined]
+    return last
 
 
 def _nothing() -> None:
