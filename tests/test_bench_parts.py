@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp.bench.parts import StepProfiler, Trace, split
+from lightning_fsdp.core.torch_internals import all_gather_single
 from tests.support.ranks import run_on_ranks
 
 DELAY_S = 0.4
@@ -78,7 +79,7 @@ def _collective(rank, kind):
     """Starts it and gives what to wait for."""
     mine, whole = torch.ones(1000), torch.zeros(2000)
     if kind == "gather":
-        return [dist.all_gather_single(whole, mine, async_op=True)]
+        return [all_gather_single(whole, mine, async_op=True)]
     return [dist.irecv(whole[:1000], 1 - rank), dist.isend(mine, 1 - rank)]
 
 
@@ -154,7 +155,7 @@ def _alone(rank, world_size):
     profiler = StepProfiler(CPU, world_size=world_size, waits_unseen=False)
     profiler.start()
     profiler.enter("compute")
-    dist.all_gather_single(torch.zeros(1000), torch.ones(1000))
+    all_gather_single(torch.zeros(1000), torch.ones(1000))
     dist.all_reduce(torch.ones(1000))
     profiler.enter("optimizer")
     profiler.end_step()

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
+from lightning_fsdp.core.torch_internals import all_gather_single
 from tests.support.ranks import run_on_ranks
 
 KIB = 1024
@@ -69,7 +70,7 @@ def _count_all_reduce(rank, world_size):
     observer = Observer([tensor])
     observer.start()
     torch.distributed.all_reduce(tensor)
-    torch.distributed.all_gather_single(torch.empty(100 * world_size), tensor)
+    all_gather_single(torch.empty(100 * world_size), tensor)
     observation = observer.stop()
     return dict(observation.calls), observation.payload_bytes
 

@@ -315,8 +315,8 @@ def test_structured_inputs_and_outputs_are_cast_where_they_are_floating_point():
 
 def _pure_bf16(rank, world_size):
     model = fully_shard(mlp().to(BF16))
-    loss = mlp_loss(model, {k: v.to(BF16) for k, v in mlp_batch(0, 0, rank).items()})
-    loss.backward()
+    batch = mlp_batch(0, 0, rank)
+    mlp_loss(model, {**batch, "inputs": batch["inputs"].to(BF16)}).backward()
     return {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()}
 
 

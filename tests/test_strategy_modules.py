@@ -20,10 +20,12 @@ from tests.support.trainer import (
     make_loader,
     make_trainer,
     not_under,
+    on_trainer_ranks,
     outcome_of,
     seeded,
     weights_of,
 )
+from tests.support.versions import TORCH
 
 # -- several optimizers, by hand -------------------------------------------------------------------
 
@@ -307,6 +309,20 @@ def _owns_parameters(strategy, folder, rank):
     model = seeded(_OwnsParameters)
     trainer.fit(model, make_loader(), make_loader(16, seed=1))
     return outcome_of(trainer, model)
+
+
+if TORCH < (2, 13):
+    _owns_parameters.not_under = ("fsdp2",)
+
+
+def _is_refused(rank, world_size, folder):
+    with pytest.raises(RuntimeError, match="expected reduced gradients, but that of 'shift'"):
+        _owns_parameters("fsdp2_zero3", folder, rank)
+
+
+@pytest.mark.skipif(TORCH >= (2, 13), reason="later torches reduce them")
+def test_own_parameters_beside_the_forward_are_named_by_an_older_fsdp2(tmp_path):
+    on_trainer_ranks(_is_refused, 2, str(tmp_path))
 
 
 class _Checkpointed(Regressor):

@@ -59,6 +59,10 @@ class Labelled(nn.Module):
         return self.layer(stream) + looked_up + summed
 
 
+class Seen(dict):
+    """Goes into a unit as it is; of a plain dict among the arguments an engine may make another."""
+
+
 class LookupInUnits(Lookup):
     def __init__(self):
         super().__init__()
@@ -69,7 +73,7 @@ class LookupInUnits(Lookup):
         )
 
     def training_step(self, batch, batch_idx):
-        stream, self.dtypes = self.embedding(batch), {}
+        stream, self.dtypes = self.embedding(batch), Seen()
         for block in self.blocks:
             stream = block(stream, batch, self.dtypes)
         self.dtypes |= {"stream": stream.dtype, "hook": self.seen_by_hook[0]}
@@ -118,7 +122,7 @@ class TiedLookup(LookupBetweenNorms):
         self.head.weight = self.embedding.weight
 
     def training_step(self, batch, batch_idx):
-        stream, self.dtypes = self.embedding(batch), {}
+        stream, self.dtypes = self.embedding(batch), Seen()
         for block in self.blocks:
             stream = block(stream, batch, self.dtypes)
         return nn.functional.cross_entropy(self.head(stream).float(), batch)

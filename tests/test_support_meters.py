@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.ranks import PLAIN, run_on_ranks
@@ -43,11 +44,11 @@ def _count(rank, world_size):
     leaf = torch.ones(3, requires_grad=True)
     leaf.register_post_accumulate_grad_hook(
         lambda _: torch.autograd.Variable._execution_engine.queue_callback(
-            lambda: dist.all_gather_single(whole, part)
+            lambda: all_gather_single(whole, part)
         )
     )
     outputs = leaf * 2
-    outputs.grad_fn.register_prehook(lambda _: dist.reduce_scatter_single(part, whole))
+    outputs.grad_fn.register_prehook(lambda _: reduce_scatter_single(part, whole))
     peer = 1 - rank
     with CollectiveCounter() as counter:
         outputs.sum().backward()
@@ -57,7 +58,7 @@ def _count(rank, world_size):
         for work in works:
             work.wait()
         dist.all_reduce(part, group=control)
-        dist.all_gather_single(whole, part, group=control)
+        all_gather_single(whole, part, group=control)
     kinds = [call.kind for call in counter.data()]
     control_kinds = [call.kind for call in counter.control()]
     return (

@@ -140,7 +140,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
+        # Older torches say at the start that events of an earlier cycle go; there is one cycle.
+        self._profile = profile(activities=activities, acc_events=True)
         self._patches = ExitStack()
         self._marks: list[str] = []
 
