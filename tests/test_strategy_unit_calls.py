@@ -26,6 +26,7 @@ from tests.support.trainer import (
     weights_of,
     with_options,
 )
+from tests.support.versions import TORCH
 from tests.test_strategy_access import _separately, _watched
 
 
@@ -163,6 +164,9 @@ def _counting_compiler(backend):
     return counter, functools.partial(torch.compile, backend=counter)
 
 
+HOOKS = ("ModuleHooks._on_call", "ModuleHooks._on_return", "skipping FSDP hooks")
+
+
 def _compiled(strategy, folder, rank, backend="aot_eager", **options):
     counter, compiler = _counting_compiler(backend)
     before, torch.compile = torch.compile, compiler
@@ -171,9 +175,11 @@ def _compiled(strategy, folder, rank, backend="aot_eager", **options):
         outcome = _fit(with_options(strategy, compile=True, **options), folder, model)
     finally:
         torch.compile = before
-    breaks = torch._dynamo.utils.counters["graph_break"]
+    breaks = set(torch._dynamo.utils.counters["graph_break"])
+    if TORCH >= (2, 14):  # which count what they leave around a unit, whose forward is one graph
+        breaks = {why for why in breaks if not any(hook in why for hook in HOOKS)}
     assert counter.frame_count == 0 if strategy == "ddp" else counter.frame_count > 0
-    assert not breaks, strategy
+    assert not breaks, (strategy, breaks)
     return outcome
 
 

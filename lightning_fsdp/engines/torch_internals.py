@@ -90,7 +90,8 @@ def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
 
 def fsdp2_clear_unreduced(fsdp_parameter: Any) -> None:
     """FSDP2 offers no way; left there, the gradient is added to the next step's."""
-    fsdp_parameter.unsharded_accumulated_grad = None
+    if "unsharded_accumulated_grad" in vars(fsdp_parameter):  # later torches have one place
+        fsdp_parameter.unsharded_accumulated_grad = None
     unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
     if unsharded is not None:
         unsharded.grad = None
