@@ -1,5 +1,6 @@
 """The Makefile's environments: one per torch, and none with another Python than was asked for."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,7 +22,9 @@ def plan(folder, *arguments):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     command = ["make", "--dry-run", "--no-print-directory", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    outer = ("MAKE", "MFLAGS", "TORCH", "PYTHON", "VENV")  # of the make that runs the tests
+    env = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def pins_of(folder, *arguments):
