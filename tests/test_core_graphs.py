@@ -24,6 +24,7 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
+from tests.support.versions import TORCH
 
 PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
@@ -88,10 +89,10 @@ def in_place(net, x, step):
 
 
 def views_in_place(net, x, step):
-    """An ``nn.Linear`` gives a view of a 2-D product where its inputs are 3-D."""
+    """An ``nn.Linear`` gives a view of a 2-D product where its inputs are 3-D, in older torches."""
     a, b, c = net.blocks
     hidden = a(x[None])
-    assert hidden._is_view()
+    assert hidden._is_view() or TORCH >= (2, 14)
     hidden += x
     hidden = b(hidden)
     hidden[..., ::2].mul_(0.5)

@@ -163,7 +163,10 @@ def checkpoint_does_nothing() -> None:
         def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
             return function(*args)
 
-    torch_checkpoint._checkpoint_without_reentrant_generator = plain
+    name = "_checkpoint_without_reentrant_generator"
+    for inner in (name, f"{name}_impl"):  # torch 2.15 calls the second
+        if hasattr(torch_checkpoint, inner):
+            setattr(torch_checkpoint, inner, plain)
     torch_checkpoint.CheckpointFunction = Plain
 
 
