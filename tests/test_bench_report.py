@@ -105,6 +105,19 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
     assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
 
 
+def test_late_in_a_run_rounding_may_have_grown():
+    single, _, scratch = arms()
+    expected = [5.0 - 0.1 * i for i in range(10)]
+    for at, gap, kind in (
+        (9, 5 * LOSS_TOLERANCE, None),
+        (9, 20 * LOSS_TOLERANCE, "wrong losses"),
+        (5, 2 * LOSS_TOLERANCE, "wrong losses"),
+    ):
+        losses = [loss + gap * (i == at) for i, loss in enumerate(expected)]
+        runs = [measured(single, losses=expected), measured(scratch, losses=losses)]
+        assert summarize([single, scratch], runs, WORKLOAD)[1].failure_kind == kind, (at, gap)
+
+
 def test_a_loss_that_is_not_a_number_is_wrong():
     single, ddp, _ = arms()
     runs = [measured(single), measured(ddp, losses=(5.0, float("nan")))]

@@ -15,8 +15,11 @@ from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 
 LOSS_TOLERANCE = 2e-3
 """Largest difference of a loss from the reference's that rounding of fp32 explains, in nats."""
+LATE_LOSS_TOLERANCE = 2e-2
+"""Likewise in the second half of a run. On CPU torch's norm of a large gradient is wrong in the
+fifth digit, and of a shard less so: where gradients are clipped, runs part slowly."""
 HALF_LOSS_TOLERANCE = 5e-2
-"""Likewise of bf16 and fp16: there DDP leaves one process by 9e-3 within thirty steps."""
+"""Of bf16 and fp16, at any time: there DDP leaves one process by 9e-3 within thirty steps."""
 
 
 @dataclass(frozen=True)
@@ -186,15 +189,22 @@ def _summarize_arm(
         utilization_of=first.utilization_of,
         end_to_end_s=_median([rank.fit_s for rank in firsts]),
     )
-    return _judge_losses(row, runs, reference, tolerance=_loss_tolerance(workload))
+    return _judge_losses(row, runs, reference, tolerances=_loss_tolerances(workload))
 
 
-def _loss_tolerance(workload: Workload) -> float:
-    return LOSS_TOLERANCE if workload.precision == "32-true" else HALF_LOSS_TOLERANCE
+def _loss_tolerances(workload: Workload) -> tuple[float, float]:
+    """Of the first half of a run, and of all of it."""
+    if workload.precision == "32-true":
+        return LOSS_TOLERANCE, LATE_LOSS_TOLERANCE
+    return HALF_LOSS_TOLERANCE, HALF_LOSS_TOLERANCE
 
 
 def _judge_losses(
-    row: Row, runs: Sequence[Run], reference: list[float] | None, *, tolerance: float
+    row: Row,
+    runs: Sequence[Run],
+    reference: list[float] | None,
+    *,
+    tolerances: tuple[float, float],
 ) -> Row:
     """The losses, and what is wrong with them."""
     lengths = {len(rank.losses) for run in runs for rank in run.ranks}
@@ -204,11 +214,14 @@ def _judge_losses(
         found = f"numbers of losses differ: {', '.join(map(str, sorted(lengths)))}"
         return _replace(row, failure=found, failure_kind="wrong losses")
     losses = [_mean_losses(run) for run in runs]
-    gap = None if reference is None else max(_distance(run, reference) for run in losses)
+    gaps = [] if reference is None else [_gaps(run, reference) for run in losses]
+    gap = max(map(max, gaps), default=None)
+    early = max((max(each[: len(each) // 2 + 1]) for each in gaps), default=0.0)
+    early_tolerance, tolerance = tolerances
     row = _replace(row, loss_first=losses[0][0], loss_last=losses[0][-1], loss_gap=gap)
     if not all(math.isfinite(loss) for run in losses for loss in run):
         found = "a loss is not a finite number"
-    elif gap is not None and gap > tolerance:
+    elif gap is not None and (early > early_tolerance or gap > tolerance):
         found = f"losses differ from the reference by {gap:.2g}"
     else:
         return row
@@ -291,9 +304,10 @@ def _mean_losses(run: Run) -> list[float]:
     return [statistics.fmean(losses) for losses in zip(*(r.losses for r in run.ranks), strict=True)]
 
 
-def _distance(losses: list[float], reference: list[float]) -> float:
+def _gaps(losses: list[float], reference: list[float]) -> list[float]:
+    """Per micro-batch; infinite where there is no number."""
     gaps = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
-    return math.inf if any(map(math.isnan, gaps)) else max(gaps)
+    return [math.inf if math.isnan(gap) else gap for gap in gaps]
 
 
 def _replace(row: Row, **changes: Any) -> Row:
