@@ -23,6 +23,7 @@ from tests.support.trainer import (
 )
 
 MIB = 2**20
+NOISE = 6 * MIB  # what a process takes for itself beside tensors of 8 MiB
 needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells")
 
 
@@ -212,10 +213,10 @@ def test_a_reader_holds_its_slices_and_one_tensor(tmp_path, strategy):
     total, tensor = 64 * MIB, 8 * MIB
     results = on_trainer_ranks(_load, 2, str(tmp_path), strategy)
     for (model, optimizer), held, mapped in results:
-        assert mapped <= 4 * MIB
-        assert model <= tensor + 4 * MIB
+        assert mapped <= NOISE
+        assert model <= tensor + NOISE
         assert 0.9 * total <= held <= 1.1 * total  # two states of a half
-        assert optimizer <= held + tensor + 4 * MIB
+        assert optimizer <= held + tensor + NOISE
 
 
 class _Meta(Regressor):
