@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import shard_model
+from lightning_fsdp.core.grad_norm import global_norm
 from tests.support.models import TASKS
 from tests.support.parity import (
     OPTIMIZERS,
@@ -52,6 +53,15 @@ def test_norm_and_clipping_equal_those_of_an_unsharded_model(world_size, task_na
             torch.testing.assert_close(clipped[name], each.grad, rtol=1e-5, atol=1e-7)
         for results in by_rank[1:]:
             assert torch.equal(results[p][0], norm), f"p={p}: ranks have different norms"
+
+
+@pytest.mark.parametrize("p", [*NORMS, 0.0, -math.inf])
+@pytest.mark.parametrize("num_elements", [5, 1024, 2_000_003])
+def test_the_norm_of_many_elements_is_right(p, num_elements):
+    gradient = torch.rand(num_elements) + 0.5
+    expected = torch.linalg.vector_norm(gradient.double(), p)
+    norm = global_norm([gradient], p, None)
+    torch.testing.assert_close(norm.double(), expected, rtol=3e-7, atol=0)
 
 
 def _clip_while_training(rank, world_size):

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from lightning_fsdp.core.grad_norm import partial_norm
 from lightning_fsdp.core.gradients import GradientFunction, GradientState, GradientUnavailable
 from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
 
@@ -184,7 +184,5 @@ def close(access: ReadableGradients | None) -> None:
 
 
 def square_of(gradient: Tensor) -> Tensor:
-    """The sum of squares, 0-d fp64, summed in at least fp32; no waiting for the device."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
-    return norm.double().square()
+    """The sum of squares, 0-d fp64; no waiting for the device."""
+    return partial_norm([gradient], 2.0, gradient.device)
