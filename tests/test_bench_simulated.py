@@ -19,6 +19,7 @@ from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point, networks_of
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.bench.simulated import SimulatedGroup, find_usage, simulated
+from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
 from tests.support.counting import CollectiveCounter
@@ -274,6 +275,27 @@ def test_a_network_that_cannot_be_is_refused(change, message):
 
 
 # -- the group ---------------------------------------------------------------------------------
+
+
+def test_bytes_that_a_collective_writes_here(monkeypatch):
+    written, start = [], HostTransfers.start
+
+    def note(self, transfer):
+        written.append(transfer.written_bytes)
+        return start(self, transfer)
+
+    monkeypatch.setattr(HostTransfers, "start", note)
+    with simulated(Network(world_size=3, **FAST)):
+        whole, shard = torch.ones(6), torch.ones(2)
+        for collective in (
+            lambda: dist.all_reduce(whole),
+            lambda: dist.all_reduce(whole, op=dist.ReduceOp.AVG),
+            lambda: all_gather_single(whole, shard),
+            lambda: reduce_scatter_single(shard, whole),
+            lambda: dist.broadcast(whole, 0),
+        ):
+            collective()
+    assert written == [24, 0, 24, 8, 0]
 
 
 def test_other_ranks_hold_what_this_one_holds():

@@ -3,6 +3,8 @@
 What needs a device itself comes last, and is skipped without one.
 """
 
+import gc
+import weakref
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from lightning_fsdp import ZERO3, shard_model
 from lightning_fsdp.bench import transfers_on_cuda
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.simulated import find_usage, simulated
+from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.bench.usage import Usage
 
@@ -93,7 +96,7 @@ def transfers(clock):
 
 
 def gather(transfers, clock):
-    return transfers.start("all_gather", NBYTES, 2, move=clock.copy, result=[])
+    return transfers.start(Transfer("all_gather", NBYTES, 2, clock.copy, []))
 
 
 def test_a_transfer_takes_its_modelled_time_with_the_copy_in_it(transfers, clock):
@@ -107,10 +110,13 @@ def test_a_transfer_takes_its_modelled_time_with_the_copy_in_it(transfers, clock
     assert transfers.usage.calls == {"all_gather": 1}
 
 
-@pytest.mark.parametrize(("kind", "copy_s"), [("reduce_scatter", 0.05), ("broadcast", 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "copy_s"), [("reduce_scatter", 0.05), ("broadcast", None), ("all_reduce", None)]
+)
 def test_a_transfer_takes_its_modelled_time_when_little_is_copied(transfers, clock, kind, copy_s):
     clock.copy_s = copy_s
-    transfers.start(kind, NBYTES, 2, move=clock.copy, result=[]).wait()
+    move = None if copy_s is None else clock.copy
+    transfers.start(Transfer(kind, NBYTES, 2, move, [])).wait()
     assert clock.main.now_s == pytest.approx(NETWORK.cost(kind, NBYTES, 2).duration_s)
 
 
@@ -160,12 +166,14 @@ def test_a_copy_that_takes_longer_than_the_network_is_late(transfers, clock):
 
 def test_tensors_are_kept_until_the_wait(transfers, clock):
     kept = torch.ones(1)
-    work = transfers.start("all_gather", NBYTES, 2, move=kept.zero_, result=[kept])
-    assert work._move is not None
-    assert work._result[0] is kept
+    work = transfers.start(Transfer("all_gather", NBYTES, 2, kept.zero_, [kept]))
+    gone = weakref.ref(kept)
+    del kept
+    gc.collect()
+    assert gone() is not None
     work.wait()
-    assert work._move is None
-    assert not work._result
+    gc.collect()
+    assert gone() is None
 
 
 # -- on a device -------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
 from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.bench.usage import Usage
@@ -49,20 +50,12 @@ class _Transfers:
             transfers.settle()
         return self._usage
 
-    def start(
-        self,
-        kind: str,
-        nbytes: int,
-        group_size: int,
-        *,
-        move: Callable[[], None],
-        result: list[Tensor],
-    ) -> dist.Work:
-        """Start a collective; see :meth:`Network.cost`."""
-        transfers: HostTransfers | CudaTransfers = self._on_host
+    def start(self, transfer: Transfer) -> dist.Work:
+        """Start it after those before it."""
+        result = transfer.result
         if result and result[0].is_cuda:
-            transfers = self._of(result[0].device)
-        return transfers.start(kind, nbytes, group_size, move=move, result=result)
+            return self._of(result[0].device).start(transfer)
+        return self._on_host.start(transfer)
 
     def close(self) -> None:
         """End the thread, after all that is in its queue."""
@@ -113,11 +106,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any) -> dist.Work:
         """This rank's slot, reduced with itself."""
         rows, shard = whole.data.view(self.size(), -1), output.data.view(-1)
-        reduce = self._reduction(opts)
+        factor = self._factor(opts)
 
         def move() -> None:
             shard.copy_(rows[self.rank()])
-            reduce(shard)
+            if factor != 1:
+                shard.mul_(factor)
 
         return self._start("reduce_scatter", rows.nbytes, move, [output])
 
@@ -181,23 +175,24 @@ class SimulatedGroup(dist.ProcessGroup):
     @override
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Reduced with itself, in place."""
-        reduce = self._reduction(opts)
+        factor = self._factor(opts)
 
         def move() -> None:
             for tensor in tensors:
-                reduce(tensor.data)
+                tensor.data.mul_(factor)
 
-        return self._start("all_reduce", sum(t.nbytes for t in tensors), move, tensors)
+        nbytes = sum(t.nbytes for t in tensors)
+        return self._start("all_reduce", nbytes, move if factor != 1 else None, tensors)
 
     @override
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """The source holds what this rank holds."""
-        return self._start("broadcast", sum(t.nbytes for t in tensors), _nothing, tensors)
+        return self._start("broadcast", sum(t.nbytes for t in tensors), None, tensors)
 
     @override
     def barrier(self, opts: Any = None) -> dist.Work:
         """All others are here."""
-        return self._start("barrier", 0, _nothing, [])
+        return self._start("barrier", 0, None, [])
 
     def monitored_barrier(self, *args: object, **kwargs: object) -> None:
         """Likewise; Lightning's around the preparation of data."""
@@ -211,23 +206,23 @@ class SimulatedGroup(dist.ProcessGroup):
         if mine.data_ptr() != shard.data_ptr():
             mine.copy_(shard)
 
-    def _reduction(self, opts: Any) -> Callable[[Tensor], object]:
-        """In place: what the reduction of equal parts of all ranks is."""
-        operation, kinds, size = opts.reduceOp, dist.ReduceOp, self.size()
+    def _factor(self, opts: Any) -> int:
+        """By which equal parts of all ranks grow when they are reduced."""
+        operation, kinds = opts.reduceOp, dist.ReduceOp
         if operation == kinds.SUM:
-            return lambda tensor: tensor.mul_(size)
+            return self.size()
         # Its own way to be equal knows no tuple that it could be found in.
         if any(operation == kind for kind in (kinds.AVG, kinds.MAX, kinds.MIN)):
-            return lambda tensor: tensor
+            return 1
         raise NotImplementedError(
             f"a reduction on a simulated network: expected a sum, mean, maximum or minimum, got "
             f"{operation}. Reduce with one of these."
         )
 
     def _start(
-        self, kind: str, nbytes: int, move: Callable[[], None], result: list[Tensor]
+        self, kind: str, nbytes: int, move: Callable[[], None] | None, result: list[Tensor]
     ) -> dist.Work:
-        return self._transfers.start(kind, nbytes, self.size(), move=move, result=result)
+        return self._transfers.start(Transfer(kind, nbytes, self.size(), move, result))
 
 
 def _last_of(works: Sequence[Any]) -> dist.Work:
@@ -235,10 +230,6 @@ def _last_of(works: Sequence[Any]) -> dist.Work:
     last: dist.Work = works[-1]
     last.before = works[:-1]  # type: ignore[attr-defined]
     return last
-
-
-def _nothing() -> None:
-    """What a collective moves whose result is here already."""
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_fsdp.bench import torch_internals
 from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.usage import Usage
 
 _HIGHEST_PRIORITY = -1  # so that the spinning one finds a place beside kernels that fill the device
@@ -74,38 +75,28 @@ class CudaTransfers:
         self._durations: list[tuple[cuda.Event, cuda.Event, float]] = []  # and that as modelled
         self._waits: list[tuple[cuda.Event, cuda.Event]] = []
 
-    def start(
-        self,
-        kind: str,
-        nbytes: int,
-        group_size: int,
-        *,
-        move: Callable[[], None],
-        result: list[Tensor],
-    ) -> dist.Work:
-        """Queue a collective behind what is queued on the current stream."""
-        cost = self.network.cost(kind, nbytes, group_size)
-        self.usage.count(kind, cost)
-        written = _written_bytes(kind, nbytes, group_size)
-        spun_s = max(0.0, cost.duration_s - written / self.pace.bytes_per_s)
+    def start(self, transfer: Transfer) -> dist.Work:
+        """Queue it behind what is queued on the current stream."""
+        cost = transfer.cost_on(self.network)
+        self.usage.count(transfer.kind, cost)
+        spun_s = max(0.0, cost.duration_s - transfer.written_bytes / self.pace.bytes_per_s)
         began, ended = _event(), _event()
         self._stream.wait_stream(cuda.current_stream(self.device))
         with cuda.stream(self._stream), torch.no_grad():
             began.record(self._stream)
-            move()
+            if transfer.move is not None:
+                transfer.move()
             if spun_s:
                 torch_internals.spin(round(spun_s * self.pace.cycles_per_s))
             ended.record(self._stream)
         self._durations.append((began, ended, cost.duration_s))
-        return _CudaWork(self, ended, move, result)
+        return _CudaWork(self, ended, transfer)
 
     def wait(self, ended: cuda.Event) -> None:
         """Let the current stream wait for a collective."""
         stream = cuda.current_stream(self.device)
         if stream != cuda.default_stream(self.device):
-            self.usage.sees_waits = (
-                False  # for what, and whether it waits at all, is its own matter
-            )
+            self.usage.sees_waits = False  # for what, and if at all, is the other stream's matter
             stream.wait_event(ended)
             return
         before, after = _event(), _event()
@@ -135,23 +126,16 @@ class CudaTransfers:
 class _CudaWork(dist.Work):
     """What an asynchronous collective returns; keeps its tensors until it was waited for."""
 
-    def __init__(
-        self,
-        transfers: CudaTransfers,
-        ended: cuda.Event,
-        move: Callable[[], None],
-        result: list[Tensor],
-    ) -> None:
+    def __init__(self, transfers: CudaTransfers, ended: cuda.Event, transfer: Transfer) -> None:
         super().__init__()
         self._transfers = transfers
         self._ended = ended
-        self._move: Callable[[], None] | None = move
-        self._result = result
+        self._transfer: Transfer | None = transfer
 
     @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._transfers.wait(self._ended)
-        self._move, self._result = None, []
+        self._transfer = None
         return True
 
     @override
@@ -160,14 +144,8 @@ class _CudaWork(dist.Work):
 
     @override
     def get_future(self) -> _Future:
-        return self._transfers.future_of(self._result)
-
-
-def _written_bytes(kind: str, nbytes: int, group_size: int) -> int:
-    """By the copy; a source keeps what it has, and a reduction writes one slot."""
-    if kind == "broadcast":
-        return 0
-    return nbytes // group_size if kind == "reduce_scatter" else nbytes
+        result = [] if self._transfer is None else self._transfer.result
+        return self._transfers.future_of(result)
 
 
 def _event() -> cuda.Event:

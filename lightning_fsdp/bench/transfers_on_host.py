@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,6 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp.bench.network import Cost, Network
+from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.usage import Usage
 
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
@@ -31,22 +31,20 @@ _Future = torch.futures.Future[list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Transfer:
-    """A collective in the queue.
+class _Queued:
+    """A transfer that waits for those before it.
 
     Attributes:
-        move: Writes the results here, and keeps the tensors until then.
+        transfer: It.
         cost: On the network.
         issued_s: When it was started.
-        future: Done when it is over; its value is ``result``.
-        result: What DDP reads.
+        future: Done when it is over; its value is the result.
     """
 
-    move: Callable[[], None]
+    transfer: Transfer
     cost: Cost
     issued_s: float
     future: _Future
-    result: list[Tensor]
 
 
 class _Work(dist.Work):
@@ -85,42 +83,35 @@ class HostTransfers:
     def __init__(self, network: Network, usage: Usage) -> None:
         self.network = network
         self.usage = usage
-        self._transfers: queue.SimpleQueue[_Transfer | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="simulated network", daemon=True)
         self._thread.start()
 
-    def start(
-        self,
-        kind: str,
-        nbytes: int,
-        group_size: int,
-        *,
-        move: Callable[[], None],
-        result: list[Tensor],
-    ) -> _Work:
-        """Put a collective into the queue; see :meth:`Network.cost`."""
-        cost = self.network.cost(kind, nbytes, group_size)
-        self.usage.count(kind, cost)
+    def start(self, transfer: Transfer) -> _Work:
+        """Put it into the queue."""
+        cost = transfer.cost_on(self.network)
+        self.usage.count(transfer.kind, cost)
         future = _Future()
-        self._transfers.put(_Transfer(move, cost, time.perf_counter(), future, result))
+        self._queue.put(_Queued(transfer, cost, time.perf_counter(), future))
         return _Work(future, self.usage)
 
     def close(self) -> None:
         """End the thread, after all that is in the queue."""
-        self._transfers.put(None)
+        self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         end_s = 0.0
-        while (transfer := self._transfers.get()) is not None:
-            end_s = max(transfer.issued_s, end_s) + transfer.cost.duration_s
+        while (queued := self._queue.get()) is not None:
+            end_s = max(queued.issued_s, end_s) + queued.cost.duration_s
             try:
-                occupied_until_s = time.thread_time() + transfer.cost.occupied_s
-                with torch.no_grad():
-                    transfer.move()
-                    _occupy_core(occupied_until_s)
+                occupied_until_s = time.thread_time() + queued.cost.occupied_s
+                if queued.transfer.move is not None:
+                    with torch.no_grad():
+                        queued.transfer.move()
+                _occupy_core(occupied_until_s)
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
-                transfer.future.set_exception(error)  # type: ignore[arg-type]
+                queued.future.set_exception(error)  # type: ignore[arg-type]
                 continue
             remaining_s = end_s - time.perf_counter()
             if remaining_s > 0:
@@ -128,8 +119,8 @@ class HostTransfers:
             else:
                 end_s -= remaining_s
                 self.usage.late_s -= remaining_s
-            transfer.future.set_result(transfer.result)
-            del transfer  # and its tensors, which must not outlive the wait
+            queued.future.set_result(queued.transfer.result)
+            del queued  # and its tensors, which must not outlive the wait
 
 
 def _occupy_core(until_s: float) -> None:
