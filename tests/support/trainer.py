@@ -150,6 +150,7 @@ def strict_warnings() -> None:
         (UserWarning, "Be aware that when using `ckpt_path`"),
         (UserWarning, "Using ModelCheckpoint with manual optimization"),
         (DeprecationWarning, "`torch.jit.script_method` is deprecated"),
+        (RuntimeWarning, "Guards may run slower on Python 3.13.0"),
         (FutureWarning, "torch.distributed.nn.functional.all_gather is deprecated"),
     ):
         warnings.filterwarnings("ignore", message, category)
