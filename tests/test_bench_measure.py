@@ -59,11 +59,14 @@ class Task(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def _fit(rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS):
+def _fit(
+    rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS, precision="32-true"
+):
     batches = [{"input_ids": token_batch(0, i, rank)["tokens"]} for i in range(TOTAL * grad_accum)]
     out = folder / f"{strategy}_{grad_accum}_{tied}"
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=world_size, max_steps=TOTAL,
+        precision=precision,
         accumulate_grad_batches=grad_accum, callbacks=[Measure(str(out), **steps)],
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
@@ -72,14 +75,21 @@ def _fit(rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS)
     return RankMeasurement(**json.loads((out / f"rank{rank}.json").read_text()))
 
 
-def _every_arm(rank, world_size, folder, grad_accum, tied):
-    strategies = ("ddp", *SHARDED)
-    return {s: _fit(rank, world_size, s, grad_accum, folder, tied) for s in strategies}
+def _every_arm(rank, world_size, folder, grad_accum, tied, precision):
+    return {
+        strategy: _fit(rank, world_size, strategy, grad_accum, folder, tied, precision=precision)
+        for strategy in ("ddp", *SHARDED)
+    }
 
 
-@pytest.mark.parametrize(("grad_accum", "tied"), [(1, True), (3, True), (2, False)])
-def test_every_arm_is_measured_and_communicates_what_theory_demands(tmp_path, grad_accum, tied):
-    found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, timeout_s=110.0)
+@pytest.mark.parametrize(
+    ("grad_accum", "tied", "precision"),
+    [(1, True, "32-true"), (3, True, "32-true"), (2, False, "32-true"), (2, True, "bf16-mixed")],
+)
+def test_every_arm_is_measured_and_communicates_what_theory_demands(
+    tmp_path, grad_accum, tied, precision
+):
+    found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, precision, timeout_s=110.0)
     units = as_facts(found[0]["ddp"].units)
     for of_rank in found:
         for strategy, measured in of_rank.items():
@@ -87,7 +97,7 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(tmp_path, gr
             engine, _, stage = strategy.replace("_fsdp", "").partition("_zero")
             expected = demand(
                 engine, int(stage) if stage else None, units=units, grad_accum=grad_accum,
-                world_size=2,
+                world_size=2, gathers_halves=precision == "bf16-mixed",
             )  # fmt: skip
             what = f"{strategy}: {measured.collectives} {measured.collective_bytes}"
             excess = measured.payload_bytes - expected.payload_bytes

@@ -146,6 +146,13 @@ def test_the_report_says_how_far_each_arm_is_from_its_limits():
     assert line == ["scratch_zero3_b2_a1", *figures]
 
 
+def test_the_report_tells_where_references_are_not_fused():
+    results = results_of(**SMALL)
+    assert "not fused" not in page(results)
+    results.document["workload"]["precision"] = "bf16-mixed"
+    assert "references (single, ddp) step with an optimizer that is not fused" in page(results)
+
+
 def test_mfu_comes_with_its_formula_and_the_assumed_peak():
     told = section(page(results_of(**SMALL)), "Model FLOPs utilization")
     assert "FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank" in told

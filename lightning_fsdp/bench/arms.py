@@ -96,9 +96,8 @@ class Arm:
                 "writes_trace": workload.writes_traces,
             },
         }
-        # Lightning's own plugin for mixed precision, which references have, clips for no fused one.
-        is_refused = self.engine in references and workload.precision.endswith("-mixed")
-        unfused = ("--model.optimizer.fused", "false") if is_refused else ()
+        is_unfused = self.engine in references and has_unfused_references(workload.precision)
+        unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         callbacks = [callback]
         if workload.writes_snapshots:
             # Before the measuring, so that no timed step waits until the snapshot is written.
@@ -123,6 +122,11 @@ class Arm:
             *unfused,
             *workload.overrides,
         ]
+
+
+def has_unfused_references(precision: str) -> bool:
+    """Lightning's own plugin for mixed precision, which references have, clips for no fused one."""
+    return precision.endswith("-mixed")
 
 
 def _snapshot(workload: Workload, out: Path) -> dict[str, Any]:

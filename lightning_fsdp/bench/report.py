@@ -247,7 +247,7 @@ def _with_limits(
     if single_ms is not None and row.engine != "single":
         compute_ms = single_ms / workload.num_ranks
     theory = None
-    if units is not None and workload.precision.endswith("-true"):
+    if units is not None:
         theory = demand(
             row.engine,
             row.zero_stage,
@@ -255,6 +255,7 @@ def _with_limits(
             grad_accum=row.grad_accum,
             world_size=row.num_processes,
             backend="nccl" if workload.accelerator == "cuda" else "gloo",
+            gathers_halves=workload.precision.endswith("-mixed"),
         )
     sent = row.sent_bytes if theory is None else theory.sent_bytes
     communication_ms = None

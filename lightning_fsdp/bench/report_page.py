@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_fsdp.bench.arms import has_unfused_references
 from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.plots_by_arm import mean_utilization
 from lightning_fsdp.bench.results import ArmResult, Results, lost, sum_of, unmeasured
@@ -18,6 +19,9 @@ _UNKNOWN = "?"
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
 Utilization is the mean of all samples of all ranks."""
+_OF_UNFUSED = """\
+In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
+Lightning clips for no fused one there; the other arms' are as configured."""
 _OF_LIMITS = """\
 The limit of compute is the step of one process with one rank's share of the work and no
 communication; that of communication, an arm's bytes over the measured bandwidth.
@@ -40,6 +44,7 @@ def page(results: Results) -> str:
     sections = [
         describe(dict(results.document)),
         format_table([arm.row for arm in results.arms]),
+        *([_OF_UNFUSED] if has_unfused_references(results.precision) else []),
         "## Where a step's time goes (rank 0)",
         _times(good),
         _OF_TIMES,

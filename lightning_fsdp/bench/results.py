@@ -154,6 +154,11 @@ class Results:
         given = self.document.get("workload", {}).get("num_ranks")
         return int(given or max((arm.row["num_processes"] for arm in self.arms), default=1))
 
+    @property
+    def precision(self) -> str:
+        """Of the Trainer; empty where the results do not say."""
+        return str(self.document.get("workload", {}).get("precision", ""))
+
 
 def read(out: Path) -> Results:
     """The results in a folder.

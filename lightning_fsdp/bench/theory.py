@@ -103,8 +103,9 @@ def demand(
     grad_accum: int,
     world_size: int,
     backend: str = "gloo",
+    gathers_halves: bool = False,
 ) -> Demand:
-    """What one optimizer step takes, by the table above; dtypes are those of the parameters.
+    """What one optimizer step takes, by the table above; reductions are in the parameters' dtype.
 
     Args:
         engine: ``scratch``, ``fsdp1``, ``fsdp2``, ``ddp`` or ``single``.
@@ -113,6 +114,7 @@ def demand(
         grad_accum: Micro-batches per step; all but the last keep their gradients on the rank.
         world_size: Ranks; one has nothing to send to anybody.
         backend: That moves the data.
+        gathers_halves: Whether weights are gathered in half the bytes, as in mixed precision.
     """
     if world_size == 1 or engine == "single":
         return Demand({}, 0, 0)
@@ -121,11 +123,11 @@ def demand(
     if engine == "ddp":
         return Demand(None, total, 2 * others * total)
     travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
-    num_gathers = gathered = 0
+    num_gathers, gathered = 0, 0.0
     for unit in travelling:
         times = 1 if zero_stage == 2 else grad_accum * _gathers(engine, unit.role)
         num_gathers += times * unit.num_modules
-        gathered += times * unit.nbytes
+        gathered += times * unit.nbytes / (2 if gathers_halves else 1)
     sent = others * (gathered + total)
     is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, world_size)
     payload = sent if is_pairwise else gathered / world_size + total
