@@ -59,6 +59,7 @@ def _run(rank: int, world_size: int, folder: Path, config: str, options: list[st
     """``python -m recipes.train`` on this rank; gives how many blocks were compiled."""
     warnings.simplefilter("ignore", JsonargparseDeprecationWarning)  # LightningCLI's own use of it
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")  # dynamo's
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # likewise
     os.chdir(folder)
     num_compiled = 0
     compile_plainly = torch.compile
