@@ -1,8 +1,10 @@
 """Ranks that are only modelled: what they cost, that engines run among them, and what moves it."""
 
 import csv
+import gc
 import json
 import time
+import weakref
 
 import pytest
 import torch
@@ -326,6 +328,25 @@ def test_other_ranks_hold_what_this_one_holds():
     assert find_usage() is None
 
 
+def test_collectives_in_one_are_kept_until_the_last_was_waited_for(monkeypatch):
+    works, start = [], SimulatedGroup.all_gather_single
+
+    def note(self, *args):
+        work = start(self, *args)
+        works.append(weakref.ref(work))
+        return work
+
+    monkeypatch.setattr(SimulatedGroup, "all_gather_single", note)
+    with simulated(Network(world_size=2, **FAST)):
+        outputs, inputs = [torch.zeros(2), torch.zeros(4)], [torch.ones(1), torch.ones(2)]
+        last = dist.group.WORLD.all_gather_single_coalesced(outputs, inputs)
+        gc.collect()
+        assert len(works) == 2
+        assert all(work() is not None for work in works)
+        last.wait()
+        assert [output.tolist() for output in outputs] == [[1, 1], [1, 1, 1, 1]]
+
+
 def test_what_it_cannot_do_is_refused():
     with simulated(Network(world_size=2, **FAST)):
         with pytest.raises(NotImplementedError, match="expected slots of one size"):
@@ -354,6 +375,11 @@ def test_smaller_worlds_keep_the_ranks_per_host():
     links = {"bandwidth_gb_s": 1.0, "latency_us": 1.0}
     networks = networks_of([1024, 2, 64], num_hosts=128, **links)
     assert [(n.world_size, n.num_hosts) for n in networks] == [(2, 1), (64, 8), (1024, 128)]
+
+
+def test_a_world_that_leaves_a_host_half_empty_is_refused():
+    with pytest.raises(ValueError, match=r"hosts of 8 ranks.*got 12 ranks, which leave one"):
+        networks_of([12, 64], num_hosts=8, bandwidth_gb_s=1.0, latency_us=1.0)
 
 
 def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
