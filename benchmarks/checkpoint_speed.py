@@ -30,8 +30,10 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -274,7 +276,7 @@ def main() -> None:
         mp.spawn(measure, (args.nproc, folder, args), nprocs=args.nproc)
         found = json.loads((Path(folder) / "found.json").read_text())
     document = {
-        "command": "python benchmarks/checkpoint_speed.py",
+        "command": shlex.join(["python", "benchmarks/checkpoint_speed.py", *sys.argv[1:]]),
         **environment(),
         "world_size": args.nproc,
         "rows": summarize(found),

@@ -14,7 +14,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -182,7 +184,11 @@ def main() -> None:
     rows = summarize(results)
     show(rows)
     if args.out:
-        document = {"command": "python benchmarks/core_step.py", **environment(), "rows": rows}
+        document = {
+            "command": shlex.join(["python", "benchmarks/core_step.py", *sys.argv[1:]]),
+            **environment(),
+            "rows": rows,
+        }
         document |= {"world_size": args.nproc, "rounds": results}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1))

@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import shlex
 import sys
 import weakref
 from collections import Counter
@@ -44,18 +45,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed import fake_pg  # registers the backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
 from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.plan.torch_internals import fake_tensors, open_fake_group
 
 GIB = 2**30
 PADDING_WORLD_SIZE = 1024
@@ -327,14 +327,13 @@ def _is_wrapper(cls: type) -> bool:
 def count(arm: str, dtypes: str, shape: Shape, world_size: int) -> Counts:
     """Figures of the second step of one arm."""
     param_dtype, reduce_dtype = DTYPES[dtypes]
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_pg.FakeStore())
+    open_fake_group(world_size)
     try:
         mesh = init_device_mesh("cpu", (world_size,))
-        with FakeTensorMode() as fake_mode:
+        with fake_tensors() as forget:
             policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
             whole = GPT(shape)
-            # The mode remembers parameters by weak reference, and so they could not be swapped.
-            fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+            forget()
             model = ARMS[arm](whole, mesh, policy)
             tokens = torch.zeros(shape.batch, shape.seq, dtype=torch.long)
             _step(model, tokens)
@@ -498,7 +497,10 @@ def main() -> None:
             {"world_size": n, "dtypes": dtypes, "arm": arm, **asdict(counts)}
             for (n, dtypes, arm), counts in results.items()
         ]
-        document = {"command": "python benchmarks/exact_counters.py", **environment()}
+        document = {
+            "command": shlex.join(["python", "benchmarks/exact_counters.py", *sys.argv[1:]]),
+            **environment(),
+        }
         document |= {"shape": asdict(shape), "rows": rows, "padding_percent": padding}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document | {"arms": arms}, indent=1))

@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from update_tables import host_table
 
 from lightning_fsdp import fully_shard
 from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.plan.torch_internals import open_fake_group
 
 NUM_UNITS = 100
 NUM_PARAMETERS = 300
@@ -124,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
+    open_fake_group(WORLD_SIZE)
     cases: dict[str, dict[str, Work]] = {"units": _units()}
     cases |= {kind: _optimizer(kind) for kind in ("fused", "foreach", "loop", "clipping")}
     gc.collect()
@@ -144,15 +147,13 @@ def main() -> None:
         }
         row["ratio"] = medians["scratch"] / medians["fsdp2"]
         rows.append(row)
-    print(f"{'case':<10} {'scratch us':>11} {'FSDP2 us':>10} {'of FSDP2':>9} {'bare us':>9}")
-    for row in rows:
-        bare = f"{row['bare_us']:.0f}" if "bare_us" in row else "-"
-        print(
-            f"{row['case']:<10} {row['scratch_us']:>11.0f} {row['fsdp2_us']:>10.0f} "
-            f"{row['ratio']:>9.2f} {bare:>9}"
-        )
+    print("\n".join(host_table({"rows": rows})))
     if args.out:
-        document = {"command": "python benchmarks/host_cost.py", **environment(), "rows": rows}
+        document = {
+            "command": shlex.join(["python", "benchmarks/host_cost.py", *sys.argv[1:]]),
+            **environment(),
+            "rows": rows,
+        }
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1))
     dist.destroy_process_group()

@@ -95,7 +95,7 @@ def mistakes(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Train all, write what came out, and judge it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences in a global batch")
     parser.add_argument("--out", type=Path, default=Path("runs/recipe_losses.json"))
     parser.add_argument("--cache", type=Path, default=Path("runs/cache"))

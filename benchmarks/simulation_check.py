@@ -41,7 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.core_step import ARMS, VOCABULARY, train_one_step
+from benchmarks.core_step import ARMS, CASES, VOCABULARY, train_one_step
 from lightning_fsdp.bench.network import Cost, Network
 from lightning_fsdp.bench.simulated import SimulatedGroup, simulated
 from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
@@ -50,7 +50,6 @@ from lightning_fsdp.harness.tables import markdown_table
 from tests.support.counting import CollectiveCounter
 from tests.support.ranks import PLAIN, run_on_ranks
 
-CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
 CONTROL_CASES = CASES[:1]  # what goes wrong in communication has to show there
 SIZES = tuple(2**n for n in (12, 16, 18, 20, 22, 23, 24, 25))  # bytes of whole tensors
 CALLS = 12  # per size

@@ -1,6 +1,8 @@
 """Put measured tables between the markers of README.md and docs/design.md, and pictures beside.
 
 make bench && python benchmarks/update_tables.py bench runs/bench/report.md
+make bench-full && python benchmarks/update_tables.py sweep runs/bench-full/report.md
+python benchmarks/update_tables.py scaling runs/scaling/scaling.md
 python benchmarks/core_step.py --out benchmarks/results/core_step.json
 python benchmarks/update_tables.py core benchmarks/results/core_step.json
 python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
@@ -32,7 +34,13 @@ ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
 GUIDE = ROOT / "docs" / "fsdp1-vs-fsdp2.md"  # written by `make guide`
 PICTURES = ROOT / "docs" / "pictures"
-SHOWN = {"bench": ("time_breakdown.png", "memory_over_time.png")}  # of the report's folder
+RESULTS = ROOT / "benchmarks" / "results"
+SHOWN = {  # of the report's folder
+    "bench": ("plots/time_breakdown.png", "plots/memory_over_time.png"),
+    "sweep": ("plots/tokens_per_s.png", "plots/memory.png"),
+    "scaling": ("scaling.png",),
+}
+PICTURES_ALONE = ("sweep", "scaling")  # and the line that says how they came about
 UNITS = {"written_bytes": ("written GB", 1e9), "payload_bytes": ("payload GB", 1e9)}
 GIB = ("peak GiB", 2**30)
 
@@ -161,11 +169,15 @@ def main() -> None:
     if name in TABLES:
         document = json.loads(source.read_text())
         table = "\n".join([describe(document), "", *TABLES[name](document)])
+    elif name in PICTURES_ALONE:
+        table = source.read_text().partition("\n\n")[0]
     else:
         table = source.read_text().split("\n## ")[0].strip()  # the report's first table
+    if name in ("bench", "sweep"):
+        shutil.copy(source.parent / "comparison.csv", RESULTS / f"{name}.csv")
     for picture in SHOWN.get(name, ()):
         PICTURES.mkdir(exist_ok=True)
-        shutil.copy(source.parent / "plots" / picture, PICTURES / picture)
+        shutil.copy(source.parent / picture, PICTURES)
     (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
     put(page, name, table)
 

@@ -3,7 +3,7 @@
 ======  ======  =====  =====  ==========================================
 size    layers  width  heads  parameters (vocabulary 50257, 1024 tokens)
 ======  ======  =====  =====  ==========================================
-nano         4    128      4    7.4 million (1.5 with a vocabulary of 4096)
+nano         4    128      4    7.4 million (1.4 with a vocabulary of 4096)
 small       12    768     12    124 million
 medium      24   1024     16    355 million
 large       36   1280     20    774 million

@@ -121,14 +121,14 @@ def cut(texts: Iterable[str], source: str) -> Iterator[Piece]:
         rest += text
         begin = 0
         while len(rest) - begin > PIECE_LENGTH:
-            end = _place_tocut(rest, begin)
+            end = _place_to_cut(rest, begin)
             yield Piece(source=source, text=rest[begin:end], is_last=False)
             begin = end
         rest = rest[begin:]
     yield Piece(source=source, text=rest)
 
 
-def _place_tocut(text: str, begin: int) -> int:
+def _place_to_cut(text: str, begin: int) -> int:
     """The last place in front of a word; most are near the end of the piece."""
     end = begin + PIECE_LENGTH
     for near in (end - PIECE_LENGTH // 64, begin + 1):

@@ -15,7 +15,7 @@ from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
-from lightning_fsdp.bench.measure import RankMeasurement
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.runner import Run, run_arm
 from lightning_fsdp.harness.environment import environment
 
@@ -51,7 +51,8 @@ class Runs:
 
 
 def search(runs, *, arms=ARMS[:1], cap=64, device_bytes=750):
-    return find_largest(arms, WORKLOAD, runs, cap=cap, device_bytes=device_bytes, out=Path("out"))
+    out = Path("out")
+    return list(find_largest(arms, WORKLOAD, runs, cap=cap, device_bytes=device_bytes, out=out))
 
 
 def test_the_rank_that_takes_most_decides_and_what_is_found_was_run_at_full_length():

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fsdp.bench.measure import Measure, RankMeasurement, _num_tokens
+from lightning_fsdp.bench.measure import Measure, _num_tokens
 from lightning_fsdp.bench.memory import mean_over_time, thinned
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
@@ -60,9 +61,11 @@ class Task(L.LightningModule):
 
 
 def _fit(
-    rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS, precision="32-true"
-):
-    batches = [{"input_ids": token_batch(0, i, rank)["tokens"]} for i in range(TOTAL * grad_accum)]
+    rank, world_size, strategy, grad_accum, folder, tied=True, steps=STEPS, precision="32-true",
+    num_batches=None, task=Task,
+):  # fmt: skip
+    numbers = range(num_batches or TOTAL * grad_accum)
+    batches = [{"input_ids": token_batch(0, i, rank)["tokens"]} for i in numbers]
     out = folder / f"{strategy}_{grad_accum}_{tied}"
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=world_size, max_steps=TOTAL,
@@ -71,7 +74,7 @@ def _fit(
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(Task(tied), DataLoader(batches, batch_size=None))
+    trainer.fit(task(tied), DataLoader(batches, batch_size=None))
     return RankMeasurement(**json.loads((out / f"rank{rank}.json").read_text()))
 
 
@@ -94,6 +97,8 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(
     for of_rank in found:
         for strategy, measured in of_rank.items():
             _is_whole(measured, grad_accum)
+            rounding = 1e-6 if precision == "32-true" else 1e-2
+            assert measured.grad_norm == pytest.approx(of_rank["ddp"].grad_norm, rel=rounding)
             engine, _, stage = strategy.replace("_fsdp", "").partition("_zero")
             expected = demand(
                 engine, int(stage) if stage else None, units=units, grad_accum=grad_accum,
@@ -131,9 +136,39 @@ def _is_whole(measured, grad_accum):
     assert measured.resting_bytes < measured.mean_bytes < measured.peak_bytes
     assert measured.flops_per_token > 0
     assert measured.fit_s > sum(measured.step_s)
+    assert measured.grad_norm > 0
     assert measured.peak_rss_bytes is None or measured.peak_rss_bytes > measured.peak_bytes
     assert measured.cuda_peak_allocated_bytes is None, "no device is null, not zero"
     assert measured.utilization_of == "cpu"
+
+
+class Compiled(Task):
+    def configure_model(self):
+        super().configure_model()
+        self.model.compile(backend="eager")
+
+
+def _fit_compiled(rank, world_size, folder):
+    return _fit(rank, world_size, "auto", 1, folder, False, task=Compiled)
+
+
+def test_tensors_of_a_compiled_model_are_not_those_of_its_watched_steps(tmp_path):
+    (measured,) = on_trainer_ranks(_fit_compiled, 1, tmp_path)
+    assert measured.peak_bytes is measured.mean_bytes is measured.peak_by_kind is None
+    assert measured.timeline is None
+    assert measured.resting_bytes > 0
+    assert measured.flops_per_token > 0
+
+
+def _fit_eight_batches(rank, world_size, folder):
+    with pytest.raises(RuntimeError) as raised:
+        _fit(rank, world_size, "auto", 3, folder, num_batches=8)
+    return str(raised.value)
+
+
+def test_a_step_of_what_is_left_of_the_data_is_refused(tmp_path):
+    (message,) = on_trainer_ranks(_fit_eight_batches, 1, tmp_path)
+    assert "optimizer step 2: expected 3 micro-batches, got 2 before" in message
 
 
 def test_one_process_communicates_exactly_nothing(tmp_path):

@@ -25,6 +25,7 @@ SIMULATE = ["--simulate-world", "8"]
         (["--precision", "fp8"], "invalid choice: 'fp8'"),
         (["--peak-flops", "0"], "--peak-flops: expected more than 0, got 0.0"),
         (["--snapshot", "--warmup", "0"], "expected --accelerator cuda and --warmup"),
+        (["--precision", "16-mixed"], "--precision 16-mixed: expected --accelerator cuda with it"),
         (["--accelerator", "cuda"], "expected a CUDA device per rank, so 2, got 0"),
         ([*SIMULATE, "--accelerator", "cuda"], "expected a CUDA device per rank, so 1, got 0"),
         (["--largest-batch", "8"], "--largest-batch: expected --device-memory with it"),
@@ -91,6 +92,35 @@ def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, 
     commands[:] = [None, None]  # the very first run
     with pytest.raises(KeyboardInterrupt):
         main(options)
+
+
+def test_a_scaling_study_and_a_search_are_written_after_an_interrupt_too(
+    tmp_path, monkeypatch, capsys
+):
+    made = []
+
+    def run_command(command, **kwargs):
+        made.append(command)
+        if len(made) == 3:
+            raise KeyboardInterrupt
+        return Failure("timed out", "took longer than 1 s")
+
+    monkeypatch.setattr(runner, "run_command", run_command)
+    arms = ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
+    assert main([*SIMULATE, *arms, "--repeats", "1"]) == 130
+    assert "interrupted: 1 runs were not made" in capsys.readouterr().err
+    points = json.loads((tmp_path / "scaling.json").read_text())["points"]
+    reasons = ["took longer than 1 s", "took longer than 1 s", "not run"]
+    assert [point["failure"] for point in points] == reasons
+    made[:] = [None]  # DDP's search ends with the smallest batch, the next arm's is interrupted
+    assert main([*SEARCH, *arms]) == 130
+    assert "interrupted: 1 arms were not searched" in capsys.readouterr().err
+    (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
+    assert (ddp["arm"], ddp["largest"]) == ("ddp_a1", None)
+    for options in (SIMULATE, SEARCH):
+        made[:] = [None, None]  # the very first run
+        with pytest.raises(KeyboardInterrupt):
+            main([*options, *arms])
 
 
 def test_a_command_ends_with_its_code_or_with_that_of_an_interrupt(capsys):

@@ -354,7 +354,7 @@ def test_pictures_come_out_whatever_fields_are_null(seed):
 
 def test_engines_stages_and_parts_differ_without_colour():
     results = results_of()
-    styles = [line_style(kind, results) for kind in results.kinds]
+    styles = [line_style(kind, results.kinds) for kind in results.kinds]
     looks = [(s["marker"], s["markerfacecolor"] == "white", str(s["linestyle"])) for s in styles]
     assert len(set(looks)) == len(looks)
 

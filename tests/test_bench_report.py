@@ -7,8 +7,8 @@ import pytest
 
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import Limits, measure_limits
-from lightning_fsdp.bench.measure import RankMeasurement
 from lightning_fsdp.bench.output import write
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.report import LOSS_TOLERANCE, summarize
 from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run
@@ -105,6 +105,24 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
     assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
 
 
+@pytest.mark.parametrize(
+    ("precision", "factor", "kind"),
+    [
+        ("32-true", 1.0005, None),
+        ("32-true", 2.0, "wrong gradients"),
+        ("32-true", float("nan"), "wrong gradients"),
+        ("bf16-mixed", 1.02, None),
+        ("bf16-mixed", 0.5, "wrong gradients"),
+    ],
+)
+def test_an_arm_whose_gradients_have_another_norm_is_wrong(precision, factor, kind):
+    single, ddp, scratch = arms()
+    runs = [measured(single, grad_norm=3.0), measured(ddp), measured(scratch, grad_norm=3 * factor)]
+    rows = summarize([single, ddp, scratch], runs, replace(WORKLOAD, precision=precision))
+    assert [row.failure_kind for row in rows] == [None, None, kind]
+    assert rows[2].loss_gap == 0, "the losses are those of the reference"
+
+
 def test_late_in_a_run_rounding_may_have_grown():
     single, _, scratch = arms()
     expected = [5.0 - 0.1 * i for i in range(10)]
@@ -150,12 +168,12 @@ def test_parts_are_medians_and_null_where_a_step_has_none():
     assert row.cuda_peak_allocated_bytes == row.peak_rss_bytes == (None, None)
 
 
-def test_utilization_is_the_median_of_what_was_sampled():
+def test_utilization_is_the_mean_of_what_was_sampled():
     arm = arms()[1]
-    samples = [(0.1, 10.0), (0.2, 90.0), (0.3, 80.0)]
+    samples = [(0.1, 20.0), (0.2, 90.0), (0.3, 70.0)]
     run = measured(arm, utilization=samples, utilization_of="cpu")
     (row,) = summarize([arm], [run], WORKLOAD)
-    assert (row.utilization_percent, row.utilization_of) == (80.0, "cpu")
+    assert (row.utilization_percent, row.utilization_of) == (60.0, "cpu")
 
 
 def test_model_flops_utilization_is_of_all_processes_peaks():

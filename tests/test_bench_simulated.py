@@ -5,6 +5,7 @@ import gc
 import json
 import time
 import weakref
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -407,6 +408,20 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
     assert results["points"][2]["step_ms"] is None
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert "scratch ZeRO-3 (failed at 64)" in (tmp_path / "scaling.svg").read_text()
+
+
+def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
+    point = Point(
+        arm="scratch_zero3_b4_a1", engine="scratch", zero_stage=3, batch_size=4, grad_accum=1,
+        world_size=8, tokens_per_s_per_rank=80.0, efficiency=0.8, step_ms=6.0, sent_bytes=1e6,
+    )  # fmt: skip
+    (tmp_path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "scaling.png" in capsys.readouterr().out
+    assert "scratch ZeRO-3" in (tmp_path / "scaling.svg").read_text()
+    (tmp_path / "scaling.json").write_text('{"points": [{"arm": 1}]}')
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "scaling.json: expected a scaling study, got" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

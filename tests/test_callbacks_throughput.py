@@ -7,6 +7,8 @@ import pytest
 import torch
 from lightning.pytorch.loggers import Logger
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_fsdp import ThroughputMonitor
@@ -166,3 +168,27 @@ def test_what_cannot_be_told_is_refused():
         ThroughputMonitor(peak_flops=1e12)
     with pytest.raises(TypeError, match="expected a batch with attention_mask or input_ids"):
         ThroughputMonitor().num_tokens([torch.zeros(2)])
+
+
+class _Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        heads = self.inner(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        return x + self.outer(
+            scaled_dot_product_attention(*heads).transpose(1, 2).reshape(2, 8, 16)
+        )
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_what_checkpointing_computes_again_counts_once(is_reentrant):
+    flops = []
+    for recomputes in (False, True):
+        block, x = _Attends(), torch.ones(2, 8, 16, requires_grad=True)
+        with throughput.flop_counter() as counter:
+            y = checkpoint(block, x, use_reentrant=is_reentrant) if recomputes else block(x)
+            y.sum().backward()
+        flops.append(counter.get_total_flops())
+    assert flops[0] == flops[1] > 0

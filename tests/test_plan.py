@@ -223,6 +223,17 @@ def test_what_rests_is_sixteen_bytes_per_parameter_over_the_ranks(folder, world_
         assert resting[owner] == pytest.approx(num_bytes * share, rel=0.01, abs=4 * padding), owner
 
 
+def test_a_folder_that_names_the_dtype_of_its_weights_takes_what_is_trained(folder):
+    expected = planned(folder, world_size=8, precision="bf16-mixed").phases["step"].resting
+    config = json.loads((folder / "config.json").read_text())
+    for dtype in ("bfloat16", "float32"):
+        (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+        plan = planned(folder, world_size=8, precision="bf16-mixed")
+        assert plan.phases["step"].resting == expected, dtype
+    halves = planned(folder, world_size=8, precision="bf16-true").phases["step"].resting
+    assert halves["parameters"] == expected["parameters"] / 2
+
+
 def test_stage_2_keeps_the_model_whole_and_stage_3_two_units(folder):
     whole, units = (planned(folder, world_size=64, zero_stage=stage) for stage in (2, 3))
     num_bytes = 4 * whole.num_parameters

@@ -75,6 +75,11 @@ class Arm:
         stage = "" if self.zero_stage is None else f"_zero{self.zero_stage}"
         return f"{self.engine}{stage}_b{self.batch_size}_a{self.grad_accum}"
 
+    @property
+    def num_sequences(self) -> int:
+        """Per rank and optimizer step."""
+        return self.batch_size * self.grad_accum
+
     def num_processes(self, workload: Workload) -> int:
         """Processes that the arm starts."""
         return 1 if self.engine == "single" else workload.num_ranks
@@ -125,7 +130,7 @@ class Arm:
 
 
 def has_unfused_references(precision: str) -> bool:
-    """Lightning's own plugin for mixed precision, which references have, clips for no fused one."""
+    """Whether Lightning's plugin for mixed precision is theirs: it clips for no fused optimizer."""
     return precision.endswith("-mixed")
 
 

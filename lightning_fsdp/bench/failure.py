@@ -7,7 +7,9 @@ from typing import Literal
 
 import torch
 
-FailureKind = Literal["out of memory", "error", "timed out", "no measurement", "wrong losses"]
+FailureKind = Literal[
+    "out of memory", "error", "timed out", "no measurement", "wrong losses", "wrong gradients"
+]
 
 
 @dataclass(frozen=True)

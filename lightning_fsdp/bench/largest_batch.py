@@ -8,7 +8,7 @@ length, and given up if that fails. (``python -m lightning_fsdp.plan`` computes,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,8 @@ def find_largest(
     cap: int,
     device_bytes: int | None,
     out: Path,
-) -> list[Found]:
-    """Search for each arm; their own batch sizes do not matter.
+) -> Iterator[Found]:
+    """Search for each arm in turn; their own batch sizes do not matter.
 
     Args:
         arms: Whose largest batch is asked for.
@@ -75,7 +75,6 @@ def find_largest(
         out: Folder for all runs.
     """
     short = replace(workload, warmup_steps=1, timed_steps=1)
-    found = []
     for arm in arms:
         runs: list[Run] = []
 
@@ -92,8 +91,7 @@ def find_largest(
 
         verify = partial(attempt, of=workload, at="full")
         search = largest_that_fits(attempt, cap=cap, verify=verify)
-        found.append(Found(_name_of(arm), search, tuple(runs)))
-    return found
+        yield Found(_name_of(arm), search, tuple(runs))
 
 
 def format_found(found: Sequence[Found]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,76 +31,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_fsdp.bench import torch_internals
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver
 from lightning_fsdp.bench.parts import StepProfiler
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.simulated import find_usage
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
 from lightning_fsdp.core.collectives import Communicator
-
-
-@dataclass
-class RankMeasurement:
-    """What one rank writes.
-
-    Attributes:
-        losses: Training loss of every micro-batch, from the first on.
-        step_s: Seconds per timed optimizer step, data loading and logging included.
-        step_tokens: Tokens of this rank per timed optimizer step; padding is not counted.
-        host_s: Seconds of CPU that this process used per timed optimizer step.
-        fit_s: From the moment before the model is built to the end of training, all stretches.
-        resting_bytes: Parameters, gradients, buffers and optimizer state between two steps.
-        peak_bytes: Most bytes of tensors alive at once on the device, resting ones included.
-        peak_by_kind: Those by owner.
-        mean_bytes: Bytes of tensors over an observed step, each for as long as it was alive.
-        timeline: Seconds since the start of an observed step, bytes alive.
-        peak_rss_bytes: Most bytes that the process had in memory, from its start to the end of the
-            timed steps.
-        cuda_peak_allocated_bytes: Over the timed steps, by torch's allocator.
-        cuda_peak_reserved_bytes: What that took from the device.
-        utilization: Seconds since the first timed step's start, percent.
-        utilization_of: ``gpu``, or ``cpu``: CPU seconds of this process per second.
-        parts: Of each profiled optimizer step; see :class:`~lightning_fsdp.bench.parts.Parts`.
-        flops_per_token: Of forward and backward, recomputation included.
-        collectives: Calls per observed optimizer step, by kind, as torch's dispatcher sees them.
-        collective_bytes: Bytes that this rank passed to them, by kind.
-        payload_bytes: Of all kinds together.
-        data_collectives: Calls that move parameters or gradients, a set of pairs as the one
-            collective that it stands for.
-        units: See :func:`~lightning_fsdp.bench.theory.model_units`; ``None`` where an engine has
-            sharded the module.
-        simulated: On a simulated network, what a timed step took of it; see ``simulated.py``. The
-            collectives above are real ones only.
-    """
-
-    rank: int
-    world_size: int
-    losses: list[float] = field(default_factory=list)
-    step_s: list[float] = field(default_factory=list)
-    step_tokens: list[int] = field(default_factory=list)
-    host_s: list[float] = field(default_factory=list)
-    fit_s: float | None = None
-    resting_bytes: int | None = None
-    peak_bytes: int | None = None
-    peak_by_kind: dict[str, int] | None = None
-    mean_bytes: float | None = None
-    timeline: list[tuple[float, int]] | None = None
-    peak_rss_bytes: int | None = None
-    cuda_peak_allocated_bytes: int | None = None
-    cuda_peak_reserved_bytes: int | None = None
-    utilization: list[tuple[float, float]] = field(default_factory=list)
-    utilization_of: str | None = None
-    parts: list[dict[str, float | None]] = field(default_factory=list)
-    flops_per_token: float | None = None
-    collectives: dict[str, float] = field(default_factory=dict)
-    collective_bytes: dict[str, float] = field(default_factory=dict)
-    payload_bytes: float | None = None
-    data_collectives: dict[str, float] | None = None
-    units: list[tuple[int, str, int, int]] | None = None
-    simulated: dict[str, Any] | None = None
+from lightning_fsdp.core.grad_norm import global_norm
 
 
 class Measure(L.Callback):
@@ -183,6 +125,8 @@ class Measure(L.Callback):
         self._is_step = True
         if self._profiler is not None:
             self._profiler.enter("optimizer")
+        if self._num_steps == 0 < self.first_timed:
+            self.measured.grad_norm = _grad_norm(trainer, pl_module)
 
     @override
     def on_train_batch_end(
@@ -205,6 +149,7 @@ class Measure(L.Callback):
             return
         now = self._now()
         self._is_step = False
+        self._refuse_a_short_step(trainer)
         if self.first_timed <= self._num_steps < self.first_profiled:
             self.measured.step_s.append(now[0] - self._last[0])
             self.measured.host_s.append(now[1] - self._last[1])
@@ -226,8 +171,6 @@ class Measure(L.Callback):
         self._end_timed()
         self._end_profiled()
         self._end_observed(trainer)
-        if self._fit_start is not None:
-            self.measured.fit_s = time.perf_counter() - self._fit_start
         path = self.out / f"rank{self.measured.rank}.json"
         path.write_text(json.dumps(vars(self.measured)))
 
@@ -276,6 +219,8 @@ class Measure(L.Callback):
     def _end_timed(self) -> None:
         if self._utilization is None:
             return
+        if self._fit_start is not None:
+            self.measured.fit_s = self._last[0] - self._fit_start
         self.measured.utilization = self._utilization.stop()
         self._utilization = None
         usage = find_usage()
@@ -302,10 +247,11 @@ class Measure(L.Callback):
         observed, self._observer = self._observer.stop(), None
         seen, num_steps = observed.seen, observed.num_steps
         measured = self.measured
-        measured.peak_bytes = seen.peak_bytes
-        measured.peak_by_kind = observed.peak_by_kind
-        measured.mean_bytes = observed.mean_bytes
-        measured.timeline = observed.timeline
+        if not torch_internals.has_compiled():
+            measured.peak_bytes = seen.peak_bytes
+            measured.peak_by_kind = observed.peak_by_kind
+            measured.mean_bytes = observed.mean_bytes
+            measured.timeline = observed.timeline
         if observed.flops and self._tokens_of_first_observed:
             measured.flops_per_token = observed.flops / self._tokens_of_first_observed
         measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
@@ -316,10 +262,33 @@ class Measure(L.Callback):
             before = self._calls_before
             measured.data_collectives = {k: (n - before[k]) / num_steps for k, n in calls.items()}
 
+    def _refuse_a_short_step(self, trainer: L.Trainer) -> None:
+        """Lightning makes a step of what is left when the data ends.
+
+        Raises:
+            RuntimeError: Then the step is of another size than the others, and than in other arms.
+        """
+        expected, found = trainer.accumulate_grad_batches, len(self._losses)
+        if found != expected:
+            raise RuntimeError(
+                f"optimizer step {self._num_steps}: expected {expected} micro-batches, got {found} "
+                "before this rank's data ended. Take more of it, or fewer ranks, sequences or "
+                "micro-batches."
+            )
+
     def _now(self) -> tuple[float, float]:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter(), time.process_time()
+
+
+def _grad_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
+    """Of all ranks' mean gradients. Collective."""
+    access = getattr(trainer.strategy, "gradients", None)
+    if access is not None:
+        return float(access.norm())
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return float(global_norm(gradients, 2.0, None))
 
 
 def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_fsdp.bench import output
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
+from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
@@ -44,6 +44,7 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
         )
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
+    document["config"] = next((run.config for run in runs if run.config is not None), None)
     document["limits"] = None if limits is None else asdict(limits)
     document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
     output.write(args.out, rows, runs, document)
@@ -77,7 +78,7 @@ def simulate(
         )
     except ValueError as error:
         parser.error(f"--simulate-world: {error}")
-    points = run_scaling(
+    points, num_missing = run_scaling(
         args.arms,
         workload,
         networks,
@@ -88,6 +89,9 @@ def simulate(
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
+    if num_missing:
+        print(f"interrupted: {num_missing} runs were not made", file=sys.stderr)
+        return INTERRUPTED
     failed = [point for point in points if point.failure is not None]
     for point in failed:
         print(f"error: {point.arm} at {point.world_size}: {point.failure}", file=sys.stderr)
@@ -109,17 +113,28 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     chosen = dict.fromkeys(
         replace(arm, batch_size=1) for arm in args.arms if arm.engine != "single"
     )
-    found = find_largest(
-        list(chosen),
-        workload,
-        run,
-        cap=args.largest_batch,
-        device_bytes=args.device_memory,
-        out=args.out / "runs",
-    )
+    found: list[Found] = []
+    is_complete = False
+    try:
+        for of_arm in find_largest(
+            list(chosen),
+            workload,
+            run,
+            cap=args.largest_batch,
+            device_bytes=args.device_memory,
+            out=args.out / "runs",
+        ):
+            found.append(of_arm)  # noqa: PERF402 (what was found before Ctrl-C counts)
+        is_complete = True
+    except KeyboardInterrupt:
+        if not found:
+            raise
     write_found(args.out, found, document)
     print(f"\n{describe(document)}\n\n{format_found(found)}\n\nWritten to {args.out}/: ")
     print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
+    if not is_complete:
+        print(f"interrupted: {len(chosen) - len(found)} arms were not searched", file=sys.stderr)
+        return INTERRUPTED
     without = [each for each in found if each.search.largest is None]
     for each in without:
         print(f"error: {each.arm}: no batch fits; {each.search.limit}", file=sys.stderr)

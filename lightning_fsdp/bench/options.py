@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_fsdp.bench.arms import ENGINES, choose_arms
-from lightning_fsdp.harness.amounts import parse_bytes
+from lightning_fsdp.harness.amounts import bytes_argument
 
 # What is only there if it was given, so that it can be refused where it would be ignored.
 _DEFAULTS = {
@@ -80,6 +80,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.ArgumentParser, argparse.N
         parser.error(f"--largest-batch: expected at least 1, got {args.largest_batch}")
     if args.peak_flops is not None and not args.peak_flops > 0:
         parser.error(f"--peak-flops: expected more than 0, got {args.peak_flops}")
+    if args.precision == "16-mixed" and args.accelerator == "cpu":
+        parser.error(
+            "--precision 16-mixed: expected --accelerator cuda with it: on CPU Lightning trains in "
+            "bf16-mixed instead"
+        )
     num_devices = torch.cuda.device_count()
     num_wanted = args.nproc if args.simulate_world is None else 1
     if args.accelerator == "cuda" and num_devices < num_wanted:
@@ -110,13 +115,6 @@ def _refuse_what_would_be_ignored(parser: argparse.ArgumentParser, given: set[st
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _amount(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _recipe(name: str) -> Path:
@@ -199,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device-memory",
         "what a rank's tensors may take, such as 2GB; on CUDA, else all that the device has",
-        type=_amount,
+        type=bytes_argument,
         metavar="AMOUNT",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"))

@@ -24,6 +24,7 @@ from lightning_fsdp.bench.report import Row
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.scaling_report import redraw_scaling
 
 WRITTEN = (
     "report.md, comparison.csv, results.json (every repeat), plots/, tensorboard/, "
@@ -39,16 +40,22 @@ def main(arguments: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench plot",
-        description="Make report, table, pictures and TensorBoard runs of a results.json again.",
+        description="Make report, table, pictures and TensorBoard runs of a results.json again, or "
+        "the picture of a scaling.json.",
     )
     parser.add_argument("folder", type=Path, help="the --out of a benchmark")
     args = parser.parse_args(arguments)
+    is_scaling = (args.folder / "scaling.json").exists()
     try:
-        derive(args.folder)
+        if is_scaling:
+            redraw_scaling(args.folder)
+        else:
+            derive(args.folder)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"Written to {args.folder}/: report.md, comparison.csv, plots/, tensorboard/")
+    made = "scaling.png, .svg" if is_scaling else "report.md, comparison.csv, plots/, tensorboard/"
+    print(f"Written to {args.folder}/: {made}")
     return 0
 
 
@@ -67,7 +74,9 @@ def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[st
         "rows": [asdict(row) for row in rows],
         "runs": [
             {
-                **{k: v for k, v in vars(run).items() if k not in ("arm", "log", "ranks")},
+                **{
+                    k: v for k, v in vars(run).items() if k not in ("arm", "log", "ranks", "config")
+                },
                 "arm": run.arm.name,
                 "ranks": [vars(rank) for rank in run.ranks],
             }

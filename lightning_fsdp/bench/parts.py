@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,9 +68,6 @@ class Parts:
     optimizer_s: float
     other_s: float | None
     whole_s: float
-
-
-NAMES = tuple(field.name for field in fields(Parts))
 
 
 @dataclass(frozen=True, kw_only=True)

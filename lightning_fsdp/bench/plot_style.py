@@ -40,10 +40,10 @@ SMALL = 8
 """Points, of what is read last."""
 
 
-def line_style(kind: Kind, results: Results) -> dict[str, Any]:
-    """Colour, marker and dashes of an engine at a stage."""
+def line_style(kind: Kind, kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Colour, marker and dashes of an engine at a stage, one of ``kinds`` in the picture."""
     engine, stage = kind
-    others = list(dict.fromkeys(e for e, _ in results.kinds if e not in _ENGINES))
+    others = list(dict.fromkeys(e for e, _ in kinds if e not in _ENGINES))
     if engine in _ENGINES:
         color, marker = _ENGINES[engine]
     else:

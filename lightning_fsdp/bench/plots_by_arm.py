@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_fsdp.bench.results import (
     Results,
     kind_label,
     lost,
+    mean_utilization,
     shape_label,
     unmeasured,
 )
@@ -178,16 +178,6 @@ def utilization(results: Results) -> Figure:
     return figure
 
 
-def mean_utilization(arm: ArmResult) -> dict[str, float]:
-    """Percent, by what was sampled (``gpu`` or ``cpu``)."""
-    samples: dict[str, list[float]] = {}
-    for rank in (rank for run in arm.runs for rank in run["ranks"]):
-        found = [percent for _, percent in rank.get("utilization") or []]
-        if found and arm.failure is None:
-            samples.setdefault(rank.get("utilization_of") or "cpu", []).extend(found)
-    return {device: statistics.fmean(found) for device, found in samples.items()}
-
-
 def _new_bars(results: Results, title: str, num_panels: int) -> tuple[Figure, Sequence[Any]]:
     names = [arm.name for arm in results.arms]
     width = 3.8 * num_panels + 0.075 * max((len(name) for name in names), default=0)
@@ -210,7 +200,7 @@ def _bars(
     results: Results,
     stack: Callable[[ArmResult], Stack | None],
     looks: Mapping[str, tuple[str, str]],
-    total: str,
+    form: str,
     marks: _Marks | None = None,
 ) -> None:
     """A bar of parts per arm, its length written behind it; words where there is none."""
@@ -243,7 +233,7 @@ def _bars(
         is_known = parts is not None and None not in parts.values()
         axes.text(
             max(ends[row], mark or 0.0) + 0.03 * longest, row,
-            total.format(ends[row]) if is_known else _why_not(arm),
+            form.format(ends[row]) if is_known else _why_not(arm),
             va="center", style="normal" if is_known else "italic", fontsize=plot_style.SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)

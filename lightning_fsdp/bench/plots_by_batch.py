@@ -13,7 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
-from lightning_fsdp.bench.results import ArmResult, Results, lost, unmeasured
+from lightning_fsdp.bench.results import ArmResult, Results, lost, slowest, unmeasured
 
 Value = Callable[[ArmResult], float | None]
 
@@ -70,7 +70,7 @@ def _per(name: str, unit: float) -> Value:
 
 def _tokens_per_s(run: Any) -> float:
     ranks = run["ranks"]
-    seconds = sum(map(max, zip(*(rank["step_s"] for rank in ranks), strict=True)))
+    seconds = sum(slowest([rank["step_s"] for rank in ranks]))
     return float(sum(sum(rank["step_tokens"]) for rank in ranks) / seconds)
 
 
@@ -113,7 +113,7 @@ def _against_batch(
                 if any(y == y for _, y in points):  # not only gaps
                     axes.plot(
                         [x for x, _ in points], [y for _, y in points],
-                        **plot_style.line_style(kind, results), linewidth=1.2,
+                        **plot_style.line_style(kind, results.kinds), linewidth=1.2,
                     )  # fmt: skip
             if is_empty:
                 plot_style.say_nothing(axes)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
-from lightning_fsdp.bench.results import ArmResult, Results, lost, shape_label, unmeasured
+from lightning_fsdp.bench.results import (
+    ArmResult,
+    Line,
+    Results,
+    loss_curve,
+    lost,
+    shape_label,
+    unmeasured,
+)
 
-Line = tuple[list[float], list[float]]
 _MOST_COLUMNS = 3
 
 
@@ -54,22 +60,6 @@ def losses(results: Results) -> Figure:
     )
 
 
-def loss_curve(arm: ArmResult) -> Line | None:
-    """Optimizer steps from 1, and the mean loss in each; of the first repeat."""
-    if not arm.runs:
-        return None
-    _, accum = arm.shape
-    ranks = [rank["losses"] for rank in arm.runs[0]["ranks"]]
-    means = [
-        # A loss that was no number is null in JSON, and a gap in the line.
-        float("nan") if None in micro_batch else statistics.fmean(micro_batch)
-        # Of ranks that have made different numbers of steps, those that all have made.
-        for micro_batch in zip(*ranks, strict=False)
-    ]
-    steps = [statistics.fmean(means[i : i + accum]) for i in range(0, len(means), accum)]
-    return list(map(float, range(1, len(steps) + 1))), steps
-
-
 def _over_time(
     results: Results,
     title: str,
@@ -102,7 +92,7 @@ def _over_time(
             # each has its few markers at places of its own.
             stride = max(1, len(xs) // 6)
             axes.plot(
-                xs, ys, **plot_style.line_style(kind, results), drawstyle=drawstyle,
+                xs, ys, **plot_style.line_style(kind, results.kinds), drawstyle=drawstyle,
                 linewidth=1.0 + 0.4 * (len(results.kinds) - 1 - index),
                 markevery=(index * stride // max(1, len(results.kinds)), stride),
             )  # fmt: skip

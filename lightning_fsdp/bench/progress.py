@@ -9,17 +9,31 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
+from typing import Protocol, TypeVar
 
 from tqdm import tqdm
-
-from lightning_fsdp.bench.arms import Arm
 
 _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}|{postfix}"
 
 
-def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
+class Turn(Hashable, Protocol):
+    """What takes turns: an arm, or one among some number of ranks."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Per rank and optimizer step: how much work it is."""
+
+
+T = TypeVar("T", bound=Turn)
+
+
+def in_turns(arms: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
     """Each arm once per round, and a bar over all of it; silent where nobody watches.
 
     Args:
@@ -30,7 +44,7 @@ def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
         The round, from 0, and the arm.
     """
     turns = [(repeat, arm) for repeat in range(repeats) for arm in arms]
-    spent: dict[Arm, list[float]] = {}
+    spent: dict[T, list[float]] = {}
     with tqdm(total=len(turns), bar_format=_BAR, disable=None) as bar:
         for index, (repeat, arm) in enumerate(turns):
             left_s = time_left(spent, [later for _, later in turns[index:]])
@@ -43,7 +57,7 @@ def in_turns(arms: Sequence[Arm], repeats: int) -> Iterator[tuple[int, Arm]]:
         bar.set_postfix_str("")
 
 
-def time_left(spent: Mapping[Arm, Sequence[float]], ahead: Sequence[Arm]) -> float | None:
+def time_left(spent: Mapping[T, Sequence[float]], ahead: Sequence[T]) -> float | None:
     """Seconds that the runs ahead will take, or ``None`` before the first has ended.
 
     Args:
@@ -52,21 +66,18 @@ def time_left(spent: Mapping[Arm, Sequence[float]], ahead: Sequence[Arm]) -> flo
     """
     if not spent:
         return None
-    done = [(_work(arm), second) for arm, seconds in spent.items() for second in seconds]
+    done = [(arm.num_sequences, second) for arm, seconds in spent.items() for second in seconds]
     works, seconds = zip(*done, strict=True)
     slope, start = 0.0, statistics.fmean(seconds)
     if len(set(works)) > 1:  # processes take their time to start, whatever the batch
         slope, start = statistics.linear_regression(works, seconds)
     # An arm that has run takes as long again; another, as long as one of its size would.
     return sum(
-        statistics.fmean(spent[arm]) if arm in spent else max(0.0, start + slope * _work(arm))
+        statistics.fmean(spent[arm])
+        if arm in spent
+        else max(0.0, start + slope * arm.num_sequences)
         for arm in ahead
     )
-
-
-def _work(arm: Arm) -> int:
-    """Sequences per rank and optimizer step."""
-    return arm.batch_size * arm.grad_accum
 
 
 def _told(left_s: float) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
+from lightning_fsdp.bench.results import slowest
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 
@@ -18,6 +19,10 @@ LOSS_TOLERANCE = 2e-3
 LATE_LOSS_TOLERANCE = 2e-2
 """Likewise in the second half of a run. References clip by torch's norm, on CPU wrong in the fifth
 digit: one process that clips by the exact norm is 4e-3 away from them after thirty steps."""
+NORM_TOLERANCE = 1e-3
+"""Largest difference of the first gradients' norm from the reference's, as a part of that; fp32."""
+HALF_NORM_TOLERANCE = 5e-2
+"""Of bf16 and fp16."""
 HALF_LOSS_TOLERANCE = 5e-2
 """Of bf16 and fp16, at any time: there DDP leaves one process by 9e-3 within thirty steps."""
 
@@ -30,6 +35,7 @@ class Row:
         loss_first: Mean over ranks of the first micro-batch's loss.
         loss_last: Likewise of the last one's.
         loss_gap: Largest difference of a mean loss from that of the reference arm.
+        grad_norm: Of the first step's gradients, before they are clipped.
         tokens_per_s: Of all ranks together.
         step_ms: Median seconds of an optimizer step, in milliseconds.
         step_ms_q1: First quartile.
@@ -47,16 +53,16 @@ class Row:
         parts_ms: Medians of rank 0's profiled steps, in milliseconds; ``None`` in it: not
             measurable.
         host_ms: Median CPU time of rank 0's process per step.
-        flops_per_token: Of forward and backward, recomputation included.
+        flops_per_token: Of forward and backward; what is recomputed counts once.
         peak_flops: Assumed of one process, per second.
         mfu: ``flops_per_token * tokens_per_s / (peak_flops * num_processes)``.
         peak_by_kind: Bytes of rank 0 by owner, at its peak.
         peak_rss_bytes: Per rank, of the process, the highest of the repeats.
         cuda_peak_allocated_bytes: Likewise, of torch's allocator.
         cuda_peak_reserved_bytes: Likewise, what that took from the device.
-        utilization_percent: Median of rank 0's samples.
+        utilization_percent: Mean of all samples of all ranks.
         utilization_of: Of what.
-        end_to_end_s: Median seconds from building the model to the end of training.
+        end_to_end_s: Median seconds from building the model to the end of the timed steps.
         compute_limit_ms: The single process's step, divided by the ranks.
         communication_limit_ms: Bytes over measured bandwidth.
         times_limit: The step over the larger of the two limits: 1 cannot be beaten.
@@ -73,6 +79,7 @@ class Row:
     loss_first: float | None = None
     loss_last: float | None = None
     loss_gap: float | None = None
+    grad_norm: float | None = None
     tokens_per_s: float | None = None
     step_ms: float | None = None
     step_ms_q1: float | None = None
@@ -123,7 +130,7 @@ def summarize(
         peak_flops: Assumed of one process, per second.
     """
     rows = []
-    references: dict[tuple[int, int], list[float]] = {}
+    references: dict[tuple[int, int], Run] = {}
     single_ms: dict[tuple[int, int], float | None] = {}
     units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
     for arm in arms:
@@ -131,7 +138,7 @@ def summarize(
         shape = (arm.batch_size, arm.grad_accum)
         row = _summarize_arm(arm, of_arm, workload, references.get(shape))
         if row.failure is None:
-            references.setdefault(shape, _mean_losses(of_arm[0]))
+            references.setdefault(shape, of_arm[0])
         if row.step_ms is not None:
             if arm.engine == "single":
                 single_ms[shape] = row.step_ms
@@ -141,9 +148,7 @@ def summarize(
     return rows
 
 
-def _summarize_arm(
-    arm: Arm, runs: Sequence[Run], workload: Workload, reference: list[float] | None
-) -> Row:
+def _summarize_arm(arm: Arm, runs: Sequence[Run], workload: Workload, reference: Run | None) -> Row:
     base = Row(
         arm=arm.name,
         engine=arm.engine,
@@ -154,19 +159,17 @@ def _summarize_arm(
     )
     failures = [run for run in runs if run.failure is not None]
     if failures:
-        return _replace(base, failure=failures[0].failure, failure_kind=failures[0].failure_kind)
+        return replace(base, failure=failures[0].failure, failure_kind=failures[0].failure_kind)
     if not runs:
-        return _replace(base, failure="not run", failure_kind="no measurement")
-    # A step lasts as long as on the slowest rank.
-    step_s = [
-        max(steps) for run in runs for steps in zip(*(r.step_s for r in run.ranks), strict=True)
-    ]
+        return replace(base, failure="not run", failure_kind="no measurement")
+    step_s = [step for run in runs for step in slowest([rank.step_s for rank in run.ranks])]
     tokens = sum(sum(rank.step_tokens) for run in runs for rank in run.ranks)
     low, median, high = statistics.quantiles(step_s, n=4)
     first, firsts = runs[0].ranks[0], [run.ranks[0] for run in runs]
-    row = _replace(
+    row = replace(
         base,
         tokens_per_s=tokens / sum(step_s),
+        grad_norm=first.grad_norm,
         step_ms=median * 1e3,
         step_ms_q1=low * 1e3,
         step_ms_q3=high * 1e3,
@@ -185,10 +188,13 @@ def _summarize_arm(
         peak_rss_bytes=_highest(runs, "peak_rss_bytes"),
         cuda_peak_allocated_bytes=_highest(runs, "cuda_peak_allocated_bytes"),
         cuda_peak_reserved_bytes=_highest(runs, "cuda_peak_reserved_bytes"),
-        utilization_percent=_median([p for rank in firsts for _, p in rank.utilization]),
+        utilization_percent=_mean([p for run in runs for r in run.ranks for _, p in r.utilization]),
         utilization_of=first.utilization_of,
         end_to_end_s=_median([rank.fit_s for rank in firsts]),
     )
+    wrong = _wrong_norm(runs, reference, workload)
+    if wrong is not None:
+        row = replace(row, failure=wrong, failure_kind="wrong gradients")
     return _judge_losses(row, runs, reference, tolerances=_loss_tolerances(workload))
 
 
@@ -199,41 +205,54 @@ def _loss_tolerances(workload: Workload) -> tuple[float, float]:
     return HALF_LOSS_TOLERANCE, HALF_LOSS_TOLERANCE
 
 
+def _wrong_norm(runs: Sequence[Run], reference: Run | None, workload: Workload) -> str | None:
+    """What losses do not show: Adam steps as far with gradients of twice the size."""
+    expected = None if reference is None else reference.ranks[0].grad_norm
+    if expected is None:
+        return None
+    tolerance = NORM_TOLERANCE if workload.precision == "32-true" else HALF_NORM_TOLERANCE
+    for rank in (rank for run in runs for rank in run.ranks):
+        norm = rank.grad_norm
+        if norm is not None and not abs(norm - expected) <= tolerance * expected:
+            return f"gradients of norm {norm:.4g} in the first step, the reference's {expected:.4g}"
+    return None
+
+
 def _judge_losses(
     row: Row,
     runs: Sequence[Run],
-    reference: list[float] | None,
+    reference: Run | None,
     *,
     tolerances: tuple[float, float],
 ) -> Row:
     """The losses, and what is wrong with them."""
     lengths = {len(rank.losses) for run in runs for rank in run.ranks}
     if reference is not None:
-        lengths.add(len(reference))
+        lengths |= {len(rank.losses) for rank in reference.ranks}
     if len(lengths) > 1 or 0 in lengths:
         found = f"numbers of losses differ: {', '.join(map(str, sorted(lengths)))}"
-        return _replace(row, failure=found, failure_kind="wrong losses")
+        return replace(row, failure=found, failure_kind="wrong losses")
     losses = [_mean_losses(run) for run in runs]
-    gaps = [] if reference is None else [_gaps(run, reference) for run in losses]
+    gaps = [] if reference is None else [_gaps(run, _mean_losses(reference)) for run in losses]
     gap = max(map(max, gaps), default=None)
     early = max((max(each[: len(each) // 2 + 1]) for each in gaps), default=0.0)
     early_tolerance, tolerance = tolerances
-    row = _replace(row, loss_first=losses[0][0], loss_last=losses[0][-1], loss_gap=gap)
+    row = replace(row, loss_first=losses[0][0], loss_last=losses[0][-1], loss_gap=gap)
     if not all(math.isfinite(loss) for run in losses for loss in run):
         found = "a loss is not a finite number"
     elif gap is not None and (early > early_tolerance or gap > tolerance):
         found = f"losses differ from the reference by {gap:.2g}"
     else:
         return row
-    return _replace(row, failure=found, failure_kind="wrong losses")
+    return replace(row, failure=found, failure_kind="wrong losses")
 
 
 def _with_mfu(row: Row, peak_flops: float | None) -> Row:
-    row = _replace(row, peak_flops=peak_flops)
+    row = replace(row, peak_flops=peak_flops)
     if peak_flops is None or row.flops_per_token is None or row.tokens_per_s is None:
         return row
     used = row.flops_per_token * row.tokens_per_s
-    return _replace(row, mfu=used / (peak_flops * row.num_processes))
+    return replace(row, mfu=used / (peak_flops * row.num_processes))
 
 
 def _with_limits(
@@ -265,7 +284,7 @@ def _with_limits(
         communication_ms = sent / limits.bytes_per_s * 1e3
     known = [limit for limit in (compute_ms, communication_ms) if limit is not None]
     limit_ms = max(known, default=0.0)
-    return _replace(
+    return replace(
         row,
         theory=None if theory is None else asdict(theory),
         compute_limit_ms=compute_ms,
@@ -281,6 +300,10 @@ def _parts_ms(parts: Sequence[dict[str, float | None]]) -> dict[str, float | Non
         name.removesuffix("_s") + "_ms": _milliseconds(_median([step[name] for step in parts]))
         for name in parts[0]
     }
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -309,7 +332,3 @@ def _gaps(losses: list[float], reference: list[float]) -> list[float]:
     """Per micro-batch; infinite where there is no number."""
     gaps = [abs(a - b) for a, b in zip(losses, reference, strict=True)]
     return [math.inf if math.isnan(gap) else gap for gap in gaps]
-
-
-def _replace(row: Row, **changes: Any) -> Row:
-    return Row(**{**asdict(row), **changes})

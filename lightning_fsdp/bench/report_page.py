@@ -8,8 +8,14 @@ from typing import Any
 
 from lightning_fsdp.bench.arms import has_unfused_references
 from lightning_fsdp.bench.plots import PICTURES
-from lightning_fsdp.bench.plots_by_arm import mean_utilization
-from lightning_fsdp.bench.results import ArmResult, Results, lost, sum_of, unmeasured
+from lightning_fsdp.bench.results import (
+    ArmResult,
+    Results,
+    lost,
+    mean_utilization,
+    sum_of,
+    unmeasured,
+)
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
@@ -18,7 +24,11 @@ _UNKNOWN = "?"
 """In place of what was not measured; never 0."""
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
-Utilization is the mean of all samples of all ranks."""
+Utilization is the mean of all samples of all ranks; end to end goes from building the model to
+the last timed step."""
+_OF_MEMORY = """\
+Tensors are tracked in steps of their own, which run uncompiled: where anything is compiled, those
+would not be its figures, and there are none."""
 _OF_UNFUSED = """\
 In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
 Lightning clips for no fused one there; the other arms' are as configured."""
@@ -53,6 +63,7 @@ def page(results: Results) -> str:
         _OF_LIMITS,
         "## Memory",
         _memory(good),
+        _OF_MEMORY,
         "## Model FLOPs utilization",
         _mfu(good),
         "## Failures",
@@ -107,24 +118,24 @@ def _times(arms: Sequence[ArmResult]) -> str:
 
 def _limits(arms: Sequence[ArmResult]) -> str:
     head = [
-        "arm", "step ms", "limit of compute ms", "times the limit", "exposed ms",
-        "limit of communication ms", "calls", "demanded", "MB", "demanded",
+        "arm", "step ms", "limit of compute ms", "exposed ms", "limit of communication ms",
+        "times the larger limit", "calls", "demanded", "MB", "demanded",
     ]  # fmt: skip
-    body = []
-    for arm in arms:
-        step, limit = arm.get("step_ms"), arm.get("compute_limit_ms")
-        body.append([
+    body = [
+        [
             arm.name,
-            _number(step, ".3g"),
-            _number(limit, ".3g"),
-            _number(step / limit if step and limit else None, ".2f"),
+            _number(arm.get("step_ms"), ".3g"),
+            _number(arm.get("compute_limit_ms"), ".3g"),
             _number(arm.get("parts_ms", "exposed_ms"), ".3g"),
             _number(arm.get("communication_limit_ms"), ".3g"),
+            _number(arm.get("times_limit"), ".2f"),
             _number(sum_of(arm.data_calls()), "g"),
             _number(arm.total("theory", "collectives"), "g"),
             _number(arm.get("payload_bytes"), ".1f", unit=1e6),
             _number(arm.get("theory", "payload_bytes"), ".1f", unit=1e6),
-        ])  # fmt: skip
+        ]
+        for arm in arms
+    ]
     return markdown_table(head, body)
 
 
@@ -142,7 +153,8 @@ def _memory(arms: Sequence[ArmResult]) -> str:
 
 def _mfu(arms: Sequence[ArmResult]) -> str:
     formula = (
-        "MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks)."
+        "MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks). "
+        "FLOPs are those of forward and backward; what is recomputed counts once."
     )
     peaks = sorted({arm.get("peak_flops") for arm in arms} - {None})
     if not peaks:

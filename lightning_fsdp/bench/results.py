@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,12 +26,19 @@ Kind = tuple[str, int | None]
 """Engine and ZeRO stage."""
 Shape = tuple[int, int]
 """Sequences per rank and micro-batch, and micro-batches per optimizer step."""
+Line = tuple[list[float], list[float]]
+"""Where its points are: along, and up."""
 
 
 def sum_of(parts: Mapping[str, float | None] | None) -> float | None:
     """The sum of a figure's parts, if all of them are known."""
     known = [part for part in (parts or {}).values() if part is not None]
     return None if parts is None or len(known) < len(parts) else sum(known)
+
+
+def slowest(step_s: Sequence[Sequence[float]]) -> list[float]:
+    """Seconds of each step, from every rank's: it lasts as long as on the slowest rank."""
+    return [max(steps) for steps in zip(*step_s, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -158,6 +166,32 @@ class Results:
     def precision(self) -> str:
         """Of the Trainer; empty where the results do not say."""
         return str(self.document.get("workload", {}).get("precision", ""))
+
+
+def mean_utilization(arm: ArmResult) -> dict[str, float]:
+    """Percent, by what was sampled (``gpu`` or ``cpu``)."""
+    samples: dict[str, list[float]] = {}
+    for rank in (rank for run in arm.runs for rank in run["ranks"]):
+        found = [percent for _, percent in rank.get("utilization") or []]
+        if found and arm.failure is None:
+            samples.setdefault(rank.get("utilization_of") or "cpu", []).extend(found)
+    return {device: statistics.fmean(found) for device, found in samples.items()}
+
+
+def loss_curve(arm: ArmResult) -> Line | None:
+    """Optimizer steps from 1, and the mean loss in each; of the first repeat."""
+    if not arm.runs:
+        return None
+    _, accum = arm.shape
+    ranks = [rank["losses"] for rank in arm.runs[0]["ranks"]]
+    means = [
+        # A loss that was no number is null in JSON, and a gap in the line.
+        float("nan") if None in micro_batch else statistics.fmean(micro_batch)
+        # Of ranks that have made different numbers of steps, those that all have made.
+        for micro_batch in zip(*ranks, strict=False)
+    ]
+    steps = [statistics.fmean(means[i : i + accum]) for i in range(0, len(means), accum)]
+    return list(map(float, range(1, len(steps) + 1))), steps
 
 
 def read(out: Path) -> Results:

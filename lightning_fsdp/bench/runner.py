@@ -9,11 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.failure import FailureKind, RankFailure
-from lightning_fsdp.bench.measure import RankMeasurement
 from lightning_fsdp.bench.progress import in_turns
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.harness.processes import run_command
 
 
@@ -27,6 +30,7 @@ class Run:
         failure: Why there is nothing to show, or ``None``.
         failure_kind: By the type of what a rank raised; ``None`` without a failure.
         log: File with everything that the processes printed.
+        config: All options of the recipe, given or not; ``None`` where it did not come to them.
     """
 
     arm: Arm
@@ -36,6 +40,7 @@ class Run:
     ranks: list[RankMeasurement] = field(default_factory=list)
     failure: str | None = None
     failure_kind: FailureKind | None = None
+    config: dict[str, Any] | None = None
 
 
 def run_arms(
@@ -93,7 +98,14 @@ def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: 
         says = f"no measurement from {', '.join(missing)}"
         return Run(arm, repeat, wall_s, log, failure=says, failure_kind="no measurement")
     ranks = [RankMeasurement(**json.loads(file.read_text())) for file in files]
-    return Run(arm, repeat, wall_s, log, ranks=ranks)
+    return Run(arm, repeat, wall_s, log, ranks=ranks, config=_config(folder))
+
+
+def _config(folder: Path) -> dict[str, Any] | None:
+    """As Lightning's command line wrote it down."""
+    path = folder / "config.yaml"
+    config: dict[str, Any] | None = yaml.safe_load(path.read_text()) if path.exists() else None
+    return config
 
 
 def _out_of_memory(folder: Path) -> str | None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.network import Network
-from lightning_fsdp.bench.runner import Run, run_arms
+from lightning_fsdp.bench.progress import in_turns
+from lightning_fsdp.bench.runner import Run, run_arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,34 +93,55 @@ def run_scaling(
     repeats: int,
     out: Path,
     timeout_s: float,
-) -> list[Point]:
+) -> tuple[list[Point], int]:
     """Run every arm among every number of ranks, and the references alone.
 
     All of it takes turns, so that a slow hour of the machine is nobody's.
+
+    Returns:
+        A point per arm and number of ranks; and how many runs were not made, after Ctrl-C.
     """
     alone = replace(workload, num_ranks=1)
-    references = [arm for arm in arms if arm.engine == "single"]
-    sharing = [arm for arm in arms if arm.engine != "single"]
-    turns = [(1, references, alone)]
-    turns += [(network.world_size, sharing, _among(alone, network)) for network in networks]
-    world_size_to_runs: dict[int, list[Run]] = {world_size: [] for world_size, _, _ in turns}
-    for repeat in range(repeats):
-        for world_size, taking_part, work in turns:
-            folder = out / f"round{repeat}" / f"world{world_size}"
-            world_size_to_runs[world_size] += run_arms(
-                taking_part, work, repeats=1, out=folder, timeout_s=timeout_s
+    works = {1: alone} | {network.world_size: _among(alone, network) for network in networks}
+    turns = [_Turn(1, arm) for arm in arms if arm.engine == "single"]
+    turns += [_Turn(n.world_size, arm) for n in networks for arm in arms if arm.engine != "single"]
+    turn_to_runs: dict[_Turn, list[Run]] = {turn: [] for turn in turns}
+    num_runs = 0
+    try:
+        for repeat, turn in in_turns(turns, repeats):
+            folder = out / "runs" / f"world{turn.world_size}"
+            run = run_arm(
+                turn.arm, works[turn.world_size], repeat=repeat, out=folder, timeout_s=timeout_s
             )
+            turn_to_runs[turn].append(run)
+            num_runs += 1
+    except KeyboardInterrupt:
+        if not num_runs:
+            raise
     shape_to_rate: dict[tuple[int, int], float | None] = {}
     points = []
-    for world_size, taking_part, _ in turns:
-        for arm in taking_part:
-            shape = arm.batch_size, arm.grad_accum
-            point = _point(
-                arm, world_size, world_size_to_runs[world_size], shape_to_rate.get(shape)
-            )
-            shape_to_rate.setdefault(shape, point.tokens_per_s_per_rank)
-            points.append(point)
-    return points
+    for turn, runs in turn_to_runs.items():
+        shape = turn.arm.batch_size, turn.arm.grad_accum
+        point = _point(turn, runs, shape_to_rate.get(shape))
+        shape_to_rate.setdefault(shape, point.tokens_per_s_per_rank)
+        points.append(point)
+    return points, len(turns) * repeats - num_runs
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An arm among some number of ranks."""
+
+    world_size: int
+    arm: Arm
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.name} among {self.world_size}"
+
+    @property
+    def num_sequences(self) -> int:
+        return self.arm.num_sequences
 
 
 def _among(workload: Workload, network: Network) -> Workload:
@@ -133,19 +155,19 @@ def _among(workload: Workload, network: Network) -> Workload:
     return replace(workload, overrides=overrides, launcher=launcher)
 
 
-def _point(arm: Arm, world_size: int, runs: Sequence[Run], alone: float | None) -> Point:
+def _point(turn: _Turn, runs: Sequence[Run], alone: float | None) -> Point:
+    arm = turn.arm
     base = Point(
         arm=arm.name,
         engine=arm.engine,
         zero_stage=arm.zero_stage,
         batch_size=arm.batch_size,
         grad_accum=arm.grad_accum,
-        world_size=world_size,
+        world_size=turn.world_size,
     )
-    runs = [run for run in runs if run.arm == arm]
     failures = [run.failure for run in runs if run.failure is not None]
-    if failures:
-        return replace(base, failure=failures[0])
+    if failures or not runs:
+        return replace(base, failure=failures[0] if failures else "not run")
     ranks = [run.ranks[0] for run in runs]
     step_s = [s for rank in ranks for s in rank.step_s]
     step_tokens = [n for rank in ranks for n in rank.step_tokens]
@@ -157,7 +179,7 @@ def _point(arm: Arm, world_size: int, runs: Sequence[Run], alone: float | None) 
         efficiency=1.0 if arm.engine == "single" else None if alone is None else rate / alone,
         step_ms=median_s * 1e3,
     )
-    if world_size == 1:
+    if turn.world_size == 1:
         return replace(point, exposed_ms=0.0, busy_ms=0.0, late_ms=0.0, calls={}, sent_bytes=0.0)
     used = [rank.simulated for rank in ranks if rank.simulated is not None]
     if not used:

@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_fsdp.bench import plot_style
+from lightning_fsdp.bench.results import kind_label
 from lightning_fsdp.bench.scaling import Point
 
-# Colours of different brightness, and a shape each: told apart in grey as well.
-_ENGINE_TO_STYLE = {
-    "scratch": {"color": "#1b1b7a", "marker": "o"},
-    "fsdp1": {"color": "#d9820f", "marker": "s"},
-    "fsdp2": {"color": "#1f8a5b", "marker": "^"},
-    "ddp": {"color": "#8c8c8c", "marker": "D"},
-}
-_STAGE_TO_STYLE: dict[int | None, dict[str, Any]] = {
-    3: {"linestyle": "-"},
-    2: {"linestyle": "--", "markerfacecolor": "white"},
-    None: {"linestyle": ":"},
-}
 _PANELS = (
     ("tokens_per_s_per_rank", "tokens per second and rank"),
     ("efficiency", "share of one unsharded process"),
@@ -52,9 +42,10 @@ def draw(points: Sequence[Point]) -> Any:
 
 def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
     world_sizes = sorted({point.world_size for point in points if point.engine != "single"})
-    for arm in dict.fromkeys((p.engine, p.zero_stage) for p in points if p.engine != "single"):
-        of_arm = [point for point in points if (point.engine, point.zero_stage) == arm]
-        style = {**_ENGINE_TO_STYLE[arm[0]], **_STAGE_TO_STYLE[arm[1]], "label": _label(of_arm)}
+    kinds = list(dict.fromkeys((p.engine, p.zero_stage) for p in points if p.engine != "single"))
+    for kind in kinds:
+        of_arm = [point for point in points if (point.engine, point.zero_stage) == kind]
+        style = {**plot_style.line_style(kind, kinds), "label": _label(of_arm)}
         for axes, (name, _) in zip(panels, _PANELS, strict=True):
             known = [(p.world_size, _value(p, name)) for p in of_arm]
             known = [(x, y) for x, y in known if y is not None]
@@ -75,7 +66,7 @@ def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
 
 def _label(points: Sequence[Point]) -> str:
     first = points[0]
-    name = first.engine if first.zero_stage is None else f"{first.engine} ZeRO-{first.zero_stage}"
+    name = kind_label((first.engine, first.zero_stage))
     failed = [str(point.world_size) for point in points if point.failure is not None]
     return name + (f" (failed at {', '.join(failed)})" if failed else "")
 

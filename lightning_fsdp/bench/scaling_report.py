@@ -42,9 +42,27 @@ def write_scaling(
         f"{describe(document)}\n\n{format_points(points)}\n\nSimulated; this is assumed:\n\n"
         f"{listed}\n"
     )
+    _draw(out, points)
+
+
+def redraw_scaling(folder: Path) -> None:
+    """Make the picture of a ``scaling.json`` again.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    path = folder / "scaling.json"
+    try:
+        points = [Point(**point) for point in json.loads(path.read_text())["points"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a scaling study, got: {error}") from error
+    _draw(folder, points)
+
+
+def _draw(folder: Path, points: Sequence[Point]) -> None:
     figure = scaling_picture.draw(points)
     for ending in ("png", "svg"):
-        figure.savefig(out / f"scaling.{ending}", dpi=150)
+        figure.savefig(folder / f"scaling.{ending}", dpi=150)
 
 
 def format_points(points: Sequence[Point]) -> str:

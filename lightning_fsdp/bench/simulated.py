@@ -240,7 +240,7 @@ def simulated(network: Network, device_type: str = "cpu") -> Iterator[Usage]:
         network: The ranks and their links.
         device_type: Where the model computes: ``cpu`` or ``cuda``.
 
-    Returns:
+    Yields:
         What the collectives took so far; grows. On CUDA, :func:`find_usage` brings it up to date.
 
     Raises:

@@ -1,7 +1,8 @@
 """The callback that writes a snapshot of CUDA's memory: every allocation of a step, with its stack.
 
 It records the last warm-up step: by then everything is compiled and the optimizer has its state,
-and the timed steps after it are undisturbed.
+and the timed steps after it are undisturbed. The first two it records as well, for a run that they
+end: what does not fit is found out there.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing_extensions import override
 
 from lightning_fsdp.callbacks.torch_internals import dump_memory_snapshot, record_memory_history
 
+_FIRST_STEPS = (0, 1)  # the optimizer has its state from the end of the first one on
+
 
 class Snapshot(L.Callback):
-    """Records one step of rank 0.
+    """Records one step of rank 0; where training fails in the first two, that one.
 
     Args:
         path: Of the snapshot, for https://pytorch.org/memory_viz.
@@ -27,7 +30,7 @@ class Snapshot(L.Callback):
     def __init__(self, path: str, step: int) -> None:
         self.path = Path(path)
         self.step = step
-        self._is_recording = False
+        self._recorded: int | None = None  # the step that is being recorded
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -46,9 +49,9 @@ class Snapshot(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin with the first micro-batch of the step."""
-        is_due = trainer.global_rank == 0 and trainer.global_step == self.step
-        if is_due and not self._is_recording:
-            self._is_recording = True
+        is_due = trainer.global_step in (*_FIRST_STEPS, self.step)
+        if trainer.global_rank == 0 and is_due and self._recorded is None:
+            self._recorded = trainer.global_step
             record_memory_history(is_on=True)
 
     @override
@@ -60,9 +63,12 @@ class Snapshot(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Write, once the step is over."""
-        if trainer.global_step > self.step:
+        """Once a step is over, write it; one of the first, which came through, is dropped."""
+        if self._recorded == trainer.global_step:
+            return
+        if self._recorded == self.step:
             self._write()
+        self._drop()
 
     @override
     def on_exception(
@@ -70,9 +76,13 @@ class Snapshot(L.Callback):
     ) -> None:
         """Write what there is: of a step that ran out of memory, that is the picture to see."""
         self._write()
+        self._drop()
 
     def _write(self) -> None:
-        if self._is_recording:
-            self._is_recording = False
+        if self._recorded is not None:
             dump_memory_snapshot(str(self.path))
+
+    def _drop(self) -> None:
+        if self._recorded is not None:
+            self._recorded = None
             record_memory_history(is_on=False)

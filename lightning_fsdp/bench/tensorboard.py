@@ -10,8 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_fsdp.bench.plots_over_time import loss_curve
-from lightning_fsdp.bench.results import ArmResult, Results
+from lightning_fsdp.bench.results import ArmResult, Results, loss_curve, slowest
 
 _FIGURES = (  # of a row, that HParams compares
     "tokens_per_s", "step_ms", "loss_last", "mfu", "host_ms", "end_to_end_s", "payload_bytes",
@@ -46,7 +45,7 @@ def _write_arm(writer: SummaryWriter, arm: ArmResult) -> None:
             writer.add_scalar("loss", loss, step)
     if arm.failure is None and arm.runs:
         ranks = arm.runs[0]["ranks"]
-        seconds = [max(steps) for steps in zip(*(r["step_s"] for r in ranks), strict=True)]
+        seconds = slowest([rank["step_s"] for rank in ranks])
         tokens = [sum(steps) for steps in zip(*(r["step_tokens"] for r in ranks), strict=True)]
         for step, (num, second) in enumerate(zip(tokens, seconds, strict=True), start=1):
             writer.add_scalar("timed_step/ms", second * 1e3, step)

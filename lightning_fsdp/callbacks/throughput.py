@@ -47,7 +47,7 @@ class ThroughputMonitor(pl.Callback):
             ``attention_mask``; else entries of ``input_ids`` that are not ``pad_id``.
         pad_id: Of padding in ``input_ids``.
         flops_per_token: Of forward and backward. ``"count"``: torch's ``FlopCounterMode`` counts
-            those of the first micro-batch; recomputation counts as well.
+            those of the first micro-batch; what is recomputed counts once.
         peak_flops: Of one device, per second, in the dtype that is used. ``None``: no MFU.
 
     Attributes:
@@ -231,13 +231,13 @@ class ThroughputMonitor(pl.Callback):
 
 
 def flop_counter() -> FlopCounterMode:
-    """Counts floating-point operations while it is entered, recomputation included.
+    """Counts floating-point operations while it is entered; what is recomputed counts once.
 
     Torch's own, which up to 2.15 does not know the attention that it runs on CPU.
     """
     forward, backward = torch_internals.attention_on_cpu()
     on_cpu = {forward: _attention_flops, backward: _attention_backward_flops}
-    return FlopCounterMode(display=False, custom_mapping=on_cpu)
+    return torch_internals.ModelFlopCounter(display=False, custom_mapping=on_cpu)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:

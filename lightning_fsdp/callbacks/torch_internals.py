@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 
 def record_memory_history(is_on: bool) -> None:
@@ -33,3 +34,17 @@ def attention_on_cpu() -> tuple[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu,
         aten._scaled_dot_product_flash_attention_for_cpu_backward,
     )
+
+
+class ModelFlopCounter(FlopCounterMode):
+    """Leaves out what activation checkpointing computes a second time, inside the backward.
+
+    That runs with gradients enabled, and a backward does not, unless it is differentiated itself.
+    The counter has no public place to leave something out.
+    """
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        is_recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+        if is_recomputed:
+            return out
+        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]

@@ -1,1 +1,1 @@
-"""What the commands share: processes that end, the environment of a result, tables to paste."""
+"""What commands share: processes that end, a result's environment, tables, searches, exit codes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 
 _UNITS = {
@@ -31,3 +32,11 @@ def format_bytes(num_bytes: int) -> str:
     """In MB, or from 1 GB on in GB; powers of ten."""
     is_large = num_bytes >= 10**9
     return f"{num_bytes / 10**9:.2f} GB" if is_large else f"{num_bytes / 10**6:.1f} MB"
+
+
+def bytes_argument(text: str) -> int:
+    """The same as the type of a command's option."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

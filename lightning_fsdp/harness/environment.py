@@ -16,13 +16,10 @@ import torch
 
 def environment() -> dict[str, Any]:
     """Where and with what a result came about; JSON."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
     packages = ("torch", "lightning", "transformers")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit or None,
+        "commit": _commit(),
         "versions": {name: version(name) for name in packages},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "gpus": _gpus()},
     }
@@ -36,6 +33,19 @@ def describe(document: dict[str, Any]) -> str:
         f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores{gpus}; torch "
         f"{versions['torch']}, Lightning {versions['lightning']}; `{document['command']}`"
     )
+
+
+def _commit() -> str | None:
+    """Of the repository that this file is in, with ``-dirty`` behind it where files differ."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    if not git("ls-files", here.name):  # installed, below somebody else's repository or none
+        return None
+    return git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*") or None
 
 
 def _gpus() -> list[str]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_fsdp.harness.amounts import parse_bytes
+from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     size.add_argument("--batch-size", type=int, default=1, help="sequences per micro-batch")
     size.add_argument(
         "--device-memory",
-        type=_amount,
+        type=bytes_argument,
         metavar="AMOUNT",
         help="such as 80GB: look for the largest batch that fits, in place of --batch-size",
     )
@@ -100,13 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
     return parser
-
-
-def _amount(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 if __name__ == "__main__":

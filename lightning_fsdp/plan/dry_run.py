@@ -43,7 +43,7 @@ from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
 from lightning_fsdp.plan import torch_internals
-from lightning_fsdp.plan.ledger import FakeLedger
+from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build
 from lightning_fsdp.strategies import unit_calls
 from lightning_fsdp.strategies.precision import ShardedPrecision
@@ -51,7 +51,7 @@ from lightning_fsdp.strategies.precision import ShardedPrecision
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-OWNERS = ("parameters", "gradients", "optimizer", "gathered", "local gradients", "activations")
+OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "activations")
 PHASES = ("forward", "backward", "step")
 
 
@@ -272,7 +272,7 @@ class _Training:
 
     def _tell_owners(self, ledger: FakeLedger) -> None:
         segments = {segment for unit in units_in(self._model) for segment in unit.segments}
-        ledger.tell("gathered", (segment.buffer.flat for segment in segments))
+        ledger.tell(GATHERED, (segment.buffer.flat for segment in segments))
         ledger.tell("parameters", (segment.shard for segment in segments))
         ledger.tell("parameters", self._model.buffers())
         states = (value for state in self._optimizer.state.values() for value in state.values())

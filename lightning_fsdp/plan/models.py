@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from lightning_fsdp.core.grouping import find_units
@@ -68,7 +69,9 @@ def build(config: PretrainedConfig) -> nn.Module:
     """The causal language model of a config, in training mode, on torch's default device."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    # A config may name the dtype of its checkpoint; training chooses its own.
+    dtype = torch.get_default_dtype()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     assert isinstance(model, nn.Module), type(model)
     return model.train()
 

@@ -124,7 +124,7 @@ def new_fields(arm, work):
             "payload_bytes": 0 if world == 1 else 5.5e6 * (arm.zero_stage or 1),
         },
         "compute_limit_ms": 0.6 * whole, "communication_limit_ms": 0.05 * whole,
-        "failure_kind": None,
+        "times_limit": 1 / 0.6, "failure_kind": None,
     }  # fmt: skip
 
 

@@ -1,0 +1,22 @@
+"""What stands beside a result."""
+
+import subprocess
+from pathlib import Path
+
+from lightning_fsdp.harness.environment import environment
+
+ROOT = Path(__file__).parent.parent
+
+
+def git(folder, *arguments):
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_commit_is_that_of_this_project_wherever_it_is_asked_for(tmp_path, monkeypatch):
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "-c", "user.name=x", "-c", "user.email=x@x", "commit", "-m", "x", "--allow-empty")
+    monkeypatch.chdir(tmp_path)
+    changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
+    expected = git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
+    assert environment()["commit"] == expected != git(tmp_path, "rev-parse", "HEAD")
