@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core import optimizer_guard, torch_internals
+from lightning_fsdp.core import host_memory, optimizer_guard, torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
 from lightning_fsdp.core.hooks import ModuleHooks
@@ -160,7 +160,7 @@ def assemble(
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, initialised.buffers)
     if home.compute_device.type == "cpu":
-        torch_internals.reuse_freed_host_memory()
+        host_memory.keep_freed_memory()
     optimizer_guard.watch(schedule)
 
 

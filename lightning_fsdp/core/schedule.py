@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.lifecycle import ParameterState
 from lightning_fsdp.core.segment import Segment
@@ -340,6 +340,8 @@ class Schedule:
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
+        if self.communicator.device_type == "cpu":
+            host_memory.return_unused_memory()
         is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
         if not any(is_stepped.values()):
             return

@@ -9,7 +9,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -243,21 +242,3 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
             "full_state_dict(module) before destroy_process_group(), and shard a new module after."
         )
     return group
-
-
-def reuse_freed_host_memory() -> None:
-    """Let the C library keep freed buffers instead of returning them to the kernel.
-
-    Whole parameters are allocated and freed many times a step. glibc gives blocks above 32 MB back
-    at once, and every page of a fresh one then costs a page fault. Two settings of
-    ``mallopt`` (process-wide, glibc only) keep freed memory at hand: no block is mapped on its own,
-    and the heap is not trimmed below 2 GiB of free space. torch offers no setting for its CPU
-    allocator.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        trim_threshold, mmap_max = -1, -4
-        libc.mallopt(mmap_max, 0)
-        libc.mallopt(trim_threshold, 2**31 - 1)  # the parameter is an int
