@@ -17,23 +17,11 @@ import mmap
 import sys
 from pathlib import Path
 
-MOST_UNUSED_BYTES = 2**29
-"""Resident beside what is in use, before pages are given back."""
+MOST_GROWTH_BYTES = 2**29
+"""Of the process, before pages are given back."""
 
 _MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of mallopt
-_unused_at_best: list[int] = []  # bytes, when pages were last given back; empty at first
-
-
-class _Mallinfo(ctypes.Structure):
-    """As ``mallinfo2`` returns it."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
+_resident_at_best: list[int] = []  # bytes, when pages were last given back; empty at first
 
 
 def keep_freed_memory() -> None:
@@ -44,33 +32,26 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # the parameter is an int
 
 
-def return_unused_memory(most: int = MOST_UNUSED_BYTES) -> None:
-    """Give pages back to the kernel if more than ``most`` bytes of them came to lie unused."""
+def return_unused_memory(most: int = MOST_GROWTH_BYTES) -> None:
+    """Give unused pages back to the kernel once the process has grown by ``most`` bytes."""
     libc = _glibc()
     if libc is None:
         return
-    unused = _unused_bytes(libc)
-    if not _unused_at_best:
-        _unused_at_best.append(unused)
-    elif unused > _unused_at_best[0] + most:
+    if not _resident_at_best:
+        _resident_at_best.append(_resident_bytes())
+    elif _resident_bytes() > _resident_at_best[0] + most:
         libc.malloc_trim(0)
-        _unused_at_best[0] = _unused_bytes(libc)
+        _resident_at_best[0] = _resident_bytes()
 
 
-def _unused_bytes(libc: ctypes.CDLL) -> int:
-    """Resident and not in use; programs and what else is not the heap's count as well."""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    info = libc.mallinfo2()
-    return resident - int(info.uordblks) - int(info.hblkhd)
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @functools.cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it is a glibc that can be told and asked: 2.33 or later."""
+    """The C library, if it is glibc."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return None
-    libc.mallinfo2.restype = _Mallinfo
-    return libc
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
