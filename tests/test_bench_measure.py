@@ -142,6 +142,24 @@ def _is_whole(measured, grad_accum):
     assert measured.utilization_of == "cpu"
 
 
+class SlowAtTheEnd(Task):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == TOTAL - 1:  # observed
+            time.sleep(2.0)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_slow_at_the_end(rank, world_size, folder):
+    start = time.perf_counter()
+    measured = _fit(rank, world_size, "auto", 1, folder, task=SlowAtTheEnd)
+    return measured.fit_s, time.perf_counter() - start
+
+
+def test_end_to_end_time_ends_with_the_timed_steps(tmp_path):
+    ((fit_s, whole_s),) = on_trainer_ranks(_fit_slow_at_the_end, 1, tmp_path)
+    assert 0 < fit_s < whole_s - 2.0
+
+
 class Compiled(Task):
     def configure_model(self):
         super().configure_model()

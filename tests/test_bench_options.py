@@ -72,7 +72,9 @@ def test_a_recipe_is_named_or_is_a_file(tmp_path):
     assert args.config == mine
 
 
-def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def commands(monkeypatch):
+    """Those that were run: each takes too long, and in the third somebody presses Ctrl-C."""
     commands = []
 
     def run_command(command, **kwargs):
@@ -82,6 +84,10 @@ def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, 
         return Failure("timed out", "took longer than 1 s")
 
     monkeypatch.setattr(runner, "run_command", run_command)
+    return commands
+
+
+def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, capsys):
     options = ["--engines", "scratch", "--stages", "3", "--repeats", "1", "--out", str(tmp_path)]
     assert main(options) == 130
     assert "interrupted: 1 runs were not made" in capsys.readouterr().err
@@ -94,31 +100,20 @@ def test_after_an_interrupt_what_was_measured_is_written(tmp_path, monkeypatch, 
         main(options)
 
 
-def test_a_scaling_study_and_a_search_are_written_after_an_interrupt_too(
-    tmp_path, monkeypatch, capsys
-):
-    made = []
-
-    def run_command(command, **kwargs):
-        made.append(command)
-        if len(made) == 3:
-            raise KeyboardInterrupt
-        return Failure("timed out", "took longer than 1 s")
-
-    monkeypatch.setattr(runner, "run_command", run_command)
+def test_a_scaling_study_and_a_search_are_written_after_an_interrupt(tmp_path, commands, capsys):
     arms = ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
     assert main([*SIMULATE, *arms, "--repeats", "1"]) == 130
     assert "interrupted: 1 runs were not made" in capsys.readouterr().err
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]
     reasons = ["took longer than 1 s", "took longer than 1 s", "not run"]
     assert [point["failure"] for point in points] == reasons
-    made[:] = [None]  # DDP's search ends with the smallest batch, the next arm's is interrupted
+    commands[:] = [None]  # DDP's search ends with the smallest batch, the next arm's is interrupted
     assert main([*SEARCH, *arms]) == 130
     assert "interrupted: 1 arms were not searched" in capsys.readouterr().err
     (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
     assert (ddp["arm"], ddp["largest"]) == ("ddp_a1", None)
     for options in (SIMULATE, SEARCH):
-        made[:] = [None, None]  # the very first run
+        commands[:] = [None, None]  # the very first run
         with pytest.raises(KeyboardInterrupt):
             main([*options, *arms])
 

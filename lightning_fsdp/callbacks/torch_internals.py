@@ -11,6 +11,8 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_fsdp.core.torch_internals import is_in_backward
+
 
 def record_memory_history(is_on: bool) -> None:
     """Keep the stack of every CUDA allocation; torch documents this name, and has no public one."""
@@ -44,7 +46,6 @@ class ModelFlopCounter(FlopCounterMode):
     """
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        is_recomputed = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-        if is_recomputed:
+        if is_in_backward() and torch.is_grad_enabled():
             return out
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
