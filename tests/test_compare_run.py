@@ -50,6 +50,16 @@ def test_every_cell_of_one_configuration_is_right(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_everything_is_as_recorded_on_one_rank_and_on_two(tmp_path):
+    """What ``make compare`` judges, but for four ranks, by the record that users have."""
+    code, report = compare(tmp_path, "--world-sizes", "1", "2")
+    assert report["problems"] == []
+    assert code == 0
+    assert len(report["cells"]) == 2 * len(ROWS) * 3 * 2 * 3 * 2
+
+
+@pytest.mark.slow
 def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
     (tmp_path / "nothing.json").write_text(json.dumps({"2.13": []}))
     code, report = compare(
