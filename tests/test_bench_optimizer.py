@@ -7,7 +7,8 @@ import os
 import pytest
 
 from lightning_fsdp.bench import optimizer, optimizer_picture
-from lightning_fsdp.bench.optimizer_arms import KINDS, NOT_FIXED, PEER, Outcome, Phase, run_arm
+from lightning_fsdp.bench.optimizer_arms import run_arm
+from lightning_fsdp.bench.optimizer_outcome import KINDS, NOT_FIXED, PEER, Outcome, Phase
 from tests.support.trainer import on_trainer_ranks
 
 STEPS = 3

@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_fsdp.bench import optimizer_picture
-from lightning_fsdp.bench.optimizer_arms import (
+from lightning_fsdp.bench.optimizer_outcome import (
     ENGINES,
     NOT_FIXED,
     Outcome,

@@ -16,14 +16,12 @@ ends in the same bits. Each is a set of fresh processes: no arm inherits memory.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
-import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,95 +36,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_fsdp.bench.optimizer_outcome import Outcome, Phase
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
 
-ENGINES = ("fsdp2", "scratch")
-KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
-PEER = "fsdp2_accelerate"
-NOT_FIXED = "fsdp2_before_not_fixed"
-"""The arm that trains nothing; it shows why the others are needed."""
-
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
 _SHARDERS: dict[str, Callable[..., Any]] = {"fsdp2": fsdp.fully_shard, "scratch": fully_shard}
 _OPERATIONS_PER_SAMPLE = 32  # of the resident size
-
-
-@dataclass
-class Phase:
-    """A stretch of an arm.
-
-    Attributes:
-        name: ``build``, ``shard``, ``step 1``, ...
-        live_bytes: Of tensors, after each operation on them.
-        rss_bytes: The process's resident size, now and then.
-    """
-
-    name: str
-    live_bytes: list[int] = field(default_factory=list)
-    rss_bytes: list[int] = field(default_factory=list)
-
-
-@dataclass
-class Outcome:
-    """What one rank found.
-
-    Attributes:
-        losses: Of each step, on this rank.
-        weights: Digest of each whole parameter at the end.
-        trained: Parameters that changed.
-        num_entries: Parameters that the optimizer holds.
-        num_held: Those of them that are the model's.
-        phases: Memory over time.
-    """
-
-    arm: str
-    rank: int
-    losses: list[float]
-    weights: dict[str, str]
-    trained: list[str]
-    num_entries: int
-    num_held: int
-    phases: list[Phase]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of tensors alive at once."""
-        return max(max(phase.live_bytes, default=0) for phase in self.phases)
-
-    @property
-    def resting_bytes(self) -> int:
-        """Of tensors after the last step."""
-        return self.phases[-1].live_bytes[-1]
-
-    @property
-    def rss_bytes(self) -> int:
-        """Largest resident size seen."""
-        return max(max(phase.rss_bytes, default=0) for phase in self.phases)
-
-    def to_json(self) -> str:
-        """For a file."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Outcome:
-        """What :meth:`to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "phases": [Phase(**phase) for phase in values["phases"]]})
-
-
-def choose_arms(engines: Iterable[str]) -> list[str]:
-    """The arms of some engines; accelerate's if it is installed."""
-    arms = [f"{engine}_{kind}" for engine in engines for kind in KINDS]
-    if "fsdp2" in engines and importlib.util.find_spec("accelerate") is not None:
-        arms.append(PEER)
-    return arms
-
-
-def engine_of(arm: str) -> str:
-    """Which engine an arm shards with."""
-    return arm.partition("_")[0]
 
 
 class Timeline(Observer):  # type: ignore[no-untyped-call]

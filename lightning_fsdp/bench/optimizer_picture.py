@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_fsdp.bench.optimizer_arms import ENGINES, Phase, engine_of
+from lightning_fsdp.bench.optimizer_outcome import ENGINES, Phase, engine_of
 
 _MOST_POINTS = 300  # per phase
 _DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
