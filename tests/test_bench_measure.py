@@ -189,6 +189,23 @@ def test_a_step_of_what_is_left_of_the_data_is_refused(tmp_path):
     assert "optimizer step 2: expected 3 micro-batches, got 2 before" in message
 
 
+class Stopping(Task):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.should_stop = batch_idx == 1
+
+
+def _fit_until_it_stops(rank, world_size, folder):
+    with pytest.raises(RuntimeError) as raised:
+        _fit(rank, world_size, "auto", 1, folder, task=Stopping)
+    return str(raised.value), [path.name for path in folder.rglob("*.json")]
+
+
+def test_a_run_that_something_ends_early_is_no_measurement(tmp_path):
+    ((message, written),) = on_trainer_ranks(_fit_until_it_stops, 1, tmp_path)
+    assert "expected 5 optimizer steps, got 2 before the run ended" in message
+    assert written == ["failure0.json"]
+
+
 def test_one_process_communicates_exactly_nothing(tmp_path):
     (measured,) = on_trainer_ranks(_fit, 1, "auto", 3, tmp_path)
     (parts,) = measured.parts

@@ -396,14 +396,22 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
     )  # fmt: skip
     failed = Point(**arm, world_size=64, failure="exit code 1: boom")
     network = Network(world_size=64, **FAST)
-    document = {"command": "x", "workload": {"accelerator": "cpu"}, **environment()}
+    document = {
+        "command": "x",
+        "workload": {"accelerator": "cpu", "precision": "32-true"},
+        **environment(),
+    }
     write_scaling(tmp_path, [alone, fine, failed], network, document)
     report = (tmp_path / "scaling.md").read_text()
+    assert "not fused" not in report
     assert all(assumption in report for assumption in network.assumptions())
     assert "FAILED" in report
     assert "6 (bound by this machine)" in report
     with (tmp_path / "scaling.csv").open() as stream:
         assert [line["failure"] for line in csv.DictReader(stream)] == ["", "", "exit code 1: boom"]
+    document["workload"]["precision"] = "bf16-mixed"
+    write_scaling(tmp_path, [alone, fine, failed], network, document)
+    assert "references (single, ddp) step with" in (tmp_path / "scaling.md").read_text()
     results = json.loads((tmp_path / "scaling.json").read_text())
     assert results["points"][2]["step_ms"] is None
     assert (tmp_path / "scaling.png").stat().st_size > 10_000

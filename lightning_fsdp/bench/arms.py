@@ -12,6 +12,9 @@ from typing import Any
 # engine -> the strategy names that its stages complete
 _STRATEGIES = {"scratch": "scratch_fsdp_zero", "fsdp1": "fsdp1_zero", "fsdp2": "fsdp2_zero"}
 ENGINES = tuple(_STRATEGIES)
+OF_UNFUSED = """\
+In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
+Lightning clips for no fused one there; the other arms' are as configured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +117,12 @@ class Arm:
             *("--trainer.devices", str(self.num_processes(workload))),
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),
+            # Nothing else that a recipe may say ends the run.
+            *("--trainer.max_epochs", "-1"),
+            *("--trainer.max_time", "null"),
+            *("--trainer.limit_train_batches", "null"),
+            *("--trainer.overfit_batches", "0"),
+            *("--trainer.fast_dev_run", "false"),
             *("--trainer.accumulate_grad_batches", str(self.grad_accum)),
             *("--trainer.callbacks", json.dumps(callbacks)),
             *("--trainer.default_root_dir", str(out)),

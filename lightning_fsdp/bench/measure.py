@@ -166,7 +166,16 @@ class Measure(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write what was measured."""
+        """Write what was measured.
+
+        Raises:
+            RuntimeError: Something ended the run before its time.
+        """
+        if self._num_steps < trainer.max_steps:
+            raise RuntimeError(
+                f"expected {trainer.max_steps} optimizer steps, got {self._num_steps} before the "
+                "run ended. Take out of the recipe what ends it, such as a callback."
+            )
         self.out.mkdir(parents=True, exist_ok=True)
         self._end_timed()
         self._end_profiled()

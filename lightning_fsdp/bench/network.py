@@ -104,8 +104,9 @@ class Network:
             )
         ring = (
             "Collectives are rings of neighbouring ranks: an all-gather or reduce-scatter takes "
-            "W - 1 steps in which a rank sends (W - 1)/W of the whole, an all-reduce twice that; "
-            "time = steps x latency + sent bytes / bandwidth of the slowest link in the ring."
+            "W - 1 steps in which a rank sends (W - 1)/W of the whole, an all-reduce twice that. "
+            "Broadcasts and barriers are trees of log2 W steps. "
+            "Time = steps x latency + sent bytes / bandwidth of the slowest link between them."
         )
         order = (
             "A rank's collectives go one after another, in the order in which they were started. "

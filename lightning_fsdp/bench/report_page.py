@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning_fsdp.bench.arms import has_unfused_references
+from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.results import (
     ArmResult,
@@ -29,9 +29,6 @@ the last timed step."""
 _OF_MEMORY = """\
 Tensors are tracked in steps of their own, which run uncompiled: where anything is compiled, those
 would not be its figures, and there are none."""
-_OF_UNFUSED = """\
-In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
-Lightning clips for no fused one there; the other arms' are as configured."""
 _OF_LIMITS = """\
 The limit of compute is the step of one process with one rank's share of the work and no
 communication; that of communication, an arm's bytes over the measured bandwidth.
@@ -54,7 +51,7 @@ def page(results: Results) -> str:
     sections = [
         describe(dict(results.document)),
         format_table([arm.row for arm in results.arms]),
-        *([_OF_UNFUSED] if has_unfused_references(results.precision) else []),
+        *([OF_UNFUSED] if has_unfused_references(results.precision) else []),
         "## Where a step's time goes (rank 0)",
         _times(good),
         _OF_TIMES,

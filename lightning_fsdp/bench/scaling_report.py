@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench import scaling_picture
+from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point
 from lightning_fsdp.harness.environment import describe
@@ -37,11 +38,14 @@ def write_scaling(
         "points": [asdict(point) for point in points],
     }
     (out / "scaling.json").write_text(json.dumps(results, indent=1))
-    listed = "\n".join(f"* {assumption}" for assumption in assumptions)
-    (out / "scaling.md").write_text(
-        f"{describe(document)}\n\n{format_points(points)}\n\nSimulated; this is assumed:\n\n"
-        f"{listed}\n"
-    )
+    sections = [
+        describe(document),
+        format_points(points),
+        *([OF_UNFUSED] if has_unfused_references(document["workload"]["precision"]) else []),
+        "Simulated; this is assumed:",
+        "\n".join(f"* {assumption}" for assumption in assumptions),
+    ]
+    (out / "scaling.md").write_text("\n\n".join(sections) + "\n")
     _draw(out, points)
 
 

@@ -11,6 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+_OF_LAUNCHERS = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK",
+    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+_OF_CLUSTERS = ("SLURM_", "TORCHELASTIC_", "LSB_", "JSM_", "OMPI_COMM_")
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -56,10 +62,13 @@ def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> Failu
 
 
 def _environment() -> dict[str, str]:
-    # One thread per rank: more would let the arms with fewer processes use more of the machine.
+    """This process's, without what a launcher said of its own ranks: the command starts others."""
     inherited = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+        name: value
+        for name, value in os.environ.items()
+        if name not in _OF_LAUNCHERS and not name.startswith(_OF_CLUSTERS)
     }
+    # One thread per rank: more would let the arms with fewer processes use more of the machine.
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
