@@ -88,10 +88,10 @@ def test_half_precision_may_leave_the_reference_by_more_and_not_by_anything():
             assert rows[1].failure_kind == kind
 
 
-def test_tokens_per_second_is_all_tokens_over_all_time_not_a_mean_of_rates():
+def test_a_step_that_stalls_moves_no_median():
     arm = arms()[1]
-    (row,) = summarize([arm], [measured(arm)], WORKLOAD)
-    assert row.tokens_per_s == pytest.approx(2 * 300 / 0.6)
+    (row,) = summarize([arm], [measured(arm, step_s=(0.1, 5.0, 0.2))], WORKLOAD)
+    assert row.tokens_per_s == pytest.approx(2 * 100 / 0.2), "of both ranks"
     assert row.step_ms == pytest.approx(200)
     assert row.peak_bytes == (3000, 3001)
 

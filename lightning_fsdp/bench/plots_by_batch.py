@@ -6,6 +6,7 @@ per rank and micro-batch, where each arm has a place of its own; the global batc
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
-from lightning_fsdp.bench.results import ArmResult, Results, lost, slowest, unmeasured
+from lightning_fsdp.bench.results import ArmResult, Results, lost, step_rates, unmeasured
 
 Value = Callable[[ArmResult], float | None]
 
@@ -70,8 +71,9 @@ def _per(name: str, unit: float) -> Value:
 
 def _tokens_per_s(run: Any) -> float:
     ranks = run["ranks"]
-    seconds = sum(slowest([rank["step_s"] for rank in ranks]))
-    return float(sum(sum(rank["step_tokens"]) for rank in ranks) / seconds)
+    return statistics.median(
+        step_rates([rank["step_tokens"] for rank in ranks], [rank["step_s"] for rank in ranks])
+    )
 
 
 def _against_batch(

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
-from lightning_fsdp.bench.results import slowest
+from lightning_fsdp.bench.results import slowest, step_rates
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
 
@@ -36,7 +36,7 @@ class Row:
         loss_last: Likewise of the last one's.
         loss_gap: Largest difference of a mean loss from that of the reference arm.
         grad_norm: Of the first step's gradients, before they are clipped.
-        tokens_per_s: Of all ranks together.
+        tokens_per_s: Median of the steps, of all ranks together.
         step_ms: Median seconds of an optimizer step, in milliseconds.
         step_ms_q1: First quartile.
         step_ms_q3: Third quartile.
@@ -163,12 +163,16 @@ def _summarize_arm(arm: Arm, runs: Sequence[Run], workload: Workload, reference:
     if not runs:
         return replace(base, failure="not run", failure_kind="no measurement")
     step_s = [step for run in runs for step in slowest([rank.step_s for rank in run.ranks])]
-    tokens = sum(sum(rank.step_tokens) for run in runs for rank in run.ranks)
+    rates = [
+        rate
+        for run in runs
+        for rate in step_rates([r.step_tokens for r in run.ranks], [r.step_s for r in run.ranks])
+    ]
     low, median, high = statistics.quantiles(step_s, n=4)
     first, firsts = runs[0].ranks[0], [run.ranks[0] for run in runs]
     row = replace(
         base,
-        tokens_per_s=tokens / sum(step_s),
+        tokens_per_s=statistics.median(rates),
         grad_norm=first.grad_norm,
         step_ms=median * 1e3,
         step_ms_q1=low * 1e3,

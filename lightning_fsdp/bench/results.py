@@ -41,6 +41,14 @@ def slowest(step_s: Sequence[Sequence[float]]) -> list[float]:
     return [max(steps) for steps in zip(*step_s, strict=True)]
 
 
+def step_rates(
+    step_tokens: Sequence[Sequence[int]], step_s: Sequence[Sequence[float]]
+) -> list[float]:
+    """Tokens per second of all ranks together in each step, from every rank's tokens and time."""
+    tokens = [sum(steps) for steps in zip(*step_tokens, strict=True)]
+    return [num / seconds for num, seconds in zip(tokens, slowest(step_s), strict=True)]
+
+
 @dataclass(frozen=True)
 class ArmResult:
     """One arm.

@@ -19,6 +19,7 @@ from typing import Any
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.progress import in_turns
+from lightning_fsdp.bench.results import step_rates
 from lightning_fsdp.bench.runner import Run, run_arm
 
 
@@ -169,10 +170,10 @@ def _point(turn: _Turn, runs: Sequence[Run], alone: float | None) -> Point:
     if failures or not runs:
         return replace(base, failure=failures[0] if failures else "not run")
     ranks = [run.ranks[0] for run in runs]
-    step_s = [s for rank in ranks for s in rank.step_s]
-    step_tokens = [n for rank in ranks for n in rank.step_tokens]
-    median_s = statistics.median(step_s)
-    rate = statistics.fmean(step_tokens) / median_s
+    median_s = statistics.median(s for rank in ranks for s in rank.step_s)
+    rate = statistics.median(
+        rate for rank in ranks for rate in step_rates([rank.step_tokens], [rank.step_s])
+    )
     point = replace(
         base,
         tokens_per_s_per_rank=rate,

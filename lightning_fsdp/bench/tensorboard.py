@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from torch.utils.tensorboard import SummaryWriter
 
-from lightning_fsdp.bench.results import ArmResult, Results, loss_curve, slowest
+from lightning_fsdp.bench.results import ArmResult, Results, loss_curve, slowest, step_rates
 
 _FIGURES = (  # of a row, that HParams compares
     "tokens_per_s", "step_ms", "loss_last", "mfu", "host_ms", "end_to_end_s", "payload_bytes",
@@ -45,11 +45,11 @@ def _write_arm(writer: SummaryWriter, arm: ArmResult) -> None:
             writer.add_scalar("loss", loss, step)
     if arm.failure is None and arm.runs:
         ranks = arm.runs[0]["ranks"]
-        seconds = slowest([rank["step_s"] for rank in ranks])
-        tokens = [sum(steps) for steps in zip(*(r["step_tokens"] for r in ranks), strict=True)]
-        for step, (num, second) in enumerate(zip(tokens, seconds, strict=True), start=1):
-            writer.add_scalar("timed_step/ms", second * 1e3, step)
-            writer.add_scalar("timed_step/tokens_per_s", num / second, step)
+        step_s = [rank["step_s"] for rank in ranks]
+        rates = step_rates([rank["step_tokens"] for rank in ranks], step_s)
+        for step, (seconds, rate) in enumerate(zip(slowest(step_s), rates, strict=True), start=1):
+            writer.add_scalar("timed_step/ms", seconds * 1e3, step)
+            writer.add_scalar("timed_step/tokens_per_s", rate, step)
     figures = {name: arm.get(name) for name in _FIGURES}
     figures |= {name: arm.worst(name) for name in _PER_RANK}
     parts = arm.get("parts_ms") or {}
