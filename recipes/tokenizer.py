@@ -52,7 +52,7 @@ def train_tokenizer(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer that exists already.
+    """A tokenizer that exists already; texts come out of it whole, whatever it was saved with.
 
     Args:
         name: A ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub.
@@ -62,15 +62,19 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir() and not file.is_file():
+        raise _no_tokenizer(name, "a folder without tokenizer.json")
     try:
-        if file.is_file():
-            return Tokenizer.from_file(str(file))
-        if not path.exists():
-            return Tokenizer.from_pretrained(name)
+        tokenizer = (
+            Tokenizer.from_file(str(file)) if path.exists() else Tokenizer.from_pretrained(name)
+        )
     # The library's errors are plain `Exception`s, whatever the cause.
     except Exception as error:
         raise _no_tokenizer(name, f"{type(error).__name__}: {error}") from error
-    raise _no_tokenizer(name, "a folder without tokenizer.json")
+    # A file keeps what its tokenizer was last called with: a document would lose its end.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def end_of_text_id(tokenizer: Tokenizer, token: str = END_OF_TEXT) -> int:

@@ -194,6 +194,25 @@ def test_a_given_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> Non
         load_tokenizer(str(tmp_path))
 
 
+def test_a_tokenizer_saved_with_truncation_and_padding_keeps_every_token(
+    folder: Path, tmp_path: Path
+) -> None:
+    made = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
+    found = []
+    for name in ("plain", "truncation", "padding"):
+        if name == "truncation":
+            made.enable_truncation(4)
+        if name == "padding":
+            made.no_truncation()
+            made.enable_padding(length=1000)
+        made.save(str(tmp_path / f"{name}.json"))
+        given = str(tmp_path / f"{name}.json")
+        data = TextData(path=folder, tokenizer=given, cache_dir=tmp_path / "cache")
+        found.append(data.open())
+    assert len({tokens.num_tokens for tokens in found}) == 1
+    assert len({tokens.folder for tokens in found}) == 1, "what was saved with it changes nothing"
+
+
 def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
     with pytest.raises(RecipeError, match="vocab_size: expected at least 257"):
         train_tokenizer([], vocab_size=256)
