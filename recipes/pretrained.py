@@ -6,15 +6,22 @@ whole model on the host until then.
 
 from __future__ import annotations
 
+import re
+from pickle import UnpicklingError
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from recipes.errors import RecipeError
 
 _Config = TypeVar("_Config", bound=PretrainedConfig)
 _Model = TypeVar("_Model", bound=PreTrainedModel)
+
+# A constant that GPT-2 stored once; transformers knows of its neighbour `attn.bias` alone.
+_OLD_BUFFERS = re.compile(r"\.(attn|crossattention)\.masked_bias$")
+_NAMED_WEIGHTS = 3  # in an error; a layer has a dozen
 
 
 def load_config(name: str, kind: type[_Config]) -> _Config:
@@ -45,7 +52,7 @@ def load_model(name: str, kind: type[_Model], config: PretrainedConfig) -> _Mode
         config: Of the model; may differ from the stored one in what weights do not depend on.
 
     Raises:
-        RecipeError: There are no weights, or not those of the model.
+        RecipeError: There are no weights, damaged ones, or not those of the model.
     """
     try:
         # Main weights in the run's dtype, whatever the file's: bf16 ones lose small updates.
@@ -54,13 +61,32 @@ def load_model(name: str, kind: type[_Model], config: PretrainedConfig) -> _Mode
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise _not_pretrained(name, error) from error
+    except (EOFError, KeyError, SafetensorError, UnpicklingError) as error:
+        raise RecipeError(
+            f"pretrained: expected whole files of weights, got '{name}' ({type(error).__name__}: "
+            f"{error}). Copy or download them again, or correct --model.pretrained."
+        ) from error
     model: _Model
     model, report = loaded
-    # transformers draws new values for what a file lacks, and says so in the log alone.
+    # transformers draws new values for what a file lacks, drops what the model lacks, and says
+    # both in the log alone.
     if report["missing_keys"]:
         raise _not_pretrained(name, f"no weights for {', '.join(sorted(report['missing_keys']))}")
+    _refuse_left_over(
+        name, sorted(key for key in report["unexpected_keys"] if not _OLD_BUFFERS.search(key))
+    )
     model.train()  # from_pretrained leaves it in eval mode
     return model
+
+
+def _refuse_left_over(name: str, keys: list[str]) -> None:
+    if keys:
+        more = ", ..." if len(keys) > _NAMED_WEIGHTS else ""
+        raise RecipeError(
+            f"pretrained: expected a place in the model for every stored weight, got {len(keys)} "
+            f"without one in '{name}': {', '.join(keys[:_NAMED_WEIGHTS])}{more}. Correct its "
+            f"config.json, such as the number of layers, or take them out of the files."
+        )
 
 
 def _not_pretrained(name: str, why: object) -> RecipeError:

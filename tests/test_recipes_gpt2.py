@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
@@ -267,6 +268,54 @@ def test_what_is_not_pretrained_is_refused(tmp_path: Path) -> None:
     module = GPT2(pretrained=str(tmp_path))
     with pytest.raises(RecipeError, match=r"pretrained: expected a folder with config.json and we"):
         module.configure_model()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_a_file_of_weights_that_was_cut_off_is_refused(
+    tmp_path: Path, name: str, share: float
+) -> None:
+    saved = _save_pretrained(tmp_path, torch.float32)
+    if name == "pytorch_model.bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(saved, tmp_path / name)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[: int(share * len(content))])
+    with pytest.raises(RecipeError, match=rf"pretrained: expected .*{tmp_path}.* Co(py|rrect) "):
+        GPT2(pretrained=str(tmp_path)).configure_model()
+    if name == "model.safetensors":
+        with pytest.raises(RecipeError, match=r"expected whole files of weights, .*SafetensorErr"):
+            GPT2(pretrained=str(tmp_path)).configure_model()
+
+
+def test_weights_for_which_the_model_has_no_place_are_refused(tmp_path: Path) -> None:
+    _save_pretrained(tmp_path, torch.float32)
+    GPT2Config(vocab_size=VOCAB_SIZE, n_positions=32, **TINY | {"n_layer": 1}).save_pretrained(
+        tmp_path
+    )
+    # A layer has 12; transformers takes c_attn.bias for the old buffer attn.bias.
+    message = r"got 11 without one in '.*': transformer\.h\.1\.attn\.c_attn\.weight, .*, \.\.\.\. C"
+    with pytest.raises(RecipeError, match=message):
+        GPT2(pretrained=str(tmp_path)).configure_model()
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", ""], ids=["saved today", "as on the hub"])
+def test_buffers_and_tied_heads_of_old_files_are_no_left_over_weights(
+    tmp_path: Path, prefix: str
+) -> None:
+    saved = _save_pretrained(tmp_path, torch.float32)
+    stored = {name.replace("transformer.", prefix): t.clone() for name, t in saved.items()}
+    if not prefix:
+        del stored["lm_head.weight"]
+    for layer in range(TINY["n_layer"]):
+        stored[f"{prefix}h.{layer}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+        stored[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    module = GPT2(pretrained=str(tmp_path))
+    module.configure_model()
+    assert module.model is not None
+    for name, tensor in module.model.state_dict().items():
+        assert torch.equal(tensor, saved[name]), name
 
 
 @pytest.mark.parametrize("options", [{}, {"size": "nano", "pretrained": "gpt2"}])
