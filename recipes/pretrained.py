@@ -32,12 +32,13 @@ def load_config(name: str, kind: type[_Config]) -> _Config:
         kind: What it has to be.
 
     Raises:
-        RecipeError: There is none, or it is that of another family.
+        RecipeError: There is none, a damaged one, or it is that of another family.
     """
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise _not_pretrained(name, error) from error
+    # A field of a wrong type is an error of many kinds, some of them plain `Exception`s.
+    except Exception as error:
+        raise _not_pretrained(name, " ".join(str(error).split())) from error
     if not isinstance(config, kind):
         raise _not_pretrained(name, f"a model of type '{config.model_type}'")
     return config

@@ -340,6 +340,20 @@ def test_wrong_arguments_are_named(changes, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [({"n_layer": "abc"}, "'n_layer' expected int, got str"), ({"dtype": "what"}, "'what'")],
+)
+def test_a_config_with_a_field_of_a_wrong_type_is_refused(folder, field, message, capsys):
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | field))
+    with pytest.raises(SystemExit) as raised:
+        main(["--model", str(folder), "--world", "2"])
+    assert raised.value.code == 2
+    said = f"error: --model: expected one of .*{folder}.*{message}.*Correct its config.json"
+    assert re.search(said, capsys.readouterr().err)
+
+
 def test_a_folder_with_another_kind_of_model_is_refused(tmp_path):
     from transformers import ViTConfig
 

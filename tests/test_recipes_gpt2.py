@@ -1,6 +1,7 @@
 """GPT-2 of the recipes: the model, its loss, its optimizer and schedule, by their values."""
 
 import functools
+import json
 import math
 import warnings
 from pathlib import Path
@@ -268,6 +269,18 @@ def test_what_is_not_pretrained_is_refused(tmp_path: Path) -> None:
     module = GPT2(pretrained=str(tmp_path))
     with pytest.raises(RecipeError, match=r"pretrained: expected a folder with config.json and we"):
         module.configure_model()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [({"n_layer": "abc"}, "'n_layer' expected int, got str"), ({"dtype": "what"}, "'what'")],
+)
+def test_a_config_with_a_field_of_a_wrong_type_is_refused(
+    tmp_path: Path, field: dict[str, str], message: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"} | field))
+    with pytest.raises(RecipeError, match=f"pretrained: expected .*{tmp_path}.*{message}"):
+        GPT2(pretrained=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])

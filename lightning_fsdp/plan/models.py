@@ -91,8 +91,12 @@ def _config_in(folder: Path) -> PretrainedConfig:
         raise ValueError(f"--model: {expected}, got {str(folder)!r}. Correct it.")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"--model: {expected}, got {str(folder)!r} ({error}).") from error
+    # A field of a wrong type is an error of many kinds, some of them plain `Exception`s.
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"--model: {expected}, got {str(folder)!r} ({why}). Correct its config.json."
+        ) from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
             f"--model: expected a config of a causal language model, got {str(folder)!r} of type "
