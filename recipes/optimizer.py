@@ -38,6 +38,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if not self.lr > 0:
             raise RecipeError(f"optimizer.lr: expected more than 0, got {self.lr}. Raise it.")
+        for name in ("weight_decay", "eps"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise RecipeError(f"optimizer.{name}: expected 0 or more, got {value}. Raise it.")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise RecipeError(
+                f"optimizer.betas: expected two of 0 or more and less than 1, got "
+                f"{list(self.betas)}. Correct them."
+            )
         for name in ("warmup_ratio", "final_lr_ratio"):
             value = getattr(self, name)
             if not 0 <= value <= 1:

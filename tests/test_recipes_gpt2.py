@@ -435,15 +435,18 @@ def test_a_run_that_is_all_warm_up_has_a_schedule() -> None:
     ("options", "message"),
     [
         ({"lr": 0.0}, r"optimizer\.lr: expected more than 0, got 0\.0"),
+        ({"weight_decay": -1.0}, r"optimizer\.weight_decay: expected 0 or more, got -1\.0"),
+        ({"eps": -1e-8}, r"optimizer\.eps: expected 0 or more, got -1e-08"),
+        ({"betas": (1.5, 0.9)}, r"optimizer\.betas: expected two of .*, got \[1\.5, 0\.9\]"),
+        ({"betas": (0.9, 1.0)}, r"optimizer\.betas: expected two of .*, got \[0\.9, 1\.0\]"),
+        ({"betas": (-0.1, 0.9)}, r"optimizer\.betas: expected two of .*, got \[-0\.1, 0\.9\]"),
         ({"warmup_ratio": 1.5}, r"optimizer\.warmup_ratio: expected 0 to 1, got 1\.5"),
         ({"final_lr_ratio": -0.1}, r"optimizer\.final_lr_ratio: expected 0 to 1, got -0\.1"),
     ],
 )
-def test_an_optimizer_option_out_of_range_is_refused(
-    options: dict[str, float], message: str
-) -> None:
+def test_an_optimizer_option_out_of_range_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        OptimizerConfig(**options)  # type: ignore[arg-type]
+        OptimizerConfig(**options)
 
 
 # ------------------------------------------------------------------------------ in the Trainer
