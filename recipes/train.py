@@ -56,6 +56,7 @@ class RecipeCLI(LightningCLI):
         self._prepare(for_training=False)
 
     def _prepare(self, *, for_training: bool) -> None:
+        refuse_wrong_accumulation(self.trainer)
         refuse_conflicts(self.trainer, self.model)
         tokens = self.datamodule.open()
         self.model.require_fitting(self.datamodule)
@@ -63,6 +64,19 @@ class RecipeCLI(LightningCLI):
         rank_zero_info(
             f"Corpus: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens of a "
             f"vocabulary of {tokens.vocab_size:,}, in {tokens.folder}"
+        )
+
+
+def refuse_wrong_accumulation(trainer: L.Trainer) -> None:
+    """Refuse a step of no micro-batches, by which the Trainer would divide.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    if trainer.accumulate_grad_batches < 1:
+        raise RecipeError(
+            f"accumulate_grad_batches: expected 1 or more, got {trainer.accumulate_grad_batches}. "
+            f"Raise --trainer.accumulate_grad_batches."
         )
 
 

@@ -102,6 +102,15 @@ def test_the_model_has_as_many_tokens_as_the_data(
     [
         (["--model.pretrained=gpt2"], "either size or pretrained, got size='nano' and pretrained="),
         (["--model.optimizer.lr=0"], "optimizer.lr: expected more than 0"),
+        (
+            ["--model.optimizer.betas=[1.5,0.9]"],
+            "optimizer.betas: expected two of 0 or more and less than 1, got [1.5, 0.9]",
+        ),
+        (
+            ["--trainer.accumulate_grad_batches=0"],
+            "accumulate_grad_batches: expected 1 or more, got 0. Raise --trainer.accumulate",
+        ),
+        (["--trainer.accumulate_grad_batches=-1"], "accumulate_grad_batches: expected 1 or more"),
         (["--data.seq_len=2000"], "seq_len: expected at most the model's 1024 positions, got 2000"),
         (
             ["--data.batch_size=1000"],
