@@ -159,8 +159,12 @@ class TextData(L.LightningDataModule):
             for_training: Check the training data as well.
 
         Raises:
-            RecipeError: There are too few sequences.
+            RecipeError: There are too few sequences, or none are kept to validate on.
         """
+        if not for_training and not self.val_fraction:
+            raise RecipeError(
+                "val_fraction: expected more than 0 to validate, got 0. Raise --data.val_fraction."
+            )
         wanted = [("validation", self.val, num_ranks if self.val_fraction else 0)]
         if for_training:
             wanted.insert(0, ("training", self.train, num_ranks * self.batch_size))

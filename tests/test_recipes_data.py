@@ -318,6 +318,8 @@ def test_validation_can_be_left_out(folder: Path, tmp_path: Path) -> None:
     data = TextData(path=folder, seq_len=8, val_fraction=0, cache_dir=tmp_path / "cache")
     data.setup("fit")
     assert data.val_dataloader() == []
+    with pytest.raises(RecipeError, match=r"val_fraction: expected more than 0 .* --data\.val_f"):
+        data.setup("validate")
 
 
 def test_too_little_text_is_refused_with_the_numbers(folder: Path, tmp_path: Path) -> None:

@@ -138,6 +138,20 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     assert "\n" not in str(stopped.value.code)
 
 
+def test_without_validation_data_there_is_training_alone(
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for name in ("fit", "validate"):
+        monkeypatch.setattr(pl.Trainer, name, lambda *_, name=name, **__: called.append(name))
+    fit = _arguments(write_folder(tmp_path / "corpus"), "--data.val_fraction=0")
+    command_line(fit)
+    with pytest.raises(SystemExit) as stopped:
+        command_line(["validate", *fit[1:]])
+    assert str(stopped.value.code).startswith("error: val_fraction: expected more than 0 to valid")
+    assert called == ["fit"]
+
+
 def test_a_broken_line_of_the_corpus_is_named(command_line: Any, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "corpus")
     with (folder / "c.jsonl").open("a") as file:
