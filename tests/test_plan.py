@@ -4,6 +4,7 @@ Widths are large for the vocabulary, so that what the engine holds weighs more t
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from transformers import GPT2Config, Qwen2Config
 
 from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
 from lightning_fsdp.engines.autocast import keep_main_dtype
+from lightning_fsdp.plan import __main__ as plan_command
 from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import PHASES, Run, dry_run, largest_batch
 from lightning_fsdp.plan.ledger import FakeLedger
@@ -338,6 +340,40 @@ def test_wrong_arguments_are_named(changes, message, capsys):
         main([word for option in options.items() for word in option])
     assert raised.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("", "a folder"),
+        ("file/plan.json", "'.*/file' is no folder"),
+        ("sealed/plan.json", "no leave to write '.*/sealed'"),
+        ("sealed/new/plan.json", "no leave to write '.*/sealed'"),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_plan(
+    name, why, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "sealed").mkdir()
+    # Not by its mode, which does not hold root back.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")
+    monkeypatch.setattr(plan_command, "dry_run", lambda *_: pytest.fail("the plan was made"))
+    with pytest.raises(SystemExit) as raised:
+        main(["--model", "gpt2-nano", "--world", "2", "--json", str(tmp_path / name)])
+    assert raised.value.code == 2
+    said = rf"error: --json: expected a file to write, got '{tmp_path}.*' \({why}\)\. Name another"
+    assert re.search(said, capsys.readouterr().err)
+    assert not list((tmp_path / "sealed").iterdir())
+
+
+def test_a_file_that_cannot_be_written_after_all_is_named(tmp_path, folder, capsys, monkeypatch):
+    path = tmp_path / "plan.json"
+    monkeypatch.setattr(plan_command, "format_plan", lambda *_: path.mkdir())
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--world", "2", "--seq-len", "32", "--json", str(path)])
+    assert "error: --json: expected a file to write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.max_batch_size is not None and args.device_memory is None:
         parser.error("--max-batch-size: expected --device-memory with it, as it ends a search")
+    if args.json is not None and (why := _why_not_a_file(args.json)) is not None:
+        parser.error(_no_file(args.json, why))
     cap = _MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size
     search = plan = None
     try:
@@ -56,9 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "of kernels and the allocator's fragments."
     )
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(as_json(args.model, plan, search), indent=1) + "\n")
+        content = json.dumps(as_json(args.model, plan, search), indent=1) + "\n"
+        try:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(content)
+        except OSError as error:
+            parser.error(_no_file(args.json, str(error.strerror)))
     return 1 if plan is None else 0
+
+
+def _why_not_a_file(path: Path) -> str | None:
+    """What keeps a path from being written; creates nothing. Missing folders are no hindrance."""
+    try:
+        if path.is_dir():
+            return "a folder"
+        nearest = next(place for place in (path, *path.absolute().parents) if place.exists())
+        if nearest != path and not nearest.is_dir():
+            return f"{str(nearest)!r} is no folder"
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        return error.strerror
+    return None if os.access(nearest, os.W_OK) else f"no leave to write {str(nearest)!r}"
+
+
+def _no_file(path: Path, why: str) -> str:
+    return f"--json: expected a file to write, got {str(path)!r} ({why}). Name another."
 
 
 def _parser() -> argparse.ArgumentParser:
