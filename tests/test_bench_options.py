@@ -72,6 +72,28 @@ def test_a_recipe_is_named_or_is_a_file(tmp_path):
     assert args.config == mine
 
 
+@pytest.mark.parametrize("place", ["taken", "taken/below/it"])
+@pytest.mark.parametrize(
+    ("option", "mode"),
+    [
+        ("--out", []),
+        ("--out", SIMULATE),
+        ("--out", SEARCH),
+        ("--out", ["optimizer"]),
+        ("folder", ["plot"]),
+    ],
+)
+def test_a_file_in_the_place_of_the_folder_is_named(option, mode, place, tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.touch()
+    given = [str(tmp_path / place)] if option == "folder" else [option, str(tmp_path / place)]
+    with pytest.raises(SystemExit) as raised:
+        main([*mode, *given])
+    assert raised.value.code == 2
+    expected = f"error: argument {option}: expected a folder, got the file {str(taken)!r}"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.fixture
 def commands(monkeypatch):
     """Those that were run: each takes too long, and in the third somebody presses Ctrl-C."""

@@ -49,6 +49,16 @@ def test_every_cell_of_one_configuration_is_right(tmp_path, capsys):
     assert "Nothing unexpected." in printed
 
 
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, capsys):
+    taken = tmp_path / "taken"
+    taken.touch()
+    with pytest.raises(SystemExit) as raised:
+        main(["--out", str(taken)])
+    assert raised.value.code == 2
+    expected = f"error: argument --out: expected a folder, got the file {str(taken)!r}"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_everything_is_as_recorded_on_one_rank_and_on_two(tmp_path):

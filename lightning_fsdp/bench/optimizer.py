@@ -28,6 +28,7 @@ from lightning_fsdp.bench.optimizer_outcome import (
     choose_arms,
     engine_of,
 )
+from lightning_fsdp.harness.command_line import folder_argument
 from lightning_fsdp.harness.environment import describe, environment
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
@@ -188,5 +189,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=int, default=2, help="ranks")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per arm")
-    parser.add_argument("--out", type=Path, default=Path("runs/optimizer"))
+    parser.add_argument("--out", type=folder_argument, default="runs/optimizer")
     return parser

@@ -12,6 +12,7 @@ import torch
 
 from lightning_fsdp.bench.arms import ENGINES, choose_arms
 from lightning_fsdp.harness.amounts import bytes_argument
+from lightning_fsdp.harness.command_line import folder_argument
 
 # What is only there if it was given, so that it can be refused where it would be ignored.
 _DEFAULTS = {
@@ -200,5 +201,5 @@ def _parser() -> argparse.ArgumentParser:
         type=bytes_argument,
         metavar="AMOUNT",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--out", type=folder_argument, default="runs/bench")
     return parser

@@ -25,6 +25,7 @@ from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.scaling_report import redraw_scaling
+from lightning_fsdp.harness.command_line import folder_argument
 
 WRITTEN = (
     "report.md, comparison.csv, results.json (every repeat), plots/, tensorboard/, "
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Make report, table, pictures and TensorBoard runs of a results.json again, or "
         "the picture of a scaling.json.",
     )
-    parser.add_argument("folder", type=Path, help="the --out of a benchmark")
+    parser.add_argument("folder", type=folder_argument, help="the --out of a benchmark")
     args = parser.parse_args(arguments)
     is_scaling = (args.folder / "scaling.json").exists()
     try:

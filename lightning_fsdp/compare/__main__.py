@@ -18,7 +18,7 @@ from lightning_fsdp.compare.report import describe_environment, format_report, m
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.compare.runner import Cell, Setup, run_cases, skip_cases
 from lightning_fsdp.compare.verdicts import expectation
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import exit_with, folder_argument
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--expected", type=Path, help="another record of what does not work, as expected.json"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"))
+    parser.add_argument("--out", type=folder_argument, default="runs/compare")
     return parser
 
 

@@ -1,9 +1,11 @@
-"""The last word of a command line: its exit code, also after Ctrl-C."""
+"""What command lines share: folders as options, and the exit code, also after Ctrl-C."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED = 130  # as shells say it: 128 and the signal's number
@@ -21,3 +23,12 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         sys.stderr.write("\ninterrupted; nothing is left running\n")
         code = INTERRUPTED
     sys.exit(code)
+
+
+def folder_argument(text: str) -> Path:
+    """A folder, there already or to be made, as the type of a command's option."""
+    folder = Path(text)
+    for path in (folder, *folder.parents):
+        if path.exists() and not path.is_dir():
+            raise argparse.ArgumentTypeError(f"expected a folder, got the file {str(path)!r}")
+    return folder
