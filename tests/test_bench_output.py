@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import ArmResult, Results, loss_curve, read
 from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.scaling import Point
 from lightning_fsdp.harness.environment import environment
 from tests.support.bench_results import results_of, step_ms, tokens_per_s, without, workload
 from tests.test_bench_report import measured
@@ -57,7 +59,7 @@ def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "expected results.json of the benchmark, got none"),
+        (None, "expected results.json or scaling.json of the benchmark, got none"),
         ("{", "expected JSON, got: "),
         ("[]", "expected the results of `python -m lightning_fsdp.bench`"),
         ('{"rows": [{"arm": "ddp"}]}', "with rows that have arm, batch_size, engine"),
@@ -69,6 +71,49 @@ def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 1
     assert message in capsys.readouterr().err
     assert str(tmp_path)
+
+
+def study(path):
+    shape = {"engine": "scratch", "zero_stage": 3, "batch_size": 4, "grad_accum": 1}
+    point = Point(
+        arm="scratch_zero3_b4_a1", **shape, world_size=8, tokens_per_s_per_rank=80.0, step_ms=6.0
+    )
+    (path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
+
+
+def test_all_that_lies_in_a_folder_is_redrawn_and_named(tmp_path, capsys, no_pictures):
+    folder_of(results_of(**SMALL), tmp_path)
+    study(tmp_path)
+    (tmp_path / "largest_batch.json").write_text("{}")
+    assert main(["plot", str(tmp_path)]) == 0
+    for name in ("report.md", "comparison.csv", "tensorboard", "scaling.png", "scaling.svg"):
+        assert (tmp_path / name).exists(), name
+    made = "report.md, comparison.csv, plots/, tensorboard/"
+    assert capsys.readouterr().out.splitlines() == [
+        f"Written to {tmp_path}/ from results.json: {made}",
+        f"Written to {tmp_path}/ from scaling.json: scaling.png, .svg",
+        "Nothing is made of largest_batch.json; its table is largest_batch.md.",
+    ]
+
+
+def test_what_is_damaged_does_not_stop_what_is_not(tmp_path, capsys):
+    (tmp_path / "results.json").write_text("{")
+    study(tmp_path)
+    assert main(["plot", str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert f"error: {tmp_path}/results.json: expected JSON" in told.err
+    assert "results.json" not in told.out
+    assert (tmp_path / "scaling.png").exists()
+
+
+def test_the_files_of_other_benchmarks_are_refused_by_name(tmp_path, capsys):
+    (tmp_path / "largest_batch.json").write_text("{}")
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "got only largest_batch.json, of which there is no picture" in capsys.readouterr().err
+    optimizers = {"command": "optimizer", **environment(), "failures": {}, "arms": {}}
+    (tmp_path / "results.json").write_text(json.dumps(optimizers))
+    assert main(["plot", str(tmp_path)]) == 1
+    assert "results.json: expected the results of" in capsys.readouterr().err
 
 
 def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):

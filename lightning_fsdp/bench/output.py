@@ -37,27 +37,39 @@ def main(arguments: Sequence[str]) -> int:
     """Redraw a folder: ``python -m lightning_fsdp.bench plot DIR``.
 
     Returns:
-        Exit code.
+        Exit code: 0 if all that the folder holds was made again.
     """
+    redrawn = {
+        "results.json": (derive, "report.md, comparison.csv, plots/, tensorboard/"),
+        "scaling.json": (redraw_scaling, "scaling.png, .svg"),
+    }
     parser = argparse.ArgumentParser(
         prog="python -m lightning_fsdp.bench plot",
-        description="Make report, table, pictures and TensorBoard runs of a results.json again, or "
-        "the picture of a scaling.json.",
+        description="Make report, table, pictures and TensorBoard runs of a results.json again, "
+        "and the picture of a scaling.json.",
     )
     parser.add_argument("folder", type=folder_argument, help="the --out of a benchmark")
-    args = parser.parse_args(arguments)
-    is_scaling = (args.folder / "scaling.json").exists()
-    try:
-        if is_scaling:
-            redraw_scaling(args.folder)
-        else:
-            derive(args.folder)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    folder = parser.parse_args(arguments).folder
+    sources = [name for name in redrawn if (folder / name).exists()]
+    has_largest = (folder / "largest_batch.json").exists()
+    if not sources:
+        found = "only largest_batch.json, of which there is no picture" if has_largest else "none"
+        wanted = " or ".join(redrawn)
+        print(f"error: {folder}: expected {wanted} of the benchmark, got {found}.", file=sys.stderr)
         return 1
-    made = "scaling.png, .svg" if is_scaling else "report.md, comparison.csv, plots/, tensorboard/"
-    print(f"Written to {args.folder}/: {made}")
-    return 0
+    code = 0
+    for name in sources:
+        redraw, made = redrawn[name]
+        try:
+            redraw(folder)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            code = 1
+        else:
+            print(f"Written to {folder}/ from {name}: {made}")
+    if has_largest:
+        print("Nothing is made of largest_batch.json; its table is largest_batch.md.")
+    return code
 
 
 def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[str, Any]) -> None:
