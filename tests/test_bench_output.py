@@ -1,6 +1,8 @@
 import csv
+import functools
 import json
 import math
+import operator
 from dataclasses import asdict
 
 import pytest
@@ -12,8 +14,9 @@ from lightning_fsdp.bench import modes, output, plots
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.reading import read
 from lightning_fsdp.bench.report_page import page
-from lightning_fsdp.bench.results import ArmResult, Results, loss_curve, read
+from lightning_fsdp.bench.results import ArmResult, Results, loss_curve
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.scaling import Point
 from lightning_fsdp.harness.environment import environment
@@ -61,8 +64,8 @@ def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
     [
         (None, "expected results.json or scaling.json of the benchmark, got none"),
         ("{", "expected JSON, got: "),
-        ("[]", "expected the results of `python -m lightning_fsdp.bench`"),
-        ('{"rows": [{"arm": "ddp"}]}', "with rows that have arm, batch_size, engine"),
+        ("[]", "lightning_fsdp.bench`, with a mapping for the document, got []"),
+        ('{"rows": [{"arm": "ddp"}]}', "with command, got none"),
     ],
 )
 def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
@@ -286,31 +289,86 @@ def test_a_snapshot_without_cuda_is_refused_by_name(tmp_path, capsys):
     assert "--snapshot records CUDA's memory" in capsys.readouterr().err
 
 
-def _without_arms_of_runs(document):
-    document["runs"] = [{"ranks": []}]
-
-
-def _with_ranks_without_losses(document):
-    del document["runs"][0]["ranks"][0]["losses"]
+RANK = ("runs", 1, "ranks", 0)
+OF_RANK = r"runs[1, single_b2_a1].ranks[0]"
+MISSING = object()
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("place", "value", "message"),
     [
-        lambda document: document.update(rows=[1]),
-        lambda document: document.update(rows=None),
-        lambda document: document["rows"][0].update(batch_size="4"),
-        lambda document: document.update(runs=None),
-        lambda document: document.pop("command"),
-        _without_arms_of_runs,
-        _with_ranks_without_losses,
+        (("rows",), [1], "a mapping for rows[0], got 1"),
+        (("rows",), None, "a list for rows, got null"),
+        (("rows", 1, "batch_size"), "4", "a whole number for rows[1, ddp_b2_a1].batch_size, got"),
+        (("rows", 1, "grad_accum"), 0, "at least 1 for rows[1, ddp_b2_a1], got [2, 0]"),
+        (("rows", 1, "engine"), 3, "a text for rows[1, ddp_b2_a1].engine, got 3"),
+        (("rows", 1, "tokens_per_s"), "x", 'a number for rows[1, ddp_b2_a1].tokens_per_s, got "x"'),
+        (("rows", 1, "mfu"), True, "a number for rows[1, ddp_b2_a1].mfu, got true"),
+        (("rows", 1, "peak_bytes"), [1, "x"], "rows[1, ddp_b2_a1].peak_bytes[1], got"),
+        (("rows", 1, "theory", "payload_bytes"), [], "theory.payload_bytes, got []"),
+        (("rows", 1, "collectives"), [], "a mapping for rows[1, ddp_b2_a1].collectives, got []"),
+        (("command",), MISSING, "command, got none"),
+        (("date",), None, "a text for date, got null"),
+        (("machine",), None, "a mapping for machine, got null"),
+        (("versions",), {}, "versions.torch, got none"),
+        (("workload",), None, "a mapping for workload, got null"),
+        (("runs",), None, "a list for runs, got null"),
+        (("runs", 0, "arm"), MISSING, "runs[0].arm, got none"),
+        (("runs", 1, "ranks"), None, "a list for runs[1, single_b2_a1].ranks, got null"),
+        ((*RANK, "losses"), MISSING, f"{OF_RANK}.losses, got none"),
+        ((*RANK, "losses"), None, f"a list for {OF_RANK}.losses, got null"),
+        ((*RANK, "step_s"), None, f"a list for {OF_RANK}.step_s, got null"),
+        ((*RANK, "step_s"), [None] * 3, f"a number for {OF_RANK}.step_s[0], got null"),
+        ((*RANK, "step_s"), [0.1, 0.0, 0.1], f"more than 0 seconds for {OF_RANK}.step_s, got"),
+        ((*RANK, "step_s"), [0.1], "in all ranks of runs[1, single_b2_a1], got [1, 3]"),
+        ((*RANK, "step_tokens"), None, f"a list for {OF_RANK}.step_tokens, got null"),
+        (
+            (*RANK, "timeline"),
+            [[0, None]],
+            f"a whole number for {OF_RANK}.timeline[0][1], got null",
+        ),
+        ((*RANK, "timeline"), [[0]], f"a list of 2 for {OF_RANK}.timeline[0], got [0]"),
     ],
 )
-def test_results_that_are_damaged_are_refused_by_name(tmp_path, capsys, damage):
+def test_damaged_results_are_refused_with_the_place_of_the_damage(
+    place, value, message, tmp_path, capsys
+):
     results = results_of(**SMALL)
-    damage(results.document)
+    *outer, name = place
+    of = functools.reduce(operator.getitem, outer, results.document)
+    if value is MISSING:
+        del of[name]
+    else:
+        of[name] = value
     assert output.main([str(folder_of(results, tmp_path))]) == 1
-    assert "results.json: expected the results of" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    start = f"error: {tmp_path}/results.json: expected the results of `python -m lightning_fsdp."
+    assert told.startswith(start)
+    assert message in told
+    assert "Measure again, or name another folder." in told
+
+
+def test_results_without_timed_steps_are_refused(tmp_path, capsys):
+    results = results_of(**SMALL)
+    for rank in results.document["runs"][2]["ranks"]:
+        rank.update(step_s=[], step_tokens=[])
+    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    expected = "more than 0 seconds for runs[2, ddp_b2_a1].ranks[0].step_s, got []"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_results_of_old_and_new_versions_are_whole(is_old, tmp_path):
+    failures = {**FAILED, "ddp_b2_a1": ("wrong losses", "losses differ")}
+    results = results_of(**SMALL, failures=failures, is_old=is_old)
+    assert len(read(folder_of(results, tmp_path)).arms) == 3
+    for run in results.document["runs"]:
+        for rank in run["ranks"]:
+            rank["units"] = [[793088, "inner", 0]]
+    assert len(read(folder_of(results, tmp_path)).arms) == 3
+    for name in ("runs", "workload"):
+        del results.document[name]
+    assert len(read(folder_of(results, tmp_path)).arms) == 3
 
 
 def test_ranks_with_different_numbers_of_losses_are_wrong_and_everything_comes_out(

@@ -427,9 +427,36 @@ def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
     assert main(["plot", str(tmp_path)]) == 0
     assert "scaling.png" in capsys.readouterr().out
     assert "scratch ZeRO-3" in (tmp_path / "scaling.svg").read_text()
-    (tmp_path / "scaling.json").write_text('{"points": [{"arm": 1}]}')
+
+
+POINT = {
+    "arm": "x", "engine": "ddp", "zero_stage": None, "batch_size": 1, "grad_accum": 1,
+    "world_size": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected JSON, got: "),
+        ("[]", "expected a scaling study, with a mapping for the document, got []"),
+        ('{"points": []}', "expected a scaling study, with points, got none"),
+        ('{"points": [{"arm": 1}]}', "with points[0].engine, got none"),
+        (json.dumps({"points": [{**POINT, "step_ms": "5"}]}), '[0, x].step_ms, got "5"'),
+    ],
+)
+def test_a_damaged_scaling_study_is_refused(text, message, tmp_path, capsys):
+    (tmp_path / "scaling.json").write_text(text)
     assert main(["plot", str(tmp_path)]) == 1
-    assert "scaling.json: expected a scaling study, got" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"{tmp_path}/scaling.json: expected " in told
+    assert message in told
+
+
+def test_a_figure_that_a_scaling_study_lacks_is_not_drawn(tmp_path):
+    alone = {**POINT, "engine": "single", "world_size": 1, "step_ms": 5.0}
+    (tmp_path / "scaling.json").write_text(json.dumps({"points": [alone, POINT]}))
+    assert main(["plot", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize(

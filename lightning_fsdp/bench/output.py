@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench import plots, tensorboard
+from lightning_fsdp.bench.reading import read
 from lightning_fsdp.bench.report import Row
 from lightning_fsdp.bench.report_page import page
-from lightning_fsdp.bench.results import Results, read
+from lightning_fsdp.bench.results import Results
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.scaling_report import redraw_scaling
 from lightning_fsdp.harness.command_line import folder_argument
@@ -105,7 +106,7 @@ def derive(out: Path) -> None:
     """Make everything else of the folder's ``results.json``.
 
     Raises:
-        ValueError: There are no results in it.
+        ValueError: There are no results in it, or they are damaged.
     """
     results = read(out)
     _write_csv(out / "comparison.csv", results)

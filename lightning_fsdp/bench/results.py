@@ -8,18 +8,13 @@ say which.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-_NAMED = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
-_OF_RANK = {"losses", "step_s", "step_tokens"}
-_OF_RUN_AND_PLACE = {"command", "date", "machine", "versions"}
 _MOST_NAMES = 6  # of arms in one sentence; report.md has all of them
 
 Kind = tuple[str, int | None]
@@ -200,49 +195,6 @@ def loss_curve(arm: ArmResult) -> Line | None:
     ]
     steps = [statistics.fmean(means[i : i + accum]) for i in range(0, len(means), accum)]
     return list(map(float, range(1, len(steps) + 1))), steps
-
-
-def read(out: Path) -> Results:
-    """The results in a folder.
-
-    Raises:
-        ValueError: There are none, or they cannot be read.
-    """
-    path = out / "results.json"
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"{out}: expected results.json of the benchmark, got none.") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got: {error}") from error
-    if not _is_complete(document):
-        raise ValueError(
-            f"{path}: expected the results of `python -m lightning_fsdp.bench`, with rows that "
-            f"have {', '.join(sorted(_NAMED))}, runs of ranks that have "
-            f"{', '.join(sorted(_OF_RANK))}, and {', '.join(sorted(_OF_RUN_AND_PLACE))}. Measure "
-            f"again, or name another folder."
-        )
-    return Results(document)
-
-
-def _is_complete(document: Any) -> bool:
-    """Whether there is what no table and no picture does without."""
-    if not isinstance(document, dict) or not document.keys() >= {"rows", *_OF_RUN_AND_PLACE}:
-        return False
-    rows, runs = document["rows"], document.get("runs", [])
-    return (
-        _are_mappings(rows, _NAMED)
-        and all(isinstance(row[name], int) for row in rows for name in ("batch_size", "grad_accum"))
-        and _are_mappings(runs, {"arm"})
-        and all(_are_mappings(run.get("ranks", []), _OF_RANK) for run in runs)
-    )
-
-
-def _are_mappings(entries: Any, names: set[str]) -> bool:
-    """Whether it is a list of mappings that have all the names."""
-    return isinstance(entries, list) and all(
-        isinstance(entry, dict) and entry.keys() >= names for entry in entries
-    )
 
 
 def kind_label(kind: Kind) -> str:

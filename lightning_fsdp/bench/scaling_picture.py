@@ -51,7 +51,7 @@ def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
             known = [(x, y) for x, y in known if y is not None]
             axes.plot([x for x, _ in known], [y for _, y in known], **style)
     for point in points:
-        if point.engine == "single" and point.step_ms is not None:
+        if point.engine == "single" and point.tokens_per_s_per_rank is not None:
             panels[0].axhline(
                 point.tokens_per_s_per_rank, color="black", lw=0.8, label="one process, unsharded"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,14 @@ from lightning_fsdp.bench import scaling_picture
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point
+from lightning_fsdp.bench.shape import Record, find_misfit, record_of
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
 _NOTED_LATE_SHARE = 0.05  # of a step
+_POINT = record_of(
+    Point, needed=("arm", "engine", "zero_stage", "batch_size", "grad_accum", "world_size")
+)
 
 
 def write_scaling(
@@ -57,9 +61,22 @@ def redraw_scaling(folder: Path) -> None:
     """
     path = folder / "scaling.json"
     try:
-        points = [Point(**point) for point in json.loads(path.read_text())["points"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: expected a scaling study, got: {error}") from error
+        document = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got: {error}") from error
+    wrong = find_misfit(document, Record({"points": [_POINT]}))
+    if wrong is None and not document["points"]:
+        wrong = "points, got none"
+    if wrong is not None:
+        raise ValueError(
+            f"{path}: expected a scaling study, with {wrong}. Simulate again, or name another "
+            f"folder."
+        )
+    names = {field.name for field in fields(Point)}
+    points = [
+        Point(**{name: value for name, value in point.items() if name in names})
+        for point in document["points"]
+    ]
     _draw(folder, points)
 
 

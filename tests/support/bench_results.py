@@ -130,7 +130,7 @@ def new_fields(arm, work):
 
 def timeline(arm):
     peak = peak_bytes(arm)
-    return [[0.002 * i, peak * (0.3 + 0.7 * (1 - abs(i - 50) / 50))] for i in range(101)]
+    return [[0.002 * i, round(peak * (0.3 + 0.7 * (1 - abs(i - 50) / 50)))] for i in range(101)]
 
 
 def rank_of(arm, work, rank, repeat, *, is_old):
