@@ -64,8 +64,8 @@ def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
     [
         (None, "expected results.json or scaling.json of the benchmark, got none"),
         ("{", "expected JSON, got: "),
-        ("[]", "lightning_fsdp.bench`, with a mapping for the document, got []"),
-        ('{"rows": [{"arm": "ddp"}]}', "with command, got none"),
+        ("[]", "lightning_fsdp.bench`, got the document (input should be an object, got []"),
+        ('{"rows": [{"arm": "ddp"}]}', "got command (field required)"),
     ],
 )
 def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
@@ -297,37 +297,77 @@ MISSING = object()
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        (("rows",), [1], "a mapping for rows[0], got 1"),
-        (("rows",), None, "a list for rows, got null"),
-        (("rows", 1, "batch_size"), "4", "a whole number for rows[1, ddp_b2_a1].batch_size, got"),
-        (("rows", 1, "grad_accum"), 0, "at least 1 for rows[1, ddp_b2_a1], got [2, 0]"),
-        (("rows", 1, "engine"), 3, "a text for rows[1, ddp_b2_a1].engine, got 3"),
-        (("rows", 1, "tokens_per_s"), "x", 'a number for rows[1, ddp_b2_a1].tokens_per_s, got "x"'),
-        (("rows", 1, "mfu"), True, "a number for rows[1, ddp_b2_a1].mfu, got true"),
-        (("rows", 1, "peak_bytes"), [1, "x"], "rows[1, ddp_b2_a1].peak_bytes[1], got"),
-        (("rows", 1, "theory", "payload_bytes"), [], "theory.payload_bytes, got []"),
-        (("rows", 1, "collectives"), [], "a mapping for rows[1, ddp_b2_a1].collectives, got []"),
-        (("command",), MISSING, "command, got none"),
-        (("date",), None, "a text for date, got null"),
-        (("machine",), None, "a mapping for machine, got null"),
-        (("versions",), {}, "versions.torch, got none"),
-        (("workload",), None, "a mapping for workload, got null"),
-        (("runs",), None, "a list for runs, got null"),
-        (("runs", 0, "arm"), MISSING, "runs[0].arm, got none"),
-        (("runs", 1, "ranks"), None, "a list for runs[1, single_b2_a1].ranks, got null"),
-        ((*RANK, "losses"), MISSING, f"{OF_RANK}.losses, got none"),
-        ((*RANK, "losses"), None, f"a list for {OF_RANK}.losses, got null"),
-        ((*RANK, "step_s"), None, f"a list for {OF_RANK}.step_s, got null"),
-        ((*RANK, "step_s"), [None] * 3, f"a number for {OF_RANK}.step_s[0], got null"),
-        ((*RANK, "step_s"), [0.1, 0.0, 0.1], f"more than 0 seconds for {OF_RANK}.step_s, got"),
-        ((*RANK, "step_s"), [0.1], "in all ranks of runs[1, single_b2_a1], got [1, 3]"),
-        ((*RANK, "step_tokens"), None, f"a list for {OF_RANK}.step_tokens, got null"),
+        (("rows",), [1], "rows[0] (input should be an object, got 1)"),
+        (("rows",), None, "rows (input should be a valid array, got null)"),
+        (
+            ("rows", 1, "batch_size"),
+            "4",
+            'rows[1, ddp_b2_a1].batch_size (input should be a valid integer, got "4")',
+        ),
+        (("rows", 1, "grad_accum"), 0, "rows[1, ddp_b2_a1].grad_accum (at least 1, got 0)"),
+        (
+            ("rows", 1, "engine"),
+            3,
+            "rows[1, ddp_b2_a1].engine (input should be a valid string, got 3)",
+        ),
+        (
+            ("rows", 1, "tokens_per_s"),
+            "x",
+            'rows[1, ddp_b2_a1].tokens_per_s (input should be a valid number, got "x")',
+        ),
+        (
+            ("rows", 1, "mfu"),
+            True,
+            "rows[1, ddp_b2_a1].mfu (input should be a valid number, got true)",
+        ),
+        (("rows", 1, "peak_bytes"), [1, "x"], "rows[1, ddp_b2_a1].peak_bytes[1] (input"),
+        (
+            ("rows", 1, "theory", "payload_bytes"),
+            [],
+            "theory.payload_bytes (input should be a valid number, got [])",
+        ),
+        (
+            ("rows", 1, "collectives"),
+            [],
+            "rows[1, ddp_b2_a1].collectives (input should be an object, got [])",
+        ),
+        (("command",), MISSING, "got command (field required)"),
+        (("date",), None, "got date (input should be a valid string, got null)"),
+        (("machine",), None, "got machine (input should be an object, got null)"),
+        (("versions",), {}, "got versions.torch (field required)"),
+        (("workload",), None, "got workload (input should be an object, got null)"),
+        (("runs",), None, "got runs (input should be a valid array, got null)"),
+        (("runs", 0, "arm"), MISSING, "got runs[0].arm (field required)"),
+        (("runs", 1, "ranks"), None, "runs[1, single_b2_a1].ranks (input should be a valid array"),
+        ((*RANK, "losses"), MISSING, f"{OF_RANK}.losses (field required)"),
+        ((*RANK, "losses"), None, f"{OF_RANK}.losses (input should be a valid array, got null)"),
+        ((*RANK, "step_s"), None, f"{OF_RANK}.step_s (input should be a valid array, got null)"),
+        (
+            (*RANK, "step_s"),
+            [None] * 3,
+            f"{OF_RANK}.step_s[0] (input should be a valid number, got null)",
+        ),
+        (
+            (*RANK, "step_s"),
+            [0.1, 0.0, 0.1],
+            f"{OF_RANK}.step_s (timed steps take more than 0 seconds, got [0.1",
+        ),
+        (
+            (*RANK, "step_s"),
+            [0.1],
+            "single_b2_a1] (step_s and step_tokens of all ranks are equally many, got [1, 3])",
+        ),
+        (
+            (*RANK, "step_tokens"),
+            None,
+            f"{OF_RANK}.step_tokens (input should be a valid array, got null)",
+        ),
         (
             (*RANK, "timeline"),
             [[0, None]],
-            f"a whole number for {OF_RANK}.timeline[0][1], got null",
+            f"{OF_RANK}.timeline[0][1] (input should be a valid integer, got null)",
         ),
-        ((*RANK, "timeline"), [[0]], f"a list of 2 for {OF_RANK}.timeline[0], got [0]"),
+        ((*RANK, "timeline"), [[0]], f"{OF_RANK}.timeline[0][1] (field required)"),
     ],
 )
 def test_damaged_results_are_refused_with_the_place_of_the_damage(
@@ -353,7 +393,7 @@ def test_results_without_timed_steps_are_refused(tmp_path, capsys):
     for rank in results.document["runs"][2]["ranks"]:
         rank.update(step_s=[], step_tokens=[])
     assert output.main([str(folder_of(results, tmp_path))]) == 1
-    expected = "more than 0 seconds for runs[2, ddp_b2_a1].ranks[0].step_s, got []"
+    expected = "runs[2, ddp_b2_a1].ranks[0].step_s (timed steps take more than 0 seconds, got [])"
     assert expected in capsys.readouterr().err
 
 

@@ -439,10 +439,13 @@ POINT = {
     ("text", "message"),
     [
         ("{", "expected JSON, got: "),
-        ("[]", "expected a scaling study, with a mapping for the document, got []"),
-        ('{"points": []}', "expected a scaling study, with points, got none"),
-        ('{"points": [{"arm": 1}]}', "with points[0].engine, got none"),
-        (json.dumps({"points": [{**POINT, "step_ms": "5"}]}), '[0, x].step_ms, got "5"'),
+        ("[]", "expected a scaling study, got the document (input should be an object, got [])"),
+        ('{"points": []}', "expected a scaling study, got no points"),
+        ('{"points": [{"arm": 1}]}', "got points[0].arm (input should be a valid string, got 1)"),
+        (
+            json.dumps({"points": [{**POINT, "step_ms": "5"}]}),
+            'points[0, x].step_ms (input should be a valid number, got "5")',
+        ),
     ],
 )
 def test_a_damaged_scaling_study_is_refused(text, message, tmp_path, capsys):

@@ -13,14 +13,18 @@ from lightning_fsdp.bench import scaling_picture
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point
-from lightning_fsdp.bench.shape import Record, find_misfit, record_of
+from lightning_fsdp.bench.shape import Shape, find_misfit, shape_of
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
 _NOTED_LATE_SHARE = 0.05  # of a step
-_POINT = record_of(
+_Point: Any = shape_of(
     Point, needed=("arm", "engine", "zero_stage", "batch_size", "grad_accum", "world_size")
 )
+
+
+class _Study(Shape):
+    points: list[_Point]
 
 
 def write_scaling(
@@ -61,15 +65,16 @@ def redraw_scaling(folder: Path) -> None:
     """
     path = folder / "scaling.json"
     try:
-        document = json.loads(path.read_text())
+        text = path.read_text()
+        document = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got: {error}") from error
-    wrong = find_misfit(document, Record({"points": [_POINT]}))
+    wrong = find_misfit(text, _Study)
     if wrong is None and not document["points"]:
-        wrong = "points, got none"
+        wrong = "no points"
     if wrong is not None:
         raise ValueError(
-            f"{path}: expected a scaling study, with {wrong}. Simulate again, or name another "
+            f"{path}: expected a scaling study, got {wrong}. Simulate again, or name another "
             f"folder."
         )
     names = {field.name for field in fields(Point)}
