@@ -72,8 +72,16 @@ def test_a_folder_without_results_is_named(text, message, tmp_path, capsys):
     if text is not None:
         (tmp_path / "results.json").write_text(text)
     assert main(["plot", str(tmp_path)]) == 1
-    assert message in capsys.readouterr().err
-    assert str(tmp_path)
+    told = capsys.readouterr().err
+    assert message in told
+    assert str(tmp_path) in told
+
+
+@pytest.mark.parametrize("name", ["results.json", "scaling.json"])
+def test_what_is_no_file_is_named(name, tmp_path, capsys):
+    (tmp_path / name).mkdir()
+    assert main(["plot", str(tmp_path)]) == 1
+    assert f"{name}: expected JSON, got: [Errno 21] Is a directory" in capsys.readouterr().err
 
 
 def study(path):

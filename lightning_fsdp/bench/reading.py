@@ -76,7 +76,7 @@ def read(out: Path) -> Results:
         document = json.loads(text)
     except FileNotFoundError as error:
         raise ValueError(f"{out}: expected results.json of the benchmark, got none.") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected JSON, got: {error}") from error
     wrong = find_misfit(text, _Document) or _find_contradiction(document)
     if wrong is not None:

@@ -61,13 +61,13 @@ def redraw_scaling(folder: Path) -> None:
     """Make the picture of a ``scaling.json`` again.
 
     Raises:
-        ValueError: It is damaged.
+        ValueError: It cannot be read, or is damaged.
     """
     path = folder / "scaling.json"
     try:
         text = path.read_text()
         document = json.loads(text)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: expected JSON, got: {error}") from error
     wrong = find_misfit(text, _Study)
     if wrong is None and not document["points"]:
