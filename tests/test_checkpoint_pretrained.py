@@ -269,7 +269,8 @@ def test_no_more_of_a_file_is_touched_and_no_copy_is_made(tmp_path):
     for touched, beside in run_on_ranks(_touched, 4, str(tmp_path)):
         # Of 32 MiB. The kernel maps up to 2 MiB where one byte is touched, at both ends.
         assert 8 * 2**20 <= touched <= 12 * 2**20
-        assert beside == 32 * 2**20  # the mapping of the file, of which no more was touched
+        # The mapping of the file, of which no more was touched, and what the ranks agree on.
+        assert 0 <= beside - 32 * 2**20 < 4096
 
 
 def test_keys_of_the_base_model_and_left_overs_of_old_versions_are_known(tmp_path):

@@ -147,12 +147,12 @@ class Measure(L.Callback):
             if self._profiler is not None:
                 self._profiler.enter("data")
             return
-        now = self._now()
+        before, self._last = self._last, self._now()
         self._is_step = False
         self._refuse_a_short_step(trainer)
         if self.first_timed <= self._num_steps < self.first_profiled:
-            self.measured.step_s.append(now[0] - self._last[0])
-            self.measured.host_s.append(now[1] - self._last[1])
+            self.measured.step_s.append(self._last[0] - before[0])
+            self.measured.host_s.append(self._last[1] - before[1])
             self.measured.step_tokens.append(self._tokens)
         if self._profiler is not None:
             self._profiler.end_step()
@@ -162,7 +162,7 @@ class Measure(L.Callback):
         self._begin_stretch(trainer)
         self.measured.losses += [loss.item() for loss in self._losses]
         self._losses, self._tokens = [], 0
-        self._last = self._now()
+        self._last = self._now()  # what was done since is no part of the next step
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
