@@ -4,7 +4,11 @@ import pytest
 
 from lightning_fsdp.bench import progress
 from lightning_fsdp.bench.arms import choose_arms
+from lightning_fsdp.bench.largest_batch import find_largest
 from lightning_fsdp.bench.progress import in_turns, time_left
+from lightning_fsdp.bench.rank_measurement import RankMeasurement
+from lightning_fsdp.bench.runner import Run
+from tests.support.bench_results import workload
 
 
 def arms(batch_sizes):
@@ -31,16 +35,22 @@ def test_an_arm_that_has_not_run_takes_as_long_as_one_of_its_size_would():
     assert time_left({one: [15.0]}, [eight]) == pytest.approx(15), "one size tells no slope"
 
 
-def test_the_bar_says_until_when_few_long_runs_will_last(monkeypatch):
-    """A bar's own guess would be the mean pace: here 110 s for each run to come."""
-    clock = iter([0.0, 200.0, 200.0, 220.0, 220.0, 230.0] + [230.0 + i for i in range(6)])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+@pytest.fixture
+def screen(monkeypatch):
+    """What somebody who watches sees of a bar."""
     screen = io.StringIO()
     plain = progress.tqdm
     monkeypatch.setattr(
         progress, "tqdm",
         lambda **options: plain(**{**options, "disable": False}, file=screen, mininterval=0),
     )  # fmt: skip
+    return screen
+
+
+def test_the_bar_says_until_when_few_long_runs_will_last(monkeypatch, screen):
+    """A bar's own guess would be the mean pace: here 110 s for each run to come."""
+    clock = iter([0.0, 200.0, 200.0, 220.0, 220.0, 230.0] + [230.0 + i for i in range(6)])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     seen = [(repeat, arm.name) for repeat, arm in in_turns(arms([1]), 2)]
     assert seen == [(r, name) for r in (0, 1) for name in
                     ("single_b1_a1", "ddp_b1_a1", "scratch_zero3_b1_a1")]  # fmt: skip
@@ -53,3 +63,18 @@ def test_the_bar_says_until_when_few_long_runs_will_last(monkeypatch):
     ][:1]
     assert " 3/6 " in line
     assert "about 4 min left, until " in line
+
+
+def test_a_search_has_a_bar_over_arms(screen, tmp_path):
+    def run(arm, workload, out):
+        ranks = [RankMeasurement(0, 1, peak_bytes=arm.batch_size)]
+        return Run(arm, 0, 1.0, tmp_path / "log.txt", ranks=ranks)
+
+    _, *searched = arms([1])
+    found = find_largest(searched, workload(), run, cap=8, device_bytes=5, out=tmp_path)
+    assert [each.search.largest for each in found] == [5, 5]
+    told = screen.getvalue()
+    assert "ddp_a1: 0/2 " in told
+    assert "time left not known yet" in told
+    (line, *_) = [line for line in told.split("\r") if "scratch_zero3_a1: 1/2 " in line]
+    assert "about 0 s left, until " in line

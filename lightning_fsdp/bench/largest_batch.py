@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.environment import describe
@@ -64,7 +65,7 @@ def find_largest(
     device_bytes: int | None,
     out: Path,
 ) -> Iterator[Found]:
-    """Search for each arm in turn; their own batch sizes do not matter.
+    """Search for each arm in turn, under a bar; their own batch sizes do not matter.
 
     Args:
         arms: Whose largest batch is asked for.
@@ -75,8 +76,8 @@ def find_largest(
         out: Folder for all runs.
     """
     short = replace(workload, warmup_steps=1, timed_steps=1)
-    for arm in arms:
-        runs: list[Run] = []
+    for _, turn in in_turns([_Turn(arm) for arm in arms], repeats=1):
+        arm, runs = turn.arm, list[Run]()
 
         def attempt(
             size: int,
@@ -91,7 +92,7 @@ def find_largest(
 
         verify = partial(attempt, of=workload, at="full")
         search = largest_that_fits(attempt, cap=cap, verify=verify)
-        yield Found(_name_of(arm), search, tuple(runs))
+        yield Found(turn.name, search, tuple(runs))
 
 
 def format_found(found: Sequence[Found]) -> str:
@@ -127,6 +128,17 @@ def _peak_bytes(run: Run) -> int | None:
     return max(peaks) if peaks and len(peaks) == len(run.ranks) else None
 
 
-def _name_of(arm: Arm) -> str:
-    stage = "" if arm.zero_stage is None else f"_zero{arm.zero_stage}"
-    return f"{arm.engine}{stage}_a{arm.grad_accum}"
+@dataclass(frozen=True)
+class _Turn:
+    """The search for one arm."""
+
+    arm: Arm
+
+    @property
+    def name(self) -> str:
+        stage = "" if self.arm.zero_stage is None else f"_zero{self.arm.zero_stage}"
+        return f"{self.arm.engine}{stage}_a{self.arm.grad_accum}"
+
+    @property
+    def num_sequences(self) -> int:
+        return self.arm.grad_accum

@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from lightning_fsdp.bench import output
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
@@ -106,7 +108,9 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
         peaks = [rank.peak_bytes for rank in done.ranks]
         known = " ".join("?" if peak is None else format_bytes(peak) for peak in peaks)
         said = done.failure or f"at most {known}"
-        print(f"{arm.name}, {of.total_steps} steps, {done.wall_s:.0f} s: {said}", flush=True)
+        # Above the bar.
+        tqdm.write(f"{arm.name}, {of.total_steps} steps, {done.wall_s:.0f} s: {said}")
+        sys.stdout.flush()
         return done
 
     # A size is searched, and one process would take the batches of all ranks.

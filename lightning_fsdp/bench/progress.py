@@ -1,4 +1,4 @@
-"""The bar over runs: which one, and until when.
+"""The bar over runs, or over searches of many: which one, and until when.
 
 A bar's own guess is the mean pace, brought up to date when a run ends. Runs here are few, long and
 of very different lengths, so the guess is made per arm, and told as a time of day, which stays true
@@ -19,7 +19,7 @@ _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}|{postfix}"
 
 
 class Turn(Hashable, Protocol):
-    """What takes turns: an arm, or one among some number of ranks."""
+    """What takes turns: an arm, one among some number of ranks, or the search for its batch."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,8 @@ def in_turns(arms: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
     with tqdm(total=len(turns), bar_format=_BAR, disable=None) as bar:
         for index, (repeat, arm) in enumerate(turns):
             left_s = time_left(spent, [later for _, later in turns[index:]])
-            bar.set_description(f"{arm.name}, round {repeat + 1}/{repeats}", refresh=False)
+            which = f", round {repeat + 1}/{repeats}" if repeats > 1 else ""
+            bar.set_description(f"{arm.name}{which}", refresh=False)
             bar.set_postfix_str("time left not known yet" if left_s is None else _told(left_s))
             start = time.perf_counter()
             yield repeat, arm
