@@ -21,6 +21,10 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 # A constant that GPT-2 stored once; transformers knows of its neighbour `attn.bias` alone.
 _OLD_BUFFERS = re.compile(r"\.(attn|crossattention)\.masked_bias$")
+# What transformers raises: for what is not there, does not fit, or was cut off.
+_UNLOADABLE = (
+    OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, UnpicklingError,
+)  # fmt: skip
 _NAMED_WEIGHTS = 3  # in an error; a layer has a dozen
 
 
@@ -38,7 +42,8 @@ def load_config(name: str, kind: type[_Config]) -> _Config:
         config = AutoConfig.from_pretrained(name)
     # A field of a wrong type is an error of many kinds, some of them plain `Exception`s.
     except Exception as error:
-        raise _not_pretrained(name, " ".join(str(error).split())) from error
+        why, wrong = " ".join(str(error).split()), "its config.json, or --model.pretrained"
+        raise _not_pretrained(name, why, correct=wrong) from error
     if not isinstance(config, kind):
         raise _not_pretrained(name, f"a model of type '{config.model_type}'")
     return config
@@ -60,13 +65,10 @@ def load_model(name: str, kind: type[_Model], config: PretrainedConfig) -> _Mode
         loaded: Any = kind.from_pretrained(
             name, config=config, dtype=torch.get_default_dtype(), output_loading_info=True
         )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _not_pretrained(name, error) from error
-    except (EOFError, KeyError, SafetensorError, UnpicklingError) as error:
-        raise RecipeError(
-            f"pretrained: expected whole files of weights, got '{name}' ({type(error).__name__}: "
-            f"{error}). Copy or download them again, or correct --model.pretrained."
-        ) from error
+    except _UNLOADABLE as error:
+        why = f"{type(error).__name__}: {error}"
+        wrong = "--model.pretrained, or copy or download its files again"
+        raise _not_pretrained(name, why, correct=wrong) from error
     model: _Model
     model, report = loaded
     # transformers draws new values for what a file lacks, drops what the model lacks, and says
@@ -90,8 +92,8 @@ def _refuse_left_over(name: str, keys: list[str]) -> None:
         )
 
 
-def _not_pretrained(name: str, why: object) -> RecipeError:
+def _not_pretrained(name: str, why: object, *, correct: str = "--model.pretrained") -> RecipeError:
     return RecipeError(
         f"pretrained: expected a folder with config.json and weights, or a name on the hub, got "
-        f"'{name}' ({why}). Correct --model.pretrained."
+        f"'{name}' ({why}). Correct {correct}."
     )

@@ -13,7 +13,8 @@ model:
   class_path: recipes.gpt2.GPT2
   init_args: {size: nano}
 data: {vocab_size: 300, seq_len: 32, standard_library_mb: 0.3}
-trainer: {max_epochs: 1, max_time: 00:00:00:01, limit_train_batches: 2, fast_dev_run: true}
+trainer:
+  {max_epochs: 1, max_time: 00:00:00:01, limit_train_batches: 1, fast_dev_run: true, num_nodes: 2}
 """
 IN_A_SLURM_JOB = {
     "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NNODES": "1", "SLURM_NTASKS": "1",

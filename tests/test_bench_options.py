@@ -18,6 +18,7 @@ SIMULATE = ["--simulate-world", "8"]
     ("arguments", "message"),
     [
         (["--engines", "fsdp9"], "expected some of"),
+        (["--out", "n" * 300], "--out: expected a folder, got 'nnn"),
         (["--stages", "1"], "expected 2 or 3, got 1"),
         (["--batch-sizes", "0"], "expected positive numbers, got 0"),
         (["--recipe", "nowhere"], "expected one of gpt2_xl_zero3, gpt2_zero2, "),

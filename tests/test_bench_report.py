@@ -1,4 +1,5 @@
 import csv
+import itertools
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -67,6 +68,20 @@ def test_one_process_takes_the_sequences_of_all_ranks():
         (*_, arm) = arms(engines=[engine], zero_stages=[2])
         arguments = arm.recipe_arguments(WORKLOAD, Path("out"))
         assert arguments[arguments.index("--trainer.strategy") + 1] == f"{engine}_zero2"
+
+
+def test_nothing_that_a_recipe_says_of_its_length_its_place_or_its_beginning_holds():
+    arm = arms()[2]
+    work = replace(WORKLOAD, overrides=("--trainer.num_nodes", "8"))  # of a simulated world
+    arguments = arm.recipe_arguments(work, Path("out"))
+    said = {a: b for a, b in itertools.pairwise(arguments) if a.startswith("--")}
+    assert said["--trainer.max_steps"] == str(WORKLOAD.total_steps)
+    assert said["--trainer.max_epochs"] == "-1"
+    for name in ("--trainer.max_time", "--trainer.limit_train_batches", "--ckpt_path"):
+        assert said[name] == "null"
+    assert (said["--trainer.fast_dev_run"], said["--trainer.overfit_batches"]) == ("false", "0")
+    nodes = [b for a, b in itertools.pairwise(arguments) if a == "--trainer.num_nodes"]
+    assert nodes == ["1", "8"], "the last one counts"
 
 
 def test_references_in_mixed_precision_have_an_optimizer_that_lightning_clips():

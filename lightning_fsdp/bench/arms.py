@@ -117,7 +117,9 @@ class Arm:
             *("--trainer.devices", str(self.num_processes(workload))),
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),
-            # Nothing else that a recipe may say ends the run.
+            # Whatever else a recipe says of hosts, of a beginning and of an end.
+            *("--trainer.num_nodes", "1"),
+            *("--ckpt_path", "null"),
             *("--trainer.max_epochs", "-1"),
             *("--trainer.max_time", "null"),
             *("--trainer.limit_train_batches", "null"),

@@ -174,7 +174,7 @@ class Measure(L.Callback):
         if self._num_steps < trainer.max_steps:
             raise RuntimeError(
                 f"expected {trainer.max_steps} optimizer steps, got {self._num_steps} before the "
-                "run ended. Take out of the recipe what ends it, such as a callback."
+                "run ended. Take out of the model what ends it, such as `trainer.should_stop`."
             )
         self.out.mkdir(parents=True, exist_ok=True)
         self._end_timed()

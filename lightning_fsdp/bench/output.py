@@ -56,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     if not sources:
         found = "only largest_batch.json, of which there is no picture" if has_largest else "none"
         wanted = " or ".join(redrawn)
-        print(f"error: {folder}: expected {wanted} of the benchmark, got {found}.", file=sys.stderr)
+        wrong = f"{folder}: expected {wanted} of the benchmark, got {found}. Name another folder."
+        print(f"error: {wrong}", file=sys.stderr)
         return 1
     code = 0
     for name in sources:

@@ -17,44 +17,44 @@ from pydantic import Field
 from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.report import Row
 from lightning_fsdp.bench.results import Results
-from lightning_fsdp.bench.shape import Shape, find_misfit, place_in, shape_of, shown
+from lightning_fsdp.bench.schema import Schema, find_misfit, place_in, schema_of
 from lightning_fsdp.bench.theory import Demand
 
-_Rank: Any = shape_of(
+_Rank: Any = schema_of(
     RankMeasurement,
     needed=("losses", "step_s", "step_tokens"),
     losses=list[float | None],  # one that was no number is null
     units=Any,  # nothing is drawn of them, and older ones are shorter
 )
-_Row: Any = shape_of(
+_Row: Any = schema_of(
     Row,
     needed=("arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"),
-    theory=shape_of(Demand, needed=()),
+    theory=schema_of(Demand, needed=()),
 )
 
 
-class _Machine(Shape):
+class _Machine(Schema):
     processor: str
     cores: int | None
     gpus: list[str] = Field(default_factory=list)
 
 
-class _Versions(Shape):
+class _Versions(Schema):
     torch: str
     lightning: str
 
 
-class _Workload(Shape):
+class _Workload(Schema):
     num_ranks: int | None = None
     precision: str = ""
 
 
-class _Run(Shape):
+class _Run(Schema):
     arm: str
     ranks: list[_Rank] = Field(default_factory=list)
 
 
-class _Document(Shape):
+class _Document(Schema):
     command: str
     date: str
     machine: _Machine
@@ -75,9 +75,13 @@ def read(out: Path) -> Results:
         text = path.read_text()
         document = json.loads(text)
     except FileNotFoundError as error:
-        raise ValueError(f"{out}: expected results.json of the benchmark, got none.") from error
+        raise ValueError(
+            f"{out}: expected results.json of the benchmark, got none. Name another folder."
+        ) from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected JSON, got: {error}") from error
+        raise ValueError(
+            f"{path}: expected JSON, got: {error}. Measure again, or name another folder."
+        ) from error
     wrong = find_misfit(text, _Document) or _find_contradiction(document)
     if wrong is not None:
         raise ValueError(
@@ -99,8 +103,10 @@ def _find_contradiction(document: Mapping[str, Any]) -> str | None:
         if len(set(lengths)) > 1:
             return f"{place} (step_s and step_tokens of all ranks are equally many, got {lengths})"
         for number, rank in enumerate(ranks):
-            step_s = rank["step_s"]
-            if not step_s or not all(0 < seconds < math.inf for seconds in step_s):
-                where = f"{place}.ranks[{number}].step_s"
-                return f"{where} (timed steps take more than 0 seconds, got {shown(step_s)})"
+            where = f"{place}.ranks[{number}].step_s"
+            if not rank["step_s"]:
+                return f"{where} (without a timed step)"
+            for step, seconds in enumerate(rank["step_s"]):
+                if not 0 < seconds < math.inf:
+                    return f"{where}[{step}] (a finite time of more than 0 seconds, got {seconds})"
     return None

@@ -1,4 +1,4 @@
-"""A folder of results, read back: what tables and pictures are made of, with nothing else at hand.
+"""A folder of results, as tables and pictures ask for it.
 
 Results of older versions lack fields, arms fail, and a folder may lack arms altogether. So every
 figure is asked for by name and is ``None`` where there is none; :func:`unmeasured` and :func:`lost`

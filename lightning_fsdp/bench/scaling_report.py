@@ -13,17 +13,17 @@ from lightning_fsdp.bench import scaling_picture
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point
-from lightning_fsdp.bench.shape import Shape, find_misfit, shape_of
+from lightning_fsdp.bench.schema import Schema, find_misfit, schema_of
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 
 _NOTED_LATE_SHARE = 0.05  # of a step
-_Point: Any = shape_of(
+_Point: Any = schema_of(
     Point, needed=("arm", "engine", "zero_stage", "batch_size", "grad_accum", "world_size")
 )
 
 
-class _Study(Shape):
+class _Study(Schema):
     points: list[_Point]
 
 
@@ -68,7 +68,9 @@ def redraw_scaling(folder: Path) -> None:
         text = path.read_text()
         document = json.loads(text)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected JSON, got: {error}") from error
+        raise ValueError(
+            f"{path}: expected JSON, got: {error}. Simulate again, or name another folder."
+        ) from error
     wrong = find_misfit(text, _Study)
     if wrong is None and not document["points"]:
         wrong = "no points"

@@ -28,7 +28,14 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
 def folder_argument(text: str) -> Path:
     """A folder, there already or to be made, as the type of a command's option."""
     folder = Path(text)
-    for path in (folder, *folder.parents):
-        if path.exists() and not path.is_dir():
-            raise argparse.ArgumentTypeError(f"expected a folder, got the file {str(path)!r}")
+    try:
+        files = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        raise argparse.ArgumentTypeError(
+            f"expected a folder, got {text!r} ({error.strerror}). Name another."
+        ) from error
+    if files:
+        raise argparse.ArgumentTypeError(
+            f"expected a folder, got the file {str(files[0])!r}. Name another."
+        )
     return folder

@@ -11,13 +11,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 _MOST_SHOWN = 40  # characters of a value
 
 
-class Shape(BaseModel):
+class Schema(BaseModel):
     """A mapping with names of its own; others are let through. Nothing is converted."""
 
     model_config = ConfigDict(strict=True)
 
 
-def shape_of(of: type, *, needed: Collection[str], **kinds: Any) -> type[Shape]:
+def schema_of(of: type, *, needed: Collection[str], **kinds: Any) -> type[Schema]:
     """A dataclass as it was written down, by an older version too.
 
     Args:
@@ -29,22 +29,22 @@ def shape_of(of: type, *, needed: Collection[str], **kinds: Any) -> type[Shape]:
         name: (kind, ...) if name in needed else (kind | None, None)
         for name, kind in {**get_type_hints(of), **kinds}.items()
     }
-    return create_model(of.__name__, __base__=Shape, **fields)
+    return create_model(of.__name__, __base__=Schema, **fields)
 
 
-def find_misfit(text: str, shape: type[Shape]) -> str | None:
+def find_misfit(text: str, schema: type[Schema]) -> str | None:
     """What is wrong where, of the first that does not fit.
 
     Args:
         text: JSON.
-        shape: Of the document.
+        schema: Of the document.
 
     Returns:
         Such as ``runs[0, ddp_b2_a1].ranks[1].losses (input should be a valid list, got null)``;
         ``None`` if all fits.
     """
     try:
-        shape.model_validate_json(text)
+        schema.model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         says = first["msg"][0].lower() + first["msg"][1:]
