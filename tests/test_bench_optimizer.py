@@ -71,7 +71,8 @@ def test_memory_is_that_of_an_optimizer_built_after_and_not_fixed_keeps_the_old_
         assert 1.5 * weights <= after.resting_bytes < 1.6 * weights
         fixed = outcomes[f"{engine}_before_fixed"][0]
         assert fixed.peak_bytes == pytest.approx(after.peak_bytes, rel=0.05)
-        assert fixed.resting_bytes == after.resting_bytes
+        # Less than the smallest shard, but for messages of ranks that agree, still on their way.
+        assert fixed.resting_bytes == pytest.approx(after.resting_bytes, abs=250)
     # Half of the new weights and their gradients, and all of the old ones.
     assert outcomes[NOT_FIXED][0].resting_bytes >= 2.0 * weights
 
