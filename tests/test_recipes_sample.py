@@ -1,5 +1,6 @@
 """Text at the end of training: what transformers would write, by all ranks together."""
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,18 +108,48 @@ def test_ranks_stop_together(
         assert texts[1] == "import "
 
 
-def _write_greedily(rank: int, world_size: int, folder: Path, strategy: str, name: str) -> Any:
-    """The text, and the trained model's weights."""
+def _say_by_position(model: Any, prompt_ids: list[int]) -> list[int]:
+    """Set weights by hand so that GPT-2 says another token at every position, whatever came before.
+
+    Returns:
+        What it says after the prompt.
+    """
+    embedding, positions = model.transformer.wte.weight, model.transformer.wpe.weight
+    said = 5 + torch.arange(len(positions))  # tokens that are one character
+    embedding.normal_()
+    positions.copy_(10 * embedding[said])  # the head is the embedding: the likeliest by far
+    first = len(prompt_ids)  # the end of a text precedes them
+    return said[first : first + NUM_TOKENS].tolist()
+
+
+def _say_by_token(model: Any, prompt_ids: list[int]) -> list[int]:
+    """Set weights by hand so that Qwen says one token after the other, from the prompt's last."""
+    chain = [prompt_ids[-1], *range(40, 40 + NUM_TOKENS)]
+    embedding, block = model.model.embed_tokens.weight, model.model.layers[-1].mlp
+    embedding.normal_()
+    for row, (token, following) in enumerate(itertools.pairwise(chain)):
+        for projection in (block.gate_proj, block.up_proj):  # large at this token alone
+            projection.weight[row] = 0.3 * embedding[token]
+        block.down_proj.weight[:, row] = 0.3 * embedding[following]
+    return chain[1:]
+
+
+SAYING = {"gpt2": _say_by_position, "qwen": _say_by_token}
+
+
+def _write_greedily(
+    rank: int, world_size: int, folder: Path, strategy: str, name: str, prompt_ids: list[int]
+) -> Any:
+    """The text, what it should be, and the trained model's weights."""
     callback = SampleText(prompt="gather", num_tokens=NUM_TOKENS, temperature=0)
     model = _model(name, max_seq_len=64)
     torch.manual_seed(0)
     model.configure_model()
     with torch.no_grad():
-        for block in model.blocks():
-            for parameter in block.parameters():
-                parameter.mul_(10)  # or the model would say the same everywhere
+        said = SAYING[name](model.model, prompt_ids)
     _train(strategy, folder, model, _data(folder), callback)
-    return callback.texts, {n: value.clone() for n, value in model.model.state_dict().items()}
+    state = {n: value.clone() for n, value in model.model.state_dict().items()}
+    return callback.texts, said, state
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
@@ -126,13 +157,17 @@ def _write_greedily(rank: int, world_size: int, folder: Path, strategy: str, nam
 def test_the_likeliest_text_is_that_of_transformers(
     strategy: str, name: str, tmp_path: Path
 ) -> None:
+    """Three steps of training are far too few to change what the weights were set to say."""
     write_folder(tmp_path / "corpus")
-    ((texts, state), _) = on_trainer_ranks(_write_greedily, 2, tmp_path, strategy, name)
     tokens = _data(tmp_path).open()
+    prompt_ids = tokens.tokenizer().encode("gather").ids
+    ((texts, said, state), _) = on_trainer_ranks(
+        _write_greedily, 2, tmp_path, strategy, name, prompt_ids
+    )
     module = _model(name, max_seq_len=64)
     module.configure_model()
     module.model.load_state_dict(state)
-    ids = [tokens.end_of_text, *tokens.tokenizer().encode("gather").ids]
+    ids = [tokens.end_of_text, *prompt_ids]
     expected = module.model.eval().generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.long),
@@ -141,9 +176,8 @@ def test_the_likeliest_text_is_that_of_transformers(
         eos_token_id=tokens.end_of_text,
         pad_token_id=tokens.end_of_text,
     )
-    assert len(set(expected[0, len(ids) :].tolist())) > 1, "a wrong position would go unseen"
-    written = [token for token in expected[0, 1:].tolist() if token != tokens.end_of_text]
-    assert texts == [tokens.tokenizer().decode(written)] * 2
+    assert expected[0, len(ids) :].tolist() == said
+    assert texts == [tokens.tokenizer().decode(prompt_ids + said)] * 2
 
 
 def test_a_model_with_few_positions_writes_less_and_random_states_stay(tmp_path: Path) -> None:
