@@ -28,10 +28,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="NAME",
         help="break the core on every rank in one of the ways of tests/support/faults.py",
     )
+    parser.addoption(
+        "--transport",
+        choices=[ranks.PLAIN, "late", "early", "mixed"],
+        help="run every collective of ranks over one of the groups of tests/support/worst_case.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     ranks.active_fault = config.getoption("--fault")
+    ranks.active_transport = config.getoption("--transport")
 
 
 @pytest.fixture(autouse=True)

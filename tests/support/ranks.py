@@ -42,6 +42,9 @@ LEAVE_LIMIT_S = 20.0  # how long destroying the process group may take
 active_fault: str | None = None
 """Name in ``tests.support.faults`` of what is broken on every rank; set by ``pytest --fault``."""
 
+active_transport: str | None = None
+"""Backend that takes the place of gloo on every rank; set by ``pytest --transport``."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 
@@ -72,7 +75,8 @@ def run_on_ranks(
         fn: A function at the top level of a module. What it returns must be picklable. world_size:
         Number of ranks. args: Further picklable arguments. timeout_s: Seconds for everything, after
         which all ranks are killed and the test fails with their stacks. backend: Of the default
-        process group; None starts no group, ``PLAIN`` is gloo that does not say so. env:
+        process group; None starts no group, ``PLAIN`` is gloo that does not say so, others are
+        those of ``tests/support/worst_case.py``. env:
         Environment variables to set on every rank. group_timeout_s: Timeout of the process group,
         seconds. Beyond ``timeout_s`` by default, so that a hang is
             shown as a hang, with stacks.
@@ -180,6 +184,8 @@ def _run(
     env: Mapping[str, str],
 ) -> list[_Report]:
     reports = [_Report() for _ in range(world_size)]
+    if backend is not None and active_transport is not None:
+        backend = active_transport
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:
@@ -325,6 +331,10 @@ def _rank_main(
         warnings.filterwarnings("error", module=r"lightning_fsdp")
         if backend == PLAIN:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
+        elif backend not in (None, "gloo"):
+            from tests.support.worst_case import WORST_CASES
+
+            WORST_CASES[backend].register("cpu")
         if fault is not None:
             from tests.support import faults
 
