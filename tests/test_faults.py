@@ -38,6 +38,10 @@ _STORED = (
 _SWITCH = (
     "test_core_recomputation.py::test_the_switch_of_transformers_computes_again_and_changes_no_loss"
 )
+_LATE, _EARLY, _MIXED = (
+    f"test_core_worst_case.py::test_values_do_not_depend_on_when_collectives_end[parity-{when}]"
+    for when in ("late", "early", "mixed")
+)
 
 NOTICED_BY = {
     "no_division_by_world_size": [_PARITY, _PLAIN_BACKEND],
@@ -49,6 +53,10 @@ NOTICED_BY = {
     "padding_of_ones": [_PADDING],
     "backward_without_gather": [_PARITY, _GATHERS_AGAIN],
     "backward_on_the_copy_of_forward": [_GATHERS_AGAIN],
+    "gathers_are_not_waited_for": [_LATE, _EARLY, _MIXED],
+    "reductions_are_used_on_arrival": [_LATE, _EARLY, _MIXED],
+    "gradients_are_freed_while_they_travel": [_LATE, _MIXED],
+    "gradients_are_written_while_they_travel": [_LATE, _MIXED],
     "nothing_is_freed": [_BOUNDARIES, _TWO_UNITS],
     "checkpoint_does_nothing": [f"{_STORED}[around]", f"{_STORED}[inside]", _SWITCH],
     "optimizer_steps_once": [_PARITY],

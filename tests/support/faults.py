@@ -141,6 +141,33 @@ def backward_on_the_copy_of_forward() -> None:
     _replace_gathers_of_backward(lambda communicator, whole: None)
 
 
+# --- collectives in flight; over the groups of tests/support/worst_case.py only ---
+
+
+@_fault
+def gathers_are_not_waited_for() -> None:
+    """A forward computes with a whole copy that is still on its way."""
+    _forget_waits_for("gather")
+
+
+@_fault
+def reductions_are_used_on_arrival() -> None:
+    """A reduced gradient is divided and handed out while it is still on its way."""
+    _forget_waits_for("reduction")
+
+
+@_fault
+def gradients_are_freed_while_they_travel() -> None:
+    """The region of local gradients loses its memory as soon as its reduction was started."""
+    _after_reductions_start(lambda region: region.untyped_storage().resize_(0))
+
+
+@_fault
+def gradients_are_written_while_they_travel() -> None:
+    """The region of local gradients is cleared as soon as its reduction was started."""
+    _after_reductions_start(lambda region: region.zero_())
+
+
 # --- memory ---
 
 
@@ -272,6 +299,29 @@ def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -
         return Pending("a gather that asks nobody", (), lambda: whole)
 
     Communicator.gather = gather
+
+
+def _forget_waits_for(what: str) -> None:
+    original = Pending.wait
+
+    def wait(self: Pending) -> Tensor:
+        if self.what.startswith(what):
+            self.works = ()
+        return original(self)
+
+    Pending.wait = wait
+
+
+def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
+    original = Communicator.reduce
+
+    def reduce(self: Communicator, pieces: Any, *args: Any, **kwargs: Any) -> Pending:
+        pending = original(self, pieces, *args, **kwargs)
+        for piece in pieces:
+            change(piece.data)
+        return pending
+
+    Communicator.reduce = reduce
 
 
 def _fill_padding(segment: Segment, shard: Tensor) -> None:
