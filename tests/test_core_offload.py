@@ -28,12 +28,11 @@ from lightning_fsdp import (
     shard_model,
     weights,
 )
-from lightning_fsdp.core.collectives import Pending
 from lightning_fsdp.core.lifecycle import GradientState
-from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
+from tests.support.late_copies import LateCopies
 from tests.support.memory import optimizer_tensors
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand
 from tests.support.parity import (
@@ -147,24 +146,36 @@ def test_training_offloaded_gives_the_same_bits(task_name, world_size, backend, 
 
 
 def _train_with_late_copies(rank, world_size):
-    """Until it is waited for, a copy to the host has not arrived: what is there is not a number."""
-    to_host = Home.to_host
-
-    def late(home, source, **options):
-        landing = to_host(home, source, **options).wait()
-        arrived = landing.clone()
-        landing.fill_(float("nan"))
-        return Pending("a late copy", (), lambda: landing.copy_(arrived))
-
-    Home.to_host = late
-    return _train(rank, world_size, "mlp", OFFLOAD, None, CLIP)
+    with LateCopies() as copies:
+        traces = _train(rank, world_size, "mlp", OFFLOAD, None, CLIP)
+        assert copies.num_queued
+    return traces
 
 
-def test_nothing_reads_a_gradient_before_its_copy_has_arrived():
-    late = run_on_ranks(_train_with_late_copies, 2)
+@pytest.mark.parametrize("backend", [PLAIN, "late"])
+def test_copies_that_run_late_change_no_bit(backend):
+    late = run_on_ranks(_train_with_late_copies, 2, backend=backend)
     resident = run_on_ranks(_train, 2, "mlp", None, None, CLIP)
     for combination in COMBINATIONS:
         assert_traces_match(late[0][combination], resident[0][combination], atol=0)
+
+
+def _write_after_forward(rank, world_size, plan):
+    """Nothing between a gather and a write to the shard waits for the device."""
+    with LateCopies():
+        model = shard_model(mlp(), PLANS[plan], offload_policy=OFFLOAD)
+        with torch.no_grad():
+            before = model(torch.ones(1, 7))
+            for parameter in model.parameters():
+                parameter.zero_()
+            after = model(torch.ones(1, 7))
+    assert before.any()
+    assert not after.any()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_write_to_weights_leaves_a_copy_on_its_way_alone(plan):
+    run_on_ranks(_write_after_forward, 2, plan)
 
 
 def _train_with_optional_parameter(rank, world_size, offload):

@@ -84,9 +84,9 @@ class Home:
         landing = torch.empty_like(source, device=_HOST, pin_memory=pins)
         self._count("to_host", source)
         landing.copy_(source, non_blocking=pins)
-        if not (pins and source.is_cuda):
+        if not pins:
             return Pending("copy to the host", (), lambda: landing)
-        arrival = torch.cuda.current_stream(source.device).record_event()
+        arrival = _record_event(source.device)
 
         def landed() -> Tensor:
             arrival.synchronize()
@@ -98,3 +98,9 @@ class Home:
         traffic = self.traffic[direction]
         traffic.calls += 1
         traffic.sent_bytes += moved.nbytes
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    """An event that is over when all that is queued now on the device's stream has run."""
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event

@@ -18,9 +18,11 @@ from torch.utils import checkpoint as torch_checkpoint
 from lightning_fsdp.core import assembly, collectives, torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from tests.support import late_copies
 
 FAULTS: dict[str, Callable[[], None]] = {}
 
@@ -166,6 +168,22 @@ def gradients_are_freed_while_they_travel() -> None:
 def gradients_are_written_while_they_travel() -> None:
     """The region of local gradients is cleared as soon as its reduction was started."""
     _after_reductions_start(lambda region: region.zero_())
+
+
+@_fault
+def arrivals_on_the_host_are_not_waited_for() -> None:
+    """A gradient that comes to the host is handed out while it is still on its way."""
+    late_copies.Event.synchronize = lambda self: None
+
+
+@_fault
+def shards_travel_without_staging() -> None:
+    """A copy to the device reads the shard itself, which the host may write to meanwhile."""
+
+    def to_device(self: Home, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    Home.to_device = to_device
 
 
 # --- memory ---

@@ -54,7 +54,7 @@ class _WorstCaseWork(dist.Work):
         as_they_were = self._copies_of(self._inputs)
         self._read = as_they_were if reads_at_call else None
         for output in self._outputs:
-            _poison(output)
+            poison(output)
         if not reads_at_call:  # an input that is a part of the output stays
             for tensor, value in zip(self._inputs, as_they_were, strict=True):
                 tensor.copy_(value)
@@ -139,7 +139,8 @@ class MixedGroup(_WorstCaseGroup):
 WORST_CASES = {group.backend: group for group in (LateGroup, EarlyGroup, MixedGroup)}
 
 
-def _poison(tensor: Tensor) -> None:
+def poison(tensor: Tensor) -> None:
+    """Fill with bytes of 0xFF, whatever the dtype."""
     if tensor.numel():
         tensor.copy_(
             torch.full((tensor.element_size(),), _POISON, dtype=torch.uint8).view(tensor.dtype)
