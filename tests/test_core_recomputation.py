@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import tiny_gpt2
@@ -135,3 +137,59 @@ def train_gpt2(rank, world_size):
 
 def test_the_switch_of_transformers_computes_again_and_changes_no_loss():
     run_on_ranks(train_gpt2, 2)
+
+
+class Target(nn.Module):
+    """A loss beside a target that the last unit gives itself, without a gradient."""
+
+    def __init__(self, target, recomputes=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet, self.other, self.last = (nn.Linear(6, 6) for _ in range(3))
+        self.target, self.recomputes = target, recomputes
+
+    def body(self, x):
+        if self.target == "detached":
+            target = self.last(x).detach()
+        else:
+            with torch.no_grad():
+                target = self.last(x)
+        return self.other(x) - target * x
+
+    def forward(self, x):
+        x = self.inlet(x)
+        x = checkpoint(self.body, x, use_reentrant=False) if self.recomputes else self.body(x)
+        return self.last(x).square().sum()
+
+
+def train_beside_target(rank, world_size, target, plan):
+    plain = Target(target, recomputes=False)
+    model = Target(target)
+    for module in (model.inlet, model.other, model.last, model):
+        fully_shard(module, reshard_after_forward=plan == "zero3")
+    inputs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    traffic = next(model.parameters()).spec.communicator.traffic["reduce_scatter"]
+    for step in range(3):  # the second follows the recorded order
+        calls = traffic.calls
+        (sum(map(plain, inputs)) / world_size).backward()
+        model(inputs[rank]).backward()
+        assert traffic.calls - calls == 3, "each unit is reduced once"
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, ShardedTensor), name
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(model.clip_grad_norm_(1.0), norm)
+        for name, parameter in plain.named_parameters():
+            gradient = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-6)
+        for unit in units_in(model):
+            assert unit.parameter_state is ParameterState.SHARDED, unit
+        if step == 0:  # gradients of two steps are added up
+            continue
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("target", ["no_grad", "detached"])
+def test_a_unit_that_is_recomputed_after_its_backward_is_closed_again(target, plan):
+    run_on_ranks(train_beside_target, 2, target, plan)

@@ -245,11 +245,16 @@ class Schedule:
         self._touch(unit)
         finished = self._step.finished
         finished.add(unit)
-        if unit not in self._step.running:  # as in a training step that calls backward itself
-            unit.install_shards()
-            if unit.reshard_after_backward and not unit.is_kept_for_graph:
-                unit.reshard()
+        self._release(unit)
         self._settle([s for s in unit.segments if finished.issuperset(self._users[s])])
+
+    def _release(self, unit: Unit) -> None:
+        """Take the whole copy that a backward needed out of the modules, and free it."""
+        if unit in self._step.running:  # as in a training step that calls backward itself
+            return
+        unit.install_shards()
+        if unit.reshard_after_backward and not unit.is_kept_for_graph:
+            unit.reshard()
 
     def _note_arrival(self, segment: Segment) -> None:
         self._open_backward()
@@ -292,6 +297,8 @@ class Schedule:
         for unit in step.touched:
             if unit not in step.finished:
                 self._after_backward(unit)
+            elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
+                self._release(unit)
         for segment in [*step.unsettled, *filter(self._syncs_gradients, waiting)]:
             self._settle([segment])
         self._drop_prefetched(expected=None)
