@@ -353,6 +353,58 @@ def test_a_unit_may_be_left_out_of_some_micro_batches():
     run_on_ranks(_accumulate_with_detours, 2)
 
 
+class _Scale(nn.Module):
+    """A unit whose output is in the loss whether or not it uses its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7))
+
+    def forward(self, hidden, uses_weight):
+        return hidden * (self.weight if uses_weight else 1.0)
+
+
+def _partly_used_detour():
+    model = _detour()
+    model.scale = _Scale()
+    return model
+
+
+def _partly_used_detour_loss(model, batch):
+    if batch["detour"]:
+        batch = {**batch, "inputs": model.scale(batch["inputs"], batch["uses_weight"])}
+    return _detour_loss(model, {**batch, "detour": False})
+
+
+def _partly_used_detour_batch(step, micro_batch, rank):
+    batch = mlp_batch(step, micro_batch, rank)
+    batch["inputs"].requires_grad_()  # else, without its weight, the unit is in no graph
+    # In step 2 no rank uses the weight, in step 3 every rank.
+    return {
+        **batch,
+        "detour": micro_batch == 0,
+        "uses_weight": (rank == 0 and step < 2) or step == 3,
+    }
+
+
+def _accumulate_with_partly_used_detours(rank, world_size):
+    batches = make_batches(
+        _partly_used_detour_batch, num_steps=4, num_micro_batches=2, world_size=world_size
+    )
+    loss_of, make_optimizer = _partly_used_detour_loss, OPTIMIZERS["adamw"]
+    expected = train_reference(
+        _partly_used_detour(), batches, loss_of, make_optimizer, joined=False
+    )
+    for plan in PLANS.values():
+        model = shard_model(_partly_used_detour(), plan, units={"Linear", "_Scale"})
+        trace = train_on_rank(model, batches, loss_of, make_optimizer(model.parameters()), rank)
+        assert_traces_match(trace, expected, atol=1e-7, what=str(plan))
+
+
+def test_what_waits_on_some_ranks_is_reduced_by_a_backward_that_takes_another_path():
+    run_on_ranks(_accumulate_with_partly_used_detours, 2, group_timeout_s=10)
+
+
 def _use_unreduced(rank, world_size, how):
     model = shard_model(mlp())
     optimizer = OPTIMIZERS["adamw"](model.parameters())

@@ -290,17 +290,17 @@ class Schedule:
         torch_internals.call_at_end_of_backward(self._close_backward)
 
     def _close_backward(self) -> None:
-        # What no call announced (inputs that need no gradient) ends here, in the backward's order;
-        # so do gradients that wait since an earlier, unsynced micro-batch took another path.
+        # What no call announced (inputs that need no gradient) ends here, in the backward's order.
         step = self._step
-        waiting = [s for s in self._users if s not in step.unsettled and s.has_local_gradients]
         for unit in step.touched:
             if unit not in step.finished:
                 self._after_backward(unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
-        for segment in [*step.unsettled, *filter(self._syncs_gradients, waiting)]:
+        for segment in list(step.unsettled):
             self._settle([segment])
+        # An earlier, unsynced backward may have gone through units that this one did not enter.
+        self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
         self._drop_prefetched(expected=None)
         self._finish_reductions()
         for segment in self._users:
@@ -330,14 +330,19 @@ class Schedule:
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
-        segments = list(self._users)
+        self._reduce_waiting(self._users)
+        self._finish_reductions()
+
+    def _reduce_waiting(self, candidates: Iterable[Segment]) -> None:
+        """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
+        segments = [segment for segment in candidates if segment.is_trainable]
+        if not segments:
+            return
         waiting = torch.tensor([s.has_local_gradients for s in segments], dtype=torch.uint8)
-        for segment, is_waiting in zip(
-            segments, self.communicator.control.any_rank(waiting)(), strict=True
-        ):
+        any_rank = self.communicator.control.any_rank(waiting)()
+        for segment, is_waiting in zip(segments, any_rank, strict=True):
             if is_waiting:
                 self._reduce([segment])
-        self._finish_reductions()
 
     # -- optimizer -------------------------------------------------------------------------------
 
