@@ -424,31 +424,55 @@ def test_unreduced_gradients_are_refused(how):
         assert "local" in error.message or "reduced" in error.message
 
 
-def _zero_in_place(rank, world_size, has_reduced):
+def _bonus_backward(model, rank, uses_bonus):
+    model(mlp_batch(0, 0, rank)["inputs"], uses_bonus).sum().backward()
+
+
+def _zero_in_place(rank, world_size, has_reduced, then):
     """Rank 0 alone has a local gradient of ``bonus`` when all gradients are zeroed."""
     model = shard_model(mlp())
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-
-    def backward(uses_bonus):
-        model(mlp_batch(0, 0, rank)["inputs"], uses_bonus).sum().backward()
-
     if has_reduced:
-        backward(True)
+        _bonus_backward(model, rank, True)
     with model.no_sync():
-        backward(rank == 0)
+        _bonus_backward(model, rank, rank == 0)
     optimizer.zero_grad(set_to_none=False)
-    backward(False)
-    seen = model.bonus.grad is None, model.clip_grad_norm_(1.0).item()
+    if then == "backward":
+        _bonus_backward(model, rank, False)
+    elif then == "unsynced backward":
+        with model.no_sync():
+            _bonus_backward(model, rank, False)
+        model.zero_grad(set_to_none=False)
     optimizer.step()
-    return *seen, model.bonus.full_tensor()
+    return {name: whole(p) for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("then", ["step", "backward", "unsynced backward"])
 @pytest.mark.parametrize("has_reduced", [False, True])
-def test_gradients_zeroed_in_place_are_the_same_on_every_rank(has_reduced):
-    """As in one process: what had been reduced is zeros, which weight decay is applied with."""
-    (is_none, norm, ours), others = run_on_ranks(_zero_in_place, 2, has_reduced)
-    assert (is_none, norm) == others[:2]
-    assert is_none is not has_reduced
-    assert torch.equal(ours, others[2])
-    decayed = mlp().bonus.detach() * (1 - 1e-3 * 0.1 * has_reduced)
-    torch.testing.assert_close(ours, decayed, rtol=0, atol=1e-8)
+def test_gradients_zeroed_in_place_are_zeros_on_every_rank(has_reduced, then):
+    """As in one process: weight decay is applied with them."""
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    _bonus_backward(model, 0, True)
+    optimizer.zero_grad(set_to_none=False)
+    if then == "backward":
+        for rank in range(2):
+            (model(mlp_batch(0, 0, rank)["inputs"], False).sum() / 2).backward()
+    optimizer.step()
+    expected = {name: whole(p) for name, p in model.named_parameters()}
+    for ours in run_on_ranks(_zero_in_place, 2, has_reduced, then):
+        assert_same_tensors(ours, expected, atol=1e-7)
+
+
+def _step_with_unreduced_on_one_rank(rank, world_size):
+    model = shard_model(mlp())
+    with model.no_sync():
+        _bonus_backward(model, rank, rank == 0)
+    OPTIMIZERS["adamw"]([model.bonus]).step()
+
+
+def test_a_gradient_that_waits_on_one_rank_is_refused_on_every_rank():
+    for error in errors_on_ranks(_step_with_unreduced_on_one_rank, 2):
+        assert error is not None
+        assert error.type_name == "RuntimeError"
+        assert "gradient of 'bonus'" in error.message

@@ -293,25 +293,28 @@ def test_unreduced_gradients_are_refused_on_every_rank(plan):
     run_on_ranks(_unreduced, 2, plan)
 
 
+class _Optional(nn.Linear):
+    def forward(self, inputs, uses_weight):
+        return super().forward(inputs) if uses_weight else inputs * 1.0
+
+
 class _Branches(nn.Module):
     def __init__(self):
         super().__init__()
-        self.left, self.right = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.left, self.right = nn.Linear(2, 2), _Optional(2, 2)
 
-    def forward(self, inputs):
-        return self.left(inputs).sum(), self.right(inputs).sum()
+    def forward(self, inputs, uses_right):
+        return self.left(inputs).sum(), self.right(inputs, uses_right).sum()
 
 
 def _zeroed_in_place(rank, world_size):
     torch.manual_seed(0)
-    # ZeRO-2: a backward that one rank runs alone gathers nothing.
-    model = shard_model(_Branches(), ZERO2, units=["Linear"])
+    model = shard_model(_Branches(), ZERO2, units=["Linear", "_Optional"])
     optimizer, scaler = sgd(model.parameters()), torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(model(torch.ones(1, 2))[0]).backward()
+    inputs = torch.ones(1, 2, requires_grad=True)
+    scaler.scale(model(inputs, rank == 0)[0]).backward()
     with model.no_sync():
-        outputs = model(torch.ones(1, 2))
-        if rank == 0:
-            outputs[1].backward()
+        model(inputs, rank == 0)[1].backward()
     if rank == 0:
         model.right.weight.grad.zero_()
         model.right.bias.grad.zero_()
@@ -319,10 +322,11 @@ def _zeroed_in_place(rank, world_size):
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert torch.equal(model.right.weight.full_tensor(), before)
+    assert torch.equal(model.right.weight.grad.full_tensor(), torch.zeros(2, 2))
     return model.left.weight.grad.full_tensor()
 
 
-def test_a_local_gradient_that_one_rank_zeroed_is_none_at_all():
+def test_a_local_gradient_that_one_rank_zeroed_is_zeros_on_every_rank():
     for gradient in run_on_ranks(_zeroed_in_place, 2):
         assert torch.equal(gradient, torch.ones(2, 2))
 

@@ -29,7 +29,6 @@ from lightning_fsdp.core.checkpoint import SCALARS, slice_state
 from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, slices_beside
-from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
 _ELEMENTWISE = {
@@ -69,18 +68,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     check_class(optimizer, sharded[0].spec.name)
     _shard_whole_state(optimizer)
     if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
-        _check_gradients(sharded)
+        stepped = set(map(id, sharded))
+        for schedule in list(_schedules):
+            schedule.before_optimizer_step(stepped)
     if type(optimizer) not in _ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
-
-
-def _check_gradients(parameters: list[ShardedTensor]) -> None:
-    with torch_internals.without_torch_function():
-        gradients = [parameter.grad for parameter in parameters]
-    for gradient in gradients:
-        if isinstance(gradient, UnreducedGradient):
-            raise gradient.refusal("an optimizer step")
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:

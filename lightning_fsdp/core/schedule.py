@@ -36,6 +36,7 @@ from lightning_fsdp.core.lifecycle import ParameterState
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient, unreduced, zero_gradient
 
 _log = logging.getLogger(__name__)
 _MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
@@ -315,15 +316,20 @@ class Schedule:
         used, self._step.used = self._step.used, {}
         if not used:
             return
-        flags = [usage.is_used for usage in used.values()]
-        any_rank = self.communicator.control.any_rank(torch.tensor(flags, dtype=torch.uint8))
+        are_used = [usage.is_used for usage in used.values()]
+        # One zeroed in place before it was reduced is a gradient on the ranks that had it only.
+        had_gradients = [usage.had_gradient for usage in used.values()]
+        flags = torch.tensor([are_used, had_gradients], dtype=torch.uint8)
+        any_rank = self.communicator.control.any_rank(flags)
         self._land_reductions()
-        if all(flags):
+        if all(are_used):
             return
-        for (parameter, usage), is_used in zip(used.items(), any_rank(), strict=True):
+        for (parameter, usage), is_used, had_gradient in zip(
+            used.items(), *any_rank(), strict=True
+        ):
             if is_used:
                 continue
-            if not usage.had_gradient:
+            if not had_gradient:
                 parameter.grad = None
             elif isinstance(parameter.grad, ShardedTensor):
                 parameter.grad.micro_batches.pop(usage.micro_batch, None)
@@ -345,6 +351,37 @@ class Schedule:
                 self._reduce([segment])
 
     # -- optimizer -------------------------------------------------------------------------------
+
+    def before_optimizer_step(self, stepped: set[int]) -> None:
+        """Let the gradients of a step be the same on all ranks, after backwards without reduction.
+
+        Collective if there were such backwards since the last reduction. What was zeroed on some
+        ranks before it was reduced becomes zeros on all.
+
+        Args:
+            stepped: ``id`` of each parameter of the optimizer.
+
+        Raises:
+            RuntimeError: A gradient waits to be reduced, on any rank.
+        """
+        parameters = [
+            parameter
+            for segment in self._users
+            if segment.sends_sums and segment.is_trainable
+            for parameter in segment.parameters
+            if id(parameter) in stepped
+        ]
+        if not parameters:
+            return
+        waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
+        present = [parameter.grad is not None for parameter in parameters]
+        flags = torch.tensor([waiting, present], dtype=torch.uint8)
+        any_rank = self.communicator.control.any_rank(flags)()
+        for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
+            if is_waiting:
+                raise unreduced(parameter.spec, "an optimizer step")
+            if is_present and parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
 
     def after_optimizer_step(self, stepped: set[int]) -> None:
         """Free the whole copies of parameters that were just stepped, or renew those in use.

@@ -35,9 +35,9 @@ class UnreducedGradient(ShardedTensor):
         return stand_in
 
     def clear(self) -> None:
-        """Forget the gradient, as ``zero_`` does: ``.grad`` is then what it is on other ranks.
+        """Forget the gradient, as ``zero_`` does: ``.grad`` is then zeros.
 
-        They may have had no local gradient: a reduced one becomes zeros there, and none stays none.
+        Other ranks may have had none. They get zeros with the next reduction, or before a step.
         """
         self.memory = self.part = None
         if self.prior is not None:
@@ -45,7 +45,7 @@ class UnreducedGradient(ShardedTensor):
         segment = self.spec.segment() if self.spec.segment is not None else None
         for parameter in segment.parameters if segment is not None else ():
             if parameter.spec is self.spec and parameter.grad is self:
-                parameter.grad = self.prior
+                parameter.grad = zero_gradient(parameter) if self.prior is None else self.prior
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -83,9 +83,19 @@ class UnreducedGradient(ShardedTensor):
 
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
-        return RuntimeError(
-            f"gradient of {self.spec.name!r} (rank {self.spec.communicator.mesh_rank}): expected "
-            f"a reduced gradient for {what}, got this rank's own, which was not reduced over the "
-            "ranks. Run the last micro-batch's backward with set_requires_gradient_sync(True) (or "
-            "outside no_sync()) first, or drop it with zero_grad()."
-        )
+        return unreduced(self.spec, what)
+
+
+def unreduced(spec: ShardSpec, what: str) -> RuntimeError:
+    """The error for an attempt to use a gradient, which waits on some rank, for ``what``."""
+    return RuntimeError(
+        f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
+        f"gradient for {what}, got one rank's own, which was not reduced over the ranks. Run the "
+        "last micro-batch's backward with set_requires_gradient_sync(True) (or outside no_sync()) "
+        "first, or drop it with zero_grad()."
+    )
+
+
+def zero_gradient(parameter: ShardedTensor) -> ShardedTensor:
+    """A reduced gradient of zeros."""
+    return ShardedTensor(torch.zeros_like(parameter.to_local()), parameter.spec)
