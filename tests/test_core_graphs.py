@@ -339,6 +339,61 @@ def test_hard_graphs_train_as_unsharded_models_do(world_size, plan):
         assert_traces_match(traces[0], expected, atol=atol, what=name)
 
 
+class Nested(nn.Module):
+    """Ends in a unit that a step may leave out, and gives that one's output on where it does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.extra = inner, nn.Parameter(torch.rand(7))
+
+    def forward(self, inputs, uses_extra):
+        outputs = self.inner(inputs, uses_extra)
+        return outputs * self.extra if uses_extra else outputs
+
+
+class Innermost(nn.Linear):
+    def forward(self, inputs, uses_extra):
+        return super().forward(inputs)
+
+
+class Around(nn.Module):
+    """Three units in each other, which end in one node where no extra is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.nested = nn.Linear(7, 7), Nested(Nested(Innermost(7, 7)))
+
+    def forward(self, inputs, uses_extra):
+        return self.nested(torch.tanh(self.first(inputs)), uses_extra)
+
+
+def around():
+    torch.manual_seed(1)
+    return Around()
+
+
+def loss_around(model, batch):
+    return model(batch["inputs"], batch["uses_extra"]).square().mean()
+
+
+def train_around(rank, world_size):
+    def make_batch(step, micro_batch, rank):
+        return {**mlp_batch(step, micro_batch, rank), "uses_extra": rank == 0}
+
+    batches = make_batches(make_batch, num_steps=3, num_micro_batches=1, world_size=world_size)
+    expected = train_reference(around(), batches, loss_around, OPTIMIZERS["sgd"], joined=False)
+    model = around()
+    for module in (model.first, model.nested.inner.inner, model.nested.inner, model.nested, model):
+        fully_shard(module)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    trace = train_on_rank(model, batches, loss_around, optimizer, rank)
+    assert_traces_match(trace, expected, atol=1e-6)
+
+
+def test_units_that_end_in_one_node_on_some_ranks_are_entered_from_outside_on_all():
+    run_on_ranks(train_around, 2, group_timeout_s=10)
+
+
 def _several_graphs(rank, world_size, plan, how):
     model, reference = shard(build("branches"), plan), build("branches")
     for step in range(2):
