@@ -33,6 +33,7 @@ from tests.support.parity import (
     assert_same_tensors,
     assert_traces_match,
     make_batches,
+    sgd,
     train_on_rank,
     train_reference,
     whole,
@@ -397,6 +398,7 @@ def optional_loss(model, batch):
 # Used by one rank, by the other, by none, by all, and by none again, where momentum and moments
 # exist.
 USERS = [{0}, {1}, set(), {0, 1, 2}, set()]
+CLIP = (0.3, 2.0)
 
 
 def _train_with_optional_parameter(rank, world_size):
@@ -429,6 +431,29 @@ def test_a_parameter_may_be_unused_by_some_ranks_or_by_all(world_size):
         traces = [traces[combination] for traces in by_rank]
         assert_ranks_agree(traces)
         assert_traces_match(traces[0], expected, atol=1e-7, what=str(combination))
+
+
+def _train_with_a_default_device(rank, world_size, plan):
+    model, batches = (
+        mlp(),
+        make_batches(
+            optional_batch(USERS), num_steps=5, num_micro_batches=1, world_size=world_size
+        ),
+    )
+    with torch.device("meta"):
+        shard_model(model, PLANS[plan])
+        return train_on_rank(
+            model, batches, optional_loss, sgd(model.parameters()), rank, clip=CLIP
+        )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_where_the_user_makes_new_tensors_does_not_matter(plan):
+    """What ranks tell each other stays on the host under any default device."""
+    batches = make_batches(optional_batch(USERS), num_steps=5, num_micro_batches=1, world_size=2)
+    expected = train_reference(mlp(), batches, optional_loss, sgd, clip=CLIP, joined=False)
+    for trace in run_on_ranks(_train_with_a_default_device, 2, plan):
+        assert_traces_match(trace, expected, atol=1e-7)
 
 
 class _LeavesOut(nn.Module):

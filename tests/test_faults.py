@@ -14,7 +14,7 @@ from tests.support import ranks
 from tests.support.faults import FAULTS
 from tests.support.ranks import run_snippet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _PARITY = "test_core_parity.py::test_training_equals_one_process_on_the_joined_batch[2-2-mlp]"
 _PLAIN_BACKEND = "test_core_parity.py::test_training_over_plain_collectives_equals_one_process[2]"
@@ -134,7 +134,7 @@ def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Cas
     ended = run_snippet(
         f"import sys, pytest; sys.exit(pytest.main({arguments!r}))",
         env={"PYTEST_ADDOPTS": ""},
-        timeout_s=150.0,
+        timeout_s=270.0,
     )
     output = ended.stdout[-8000:] + ended.stderr[-2000:]
     assert report.exists(), output

@@ -18,6 +18,9 @@ import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
 
+_HOST = torch.device("cpu")  # whatever the user's default device is
+_Answer = Callable[[], torch.Tensor]
+
 # Of process groups whose other ranks do not exist: nobody is there to agree with. Such a backend
 # enters its name before it opens a group.
 BACKENDS_WITHOUT_OTHERS = {"fake"}  # torch's own
@@ -53,15 +56,17 @@ class ControlGroup:
             )
             self._group = weakref.ref(group)
 
-    def any_rank(self, flags: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def any_rank(self, is_set: Sequence[bool] | Sequence[Sequence[bool]]) -> _Answer:
         """Ask which flags are set on any rank.
 
         Args:
-            flags: ``(n,)`` uint8 on the host; the same ``n`` on every rank.
+            is_set: ``(n,)`` or ``(m, n)``; the same shape on every rank.
 
         Returns:
-            A function that waits for the answer, ``(n,)`` bool. Not calling it costs no wait.
+            A function that waits for the answer, a bool tensor of that shape on the host. Not
+            calling it costs no wait.
         """
+        flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         if self._group is None:
             return flags.bool
         group = torch_internals.alive(self._group)
@@ -97,8 +102,8 @@ class ControlGroup:
             return
         group = torch_internals.alive(self._group)
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
-        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)])
-        digests = torch.empty(self.world_size, dtype=torch.int64)
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
+        digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
         try:
             torch_internals.all_gather_single(digests, mine, group=group)
         except RuntimeError as error:

@@ -16,8 +16,8 @@ _NUM_SAMPLES = 1024
 def marked(meta: Tensor) -> Tensor:
     """A tensor like ``meta`` on the host that shows where it was not written to."""
     if meta.is_floating_point() or meta.is_complex():
-        return torch.full(meta.shape, float("nan"), dtype=meta.dtype)
-    filled = torch.empty(meta.shape, dtype=meta.dtype)
+        return torch.full(meta.shape, float("nan"), dtype=meta.dtype, device="cpu")
+    filled = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
     filled.view(-1).view(torch.uint8).fill_(MARK)
     return filled
 

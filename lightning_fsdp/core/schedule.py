@@ -319,8 +319,7 @@ class Schedule:
         are_used = [usage.is_used for usage in used.values()]
         # One zeroed in place before it was reduced is a gradient on the ranks that had it only.
         had_gradients = [usage.had_gradient for usage in used.values()]
-        flags = torch.tensor([are_used, had_gradients], dtype=torch.uint8)
-        any_rank = self.communicator.control.any_rank(flags)
+        any_rank = self.communicator.control.any_rank([are_used, had_gradients])
         self._land_reductions()
         if all(are_used):
             return
@@ -344,7 +343,7 @@ class Schedule:
         segments = [segment for segment in candidates if segment.is_trainable]
         if not segments:
             return
-        waiting = torch.tensor([s.has_local_gradients for s in segments], dtype=torch.uint8)
+        waiting = [segment.has_local_gradients for segment in segments]
         any_rank = self.communicator.control.any_rank(waiting)()
         for segment, is_waiting in zip(segments, any_rank, strict=True):
             if is_waiting:
@@ -375,8 +374,7 @@ class Schedule:
             return
         waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
         present = [parameter.grad is not None for parameter in parameters]
-        flags = torch.tensor([waiting, present], dtype=torch.uint8)
-        any_rank = self.communicator.control.any_rank(flags)()
+        any_rank = self.communicator.control.any_rank([waiting, present])()
         for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
             if is_waiting:
                 raise unreduced(parameter.spec, "an optimizer step")
