@@ -12,6 +12,7 @@ rounds, and the median of the per-round ratios to FSDP2 of the same stage.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import shlex
@@ -29,8 +30,10 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import shard_model
+from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.plan.models import block_classes
 
 CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
 VOCABULARY = 8192
@@ -47,42 +50,56 @@ def build_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def _scratch(stage: int) -> nn.Module:
-    return shard_model(build_model(), {2: ZERO2, 3: ZERO3}[stage])
+def _scratch(model: nn.Module, stage: int) -> nn.Module:
+    return shard_model(model, plan_of_stage(stage))
 
 
-def _fsdp2(stage: int) -> nn.Module:
+def _fsdp2(model: nn.Module, stage: int) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
-    model = build_model()
-    for block in model.transformer.h:
+    for block in blocks_of(model):
         fully_shard(block, reshard_after_forward=stage == 3)
     return fully_shard(model, reshard_after_forward=None if stage == 3 else False)
 
 
-def _fsdp1(stage: int) -> nn.Module:
+def _fsdp1(model: nn.Module, stage: int) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
     strategy = {2: ShardingStrategy.SHARD_GRAD_OP, 3: ShardingStrategy.FULL_SHARD}[stage]
     return FullyShardedDataParallel(
-        build_model(),
-        auto_wrap_policy=ModuleWrapPolicy({GPT2Block}),
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks_of(model)}),
         sharding_strategy=strategy,
-        device_id=torch.device("cpu"),
+        device_id=next(model.parameters()).device,
         use_orig_params=True,
     )
 
 
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, in order."""
+    names = set(block_classes(model))
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+# How a model of transformers, where it computes, is sharded by each engine's own documentation.
+SHARD: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "scratch_zero3": lambda model: _scratch(model, 3),
+    "scratch_zero2": lambda model: _scratch(model, 2),
+    "fsdp2_zero3": lambda model: _fsdp2(model, 3),
+    "fsdp2_zero2": lambda model: _fsdp2(model, 2),
+    "fsdp1_zero3": lambda model: _fsdp1(model, 3),
+    "fsdp1_zero2": lambda model: _fsdp1(model, 2),
+    "ddp": nn.parallel.DistributedDataParallel,
+}
+
+
+def _build_sharded(arm: str) -> nn.Module:
+    return SHARD[arm](build_model())
+
+
 ARMS: dict[str, Callable[[], nn.Module]] = {
-    "scratch_zero3": lambda: _scratch(3),
-    "scratch_zero2": lambda: _scratch(2),
-    "fsdp2_zero3": lambda: _fsdp2(3),
-    "fsdp2_zero2": lambda: _fsdp2(2),
-    "fsdp1_zero3": lambda: _fsdp1(3),
-    "fsdp1_zero2": lambda: _fsdp1(2),
-    "ddp": lambda: nn.parallel.DistributedDataParallel(build_model()),
+    arm: functools.partial(_build_sharded, arm) for arm in SHARD
 }
 
 
