@@ -1,6 +1,7 @@
 """What stands beside a result."""
 
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 from lightning_fsdp.harness.environment import environment
@@ -20,3 +21,19 @@ def test_the_commit_is_that_of_this_project_wherever_it_is_asked_for(tmp_path, m
     changed = git(ROOT, "status", "--porcelain", "--untracked-files=no")
     expected = git(ROOT, "rev-parse", "HEAD") + ("-dirty" if changed else "")
     assert environment()["commit"] == expected != git(tmp_path, "rev-parse", "HEAD")
+
+
+def test_what_a_machine_lacks_is_left_out(monkeypatch):
+    assert set(environment()["versions"]) == {"torch", "lightning", "transformers"}
+    found = metadata.distribution
+
+    def without_lightning(name):
+        if name == "lightning":
+            raise metadata.PackageNotFoundError(name)
+        return found(name)
+
+    monkeypatch.setattr(metadata, "distribution", without_lightning)
+    monkeypatch.setenv("PATH", "")
+    lacking = environment()
+    assert set(lacking["versions"]) == {"torch", "transformers"}
+    assert lacking["commit"] is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 from collections import Counter
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ import torch
 
 
 def environment() -> dict[str, Any]:
-    """Where and with what a result came about; JSON."""
+    """Where and with what a result came about; JSON. What is not installed has no version."""
     packages = ("torch", "lightning", "transformers")
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {name: version(name) for name in packages},
+        "versions": {name: version(name) for name in packages if is_installed(name)},
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "gpus": _gpus()},
     }
 
@@ -35,9 +36,20 @@ def describe(document: dict[str, Any]) -> str:
     )
 
 
+def is_installed(name: str) -> bool:
+    """Whether a package is there, by the name that it is installed by."""
+    try:
+        version(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def _commit() -> str | None:
     """Of the repository that this file is in, with ``-dirty`` behind it where files differ."""
     here = Path(__file__)
+    if shutil.which("git") is None:
+        return None
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(here.parent), *arguments]

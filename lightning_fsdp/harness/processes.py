@@ -54,7 +54,7 @@ def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> Failu
         )
         try:
             code = process.wait(timeout_s)
-            return None if code == 0 else Failure("error", f"exit code {code}: {_last_line(log)}")
+            return None if code == 0 else Failure("error", f"exit code {code}: {last_line(log)}")
         except subprocess.TimeoutExpired:
             return Failure("timed out", f"took longer than {timeout_s:.0f} s")
         finally:
@@ -84,7 +84,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """What a command printed last, for a message."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if line]
     return lines[-1] if lines else "no output"
