@@ -1,0 +1,127 @@
+"""Run everything that a GPU has to tell; see ``docs/gpu.md``.
+
+python -m benchmarks.gpu --part tests --out runs/gpu
+python -m benchmarks.gpu --part speed --out runs/gpu     # again: goes on where it was stopped
+python -m benchmarks.gpu --device cpu                    # all of it in small, in a minute
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+from benchmarks.gpu.cases import all_cases, small_cases
+from benchmarks.gpu.jobs import describe_session, preload
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.table import count_failures, write_table
+from lightning_fsdp.harness.command_line import exit_with, folder_argument
+from lightning_fsdp.harness.environment import is_installed
+
+ROOT = Path(__file__).resolve().parents[2]
+# And what each part's processes import.
+PARTS = {"tests": ["torch"], "speed": ["benchmarks.gpu.measure"], "recipes": ["recipes.train"]}
+BUDGET_S = 510.0  # of a part: what ends within 9 minutes leaves some for the way there
+PEAK_TFLOPS = 989.0  # bfloat16, dense: NVIDIA's data sheet of the H100 and H200 (SXM)
+
+
+def missing_for(part: str) -> list[str]:
+    """Packages that a part cannot do without and that are not here."""
+    needed = {"tests": ["pytest"], "speed": ["transformers"], "recipes": _packages_of_recipes()}
+    return [name for name in needed[part] if not is_installed(name)]
+
+
+def _packages_of_recipes() -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["recipes"]
+    return [re.split(r"[\[<>=~!;, ]", requirement)[0] for requirement in wanted]
+
+
+def main() -> int:
+    """Run, print, write.
+
+    Returns:
+        Exit code: 0 if nothing failed of what could be run.
+    """
+    parser = _parser()
+    args = parser.parse_args()
+    if args.budget <= 0:
+        parser.error(f"--budget: expected more than 0 seconds, got {args.budget:g}")
+    if not args.peak_tflops > 0:
+        parser.error(f"--peak-tflops: expected more than 0, got {args.peak_tflops:g}")
+    _set_environment()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
+    parts = list(PARTS) if args.part == "all" else [args.part]
+    preload([module for part in parts for module in PARTS[part]])
+    try:
+        found, method = describe_session(args.device)
+        command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+        session = {"command": command, "peak_tflops": args.peak_tflops, **found}
+        for part in parts:
+            record = Record(args.out / f"{part}.json")
+            missing = missing_for(part)
+            record.begin({**session, "missing": missing})
+            if missing:
+                print(f"{part}: left out, since not installed: {', '.join(missing)}")
+            else:
+                _run(part, record, args, method)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
+    print(write_table(args.out))
+    return 1 if count_failures(args.out) else 0
+
+
+def _run(part: str, record: Record, args: argparse.Namespace, method: str) -> None:
+    deadline = time.monotonic() + args.budget
+    if part == "tests":
+        from benchmarks.gpu.suite import run_suite
+
+        run_suite(record, args.tests, device=args.device, deadline=deadline)
+    elif part == "speed":
+        from benchmarks.gpu.speed import run_speed
+
+        cases = small_cases() if args.device == "cpu" else all_cases()
+        run_speed(record, cases, device=args.device, method=method, deadline=deadline)
+    else:
+        from benchmarks.gpu.recipes import run_recipes
+
+        run_recipes(record, device=args.device, method=method, deadline=deadline)
+
+
+def _set_environment() -> None:
+    """For every process that is started."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
+    # One host: names of hosts need not be known, and no other network is there.
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    # Otherwise the question whether there is a device leaves a process from which none can fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: in small")
+    parser.add_argument("--out", type=folder_argument, default="runs/gpu", help="goes on in there")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds per part")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_TFLOPS,
+        help="of the device in bfloat16, assumed for the MFU (default: %(default)s, H100 and H200)",
+    )
+    parser.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu", help="for pytest")
+    return parser
+
+
+if __name__ == "__main__":
+    exit_with(main)
