@@ -15,11 +15,12 @@ import signal
 import sys
 import time
 import tomllib
+import traceback
 from pathlib import Path
 
-from benchmarks.gpu.cases import all_cases, small_cases
+from benchmarks.gpu.cases import all_cases, assumptions, small_cases
 from benchmarks.gpu.jobs import describe_session, preload
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import AS_WHOLE, FAILED, Record
 from benchmarks.gpu.table import count_failures, write_table
 from lightning_fsdp.harness.command_line import exit_with, folder_argument
 from lightning_fsdp.harness.environment import is_installed
@@ -55,7 +56,7 @@ def main() -> int:
         parser.error(f"--budget: expected more than 0 seconds, got {args.budget:g}")
     if not args.peak_tflops > 0:
         parser.error(f"--peak-tflops: expected more than 0, got {args.peak_tflops:g}")
-    _set_environment()
+    _set_environment(args.device)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
     parts = list(PARTS) if args.part == "all" else [args.part]
     preload([module for part in parts for module in PARTS[part]])
@@ -66,15 +67,24 @@ def main() -> int:
         for part in parts:
             record = Record(args.out / f"{part}.json")
             missing = missing_for(part)
-            record.begin({**session, "missing": missing})
-            if missing:
-                print(f"{part}: left out, since not installed: {', '.join(missing)}")
-            else:
-                _run(part, record, args, method)
-    except (RuntimeError, ValueError) as error:
+            assumed = assumptions(args.device) if part == "speed" else {}
+            record.begin({**session, "missing": missing, **assumed})
+            if not missing:
+                _run_guarded(part, record, args, method)
+    except (RuntimeError, ValueError) as error:  # of the device, and of the folder
         parser.error(str(error))
     print(write_table(args.out))
     return 1 if count_failures(args.out) else 0
+
+
+def _run_guarded(part: str, record: Record, args: argparse.Namespace, method: str) -> None:
+    """Run a part; an error of this command's own is a result, and other parts go on."""
+    try:
+        _run(part, record, args, method)
+    except Exception as error:  # noqa: BLE001
+        traceback.print_exc()
+        says = f"{type(error).__name__}: {error}"
+        Record(record.path).put(AS_WHOLE, state=FAILED, says=says, log=traceback.format_exc())
 
 
 def _run(part: str, record: Record, args: argparse.Namespace, method: str) -> None:
@@ -94,8 +104,10 @@ def _run(part: str, record: Record, args: argparse.Namespace, method: str) -> No
         run_recipes(record, device=args.device, method=method, deadline=deadline)
 
 
-def _set_environment() -> None:
+def _set_environment(device: str) -> None:
     """For every process that is started."""
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or engines would choose the device themselves
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
     # One host: names of hosts need not be known, and no other network is there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_fsdp.bench.network import Network
 
@@ -79,6 +80,12 @@ def network_of(world_size: int) -> Network:
         num_hosts=max(1, world_size // _RANKS_PER_HOST),
         host_bandwidth_gb_s=_BETWEEN_HOSTS_GB_S,
     )
+
+
+def assumptions(device_type: str) -> dict[str, Any]:
+    """What a reader of the figures has to know; JSON."""
+    networks = {n: network_of(n).assumptions(device_type) for n in WORLD_SIZES if n > 1}
+    return {"precision": PRECISION, "networks": networks}
 
 
 def all_cases() -> list[Case]:

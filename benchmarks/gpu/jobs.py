@@ -23,6 +23,8 @@ from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.processes import Failure, last_line
 
 _GRACE_S = 5.0
+_FAULTS = ("Fatal Python error", "Timeout (")  # as faulthandler begins
+_MOST_LINES = 50  # of a log that are kept
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -64,6 +66,13 @@ def run_job(
     code = process.exitcode or 0
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return Failure("error", f"{how}: {last_line(log) if log.exists() else 'no output'}")
+
+
+def end_of(log: Path) -> list[str]:
+    """What a process printed last: from the fault that ended it, if Python saw one."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    starts = [index for index, line in enumerate(lines) if line.startswith(_FAULTS)]
+    return lines[starts[0] :][:_MOST_LINES] if starts else lines[-_MOST_LINES:]
 
 
 def describe_session(kind: str) -> tuple[dict[str, Any], str]:

@@ -208,7 +208,6 @@ def _measure(case: Case, device: torch.device, write: Callable[..., None]) -> No
             case=asdict(case),
             batch=len(stepper.tokens),
             seq_len=stepper.tokens.shape[1],
-            precision=cases.PRECISION,
             step_s=step_s,
             optimizer_s=optimizer_s,
             host_s=host_s,

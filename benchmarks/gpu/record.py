@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DONE, FAILED, OUT_OF_MEMORY = "done", "failed", "out of memory"
+AS_WHOLE = "as a whole"  # the result of what ended a part, until the next run
 
 
 class Record:
@@ -57,6 +58,7 @@ class Record:
                     "another --out."
                 )
         self.sessions.append(dict(session))
+        self.results.pop(AS_WHOLE, None)
         self._write()
 
     def put(self, name: str, **result: Any) -> None:

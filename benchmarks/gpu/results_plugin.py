@@ -50,6 +50,14 @@ class _Results:
             if self._record.state_of(item.nodeid) is None:
                 self._record.put(item.nodeid, state=NOT_REACHED)
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """A file that cannot be imported has no tests, and is a failure itself."""
+        if report.failed:
+            says = report.longreprtext[-_MOST_SAID:]
+            self._record.put(report.nodeid, state=FAILED, says=says)
+        else:
+            self._record.results.pop(report.nodeid, None)
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._record.put(nodeid, state=RUNNING)
         self._found = {"state": DONE, "seconds": 0.0}
@@ -58,13 +66,18 @@ class _Results:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._found["seconds"] += report.duration
         if report.skipped:
-            self._found |= {"state": SKIPPED, "says": str(report.longrepr)[-_MOST_SAID:]}
+            self._found |= {"state": SKIPPED, "says": str(report.longrepr[-1])}
         elif report.failed:
             self._found |= {"state": FAILED, "says": report.longreprtext[-_MOST_SAID:]}
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         faulthandler.cancel_dump_traceback_later()
         self._record.put(nodeid, **self._found)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """That nothing was left to run is no failure."""
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and self._record.results:
+            session.exitstatus = pytest.ExitCode.OK
 
     def _is_settled(self, name: str) -> bool:
         result = self._record.results.get(name, {})

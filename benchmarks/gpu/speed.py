@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.jobs import run_job
+from benchmarks.gpu.jobs import end_of, run_job
 from benchmarks.gpu.measure import run_case
 from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY, Record
 
 CASE_LIMIT_S = 150.0
 _LEAST_S = 10.0  # in which a case can be measured
-_TAIL_LINES = 30
 
 
 def run_speed(
@@ -52,12 +51,7 @@ def run_speed(
             if failure is not None and result.get("state") != DONE:
                 if failure.kind == "timed out" and limit_s < CASE_LIMIT_S:
                     return  # the time is over for all of them, and not for this one
-                result = {"state": FAILED, "says": failure.says, **result, "log": tail_of(log)}
+                result = {"state": FAILED, "says": failure.says, **result, "log": end_of(log)}
             record.put(case.name, wall_s=wall_s, **result)
             says = result.get("says", "")
             print(f"speed {index + 1}/{len(todo)}: {case.name}: {result['state']} {says}"[:160])
-
-
-def tail_of(log: Path) -> list[str]:
-    """The last lines that were printed."""
-    return log.read_text(errors="replace").splitlines()[-_TAIL_LINES:] if log.exists() else []

@@ -7,14 +7,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.gpu.record import FAILED, Record
+from benchmarks.gpu.jobs import end_of
+from benchmarks.gpu.record import AS_WHOLE, FAILED, Record
 from benchmarks.gpu.results_plugin import NOT_REACHED, RUNNING
-from benchmarks.gpu.speed import tail_of
-from lightning_fsdp.harness.processes import last_line, run_command
+from lightning_fsdp.harness.processes import run_command
 
-AS_WHOLE = "pytest"  # the result of what is no test's
 _LEAST_S = 5.0
-_NOTHING_COLLECTED = 5
 
 
 def run_suite(
@@ -35,6 +33,7 @@ def run_suite(
     command = [sys.executable, "-m", "pytest", str(tests), "--device", device]
     command += ["-p", "benchmarks.gpu.results_plugin"]
     command += ["--gpu-results", str(record.path), "--gpu-limit", str(limit_s)]
+    command += ["--continue-on-collection-errors"]
     # Without plugins that this project's configuration is for, it has options that nobody knows.
     command += ["-o", "addopts=-ra", "-W", "ignore::pytest.PytestConfigWarning"]
     with tempfile.TemporaryDirectory() as folder:
@@ -44,15 +43,19 @@ def run_suite(
             record = Record(record.path)
             broken = [name for name, r in record.results.items() if r["state"] == RUNNING]
             is_over = failure is not None and failure.kind == "timed out"
+            state = NOT_REACHED if is_over else FAILED
             for name in broken:
-                state = NOT_REACHED if is_over else FAILED
-                says = f"the process ended: {last_line(log)}"
-                record.put(name, state=state, says=says, log=tail_of(log))
+                lines = end_of(log)
+                record.put(name, state=state, says="".join(lines[:1]), log=lines)
             if is_over or not broken:
                 break
         else:
             return record
-        tried = [r for r in record.results.values() if r["state"] != NOT_REACHED]
-        if failure is not None and not tried:
-            record.put(AS_WHOLE, state=FAILED, says=failure.says, log=tail_of(log))
+        now = len(record.sessions) - 1
+        is_explained = any(
+            result["state"] == FAILED and result["session"] == now
+            for result in record.results.values()
+        )
+        if failure is not None and not is_over and not is_explained:
+            record.put(AS_WHOLE, state=FAILED, says=failure.says, log=end_of(log))
     return record

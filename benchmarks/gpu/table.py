@@ -15,9 +15,9 @@ from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY, Record
 from lightning_fsdp.harness.tables import markdown_table
 
 MOST_LINES = 100
-_MOST_FAILURES, _MOST_GOALS, _WIDTH = 12, 16, 118
+_MOST_FAILURES, _MOST_GOALS, _WIDTH = 12, 16, 119
 _PART_OF_FILE = {"tests.json": "tests", "speed.json": "speed", "recipes.json": "recipes"}
-_HEAD = ("case", "tokens/s", "MFU %", "step ms", "GiB", "exposed", "host", "optimizer", "graph")
+_HEAD = ("case", "tokens/s", "MFU %", "step", "GiB", "exposed", "host", "opt", "graph")
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -112,13 +112,13 @@ def _head_of(records: Mapping[str, Record]) -> Iterator[str]:
             yield f"{part}: not run"
             continue
         if record.sessions[-1]["missing"]:
-            missing = " ".join(record.sessions[-1]["missing"])
-            yield f"{part}: left out. Not installed: {missing}. pip install {missing}"
+            packages = " ".join(record.sessions[-1]["missing"])
+            yield f"{part}: left out, as this is not installed: {packages}"
+            continue
         states = Counter(result["state"] for result in record.results.values())
-        num_known = sum(states.values())
-        if part in ("speed", "recipes"):
-            num_cases = len(_cases_of(record)) if part == "speed" else len(NAMES)
-            states["not reached"] = num_cases - num_known
+        names = {"speed": [case.name for case in _cases_of(record)], "recipes": NAMES}
+        missing = [name for name in names.get(part, ()) if name not in record.results]
+        states["not reached"] += len(missing)
         yield f"{part}: " + ", ".join(f"{n} {state}" for state, n in states.items() if n)
         failed = [(n, r) for n, r in record.results.items() if r["state"] == FAILED]
         for name, result in failed[:_MOST_FAILURES]:
@@ -139,7 +139,7 @@ def _of_recipes(record: Record) -> Iterator[str]:
                 f"{max(logged['memory/rank0_GiB']):.1f} GiB; resumed from "
                 f"{result['checkpoint_bytes'] / 1e9:.2f} GB, {result['most_apart']:.1e} apart"
             )
-            yield f"    {result['text'][0]}"
+            yield f"    {result['text'][0]!a}"
 
 
 def _of_goals(record: Record, *, is_small: bool) -> Iterator[str]:
@@ -166,10 +166,11 @@ def _of_cases(record: Record, *, is_small: bool, room: int) -> Iterator[str]:
     if not cases:
         return
     most = room - 4  # the sentence before, the head with its line, the sentence after
-    yield "speed, per rank; ms, with quartiles or medians; peaks of memory allocated and reserved"
+    yield "speed, per rank: medians in ms, steps with quartiles; peaks of allocated, reserved memory"
     peak = None if is_small else record.sessions[-1]["peak_tflops"]
     rows = [_row(case, record.results[case.name], peak) for case in cases[:most]]
-    yield from markdown_table(_HEAD, rows).replace(" | ", " ").replace("| ", "").splitlines()
+    lines = markdown_table(_HEAD, rows).splitlines()
+    yield from (line.strip("|- ").replace(" | ", " ") for line in lines if line.strip("|- "))
     if len(cases) > most:
         yield f"and {len(cases) - most} more, in speed.json"
 
@@ -184,8 +185,8 @@ def _row(case: Case, result: Mapping[str, Any], peak_tflops: float | None) -> li
         name,
         f"{tokens_per_s(result):,.0f}",
         "" if peak_tflops is None else f"{100 * mfu(result, peak_tflops):.1f}",
-        f"{median:.1f} {low:.1f}..{high:.1f}",
-        "" if allocated is None else f"{allocated / 2**30:.1f} {reserved / 2**30:.1f}",
+        f"{median:.4g} {low:.4g}..{high:.4g}",
+        "" if allocated is None else f"{allocated / 2**30:.3g} {reserved / 2**30:.3g}",
         _ms(result["exposed_s"]),
         _ms(result["host_s"], statistics.median),
         _ms(result["optimizer_s"], statistics.median),
