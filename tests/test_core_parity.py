@@ -101,6 +101,33 @@ def test_training_over_plain_collectives_equals_one_process(world_size):
         assert_traces_match(traces[0], expected, atol=5e-6, what=str(combination))
 
 
+def _lm_with_modules_at_two_places():
+    """As peft holds the embedding of a model that it prompts once more."""
+    model = causal_lm()
+    model.also = nn.ModuleDict({"last": model.head, "word_embeddings": model.embedding})
+    model.ends = nn.ModuleList([model.blocks[0], model.blocks[-1]])
+    return model
+
+
+def _train_with_modules_at_two_places(rank, world_size):
+    batches, task = batches_for("lm", world_size), TASKS["lm"]
+    traces = []
+    for plan in PLANS.values():
+        model = shard_model(_lm_with_modules_at_two_places(), plan)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        traces.append(train_on_rank(model, batches, task.loss, optimizer, rank))
+    return traces
+
+
+def test_modules_at_two_places_of_the_tree_train_as_in_one_process():
+    by_rank = run_on_ranks(_train_with_modules_at_two_places, 2)
+    model, task = _lm_with_modules_at_two_places(), TASKS["lm"]
+    expected = train_reference(model, batches_for("lm", 2), task.loss, OPTIMIZERS["sgd"])
+    for traces in zip(*by_rank, strict=True):
+        assert_ranks_agree(traces)
+        assert_traces_match(traces[0], expected, atol=task.atol)
+
+
 def _train_beside_torch_fsdp2(rank, world_size, reshard_after_forward, num_micro_batches):
     task = TASKS["lm"]
     batches = batches_for("lm", world_size, num_steps=5, num_micro_batches=num_micro_batches)

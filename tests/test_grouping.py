@@ -62,6 +62,16 @@ def test_parameters_held_directly_by_the_root_are_a_unit_of_the_root():
     }
 
 
+def test_a_module_at_two_places_is_in_one_unit():
+    model = LM()
+    model.again = nn.ModuleDict({"embed": model.embed, "block": model.blocks[1]})
+    model.more_blocks = nn.ModuleList([model.blocks[0], nn.Sequential(nn.Linear(4, 4), nn.ReLU())])
+    model.last = model.head
+    for selector in (None, ["Linear"], 10, lambda m: isinstance(m, nn.Linear)):
+        modules = [id(module) for _, unit in find_units(model, selector) for module in unit]
+        assert len(modules) == len(set(modules)), selector
+
+
 def test_a_single_layer_is_still_a_block():
     assert "transformer.h.0" in units_of(gpt2(num_layers=1))
 

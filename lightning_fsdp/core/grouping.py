@@ -17,7 +17,7 @@ that use them: a weight tied across units is a segment of its own, gathered alon
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -69,7 +69,8 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
         TypeError: The selector is of no known kind.
     """
     blocks = _find_blocks(root) if selector is None else _select(root, selector)
-    leftovers = list(_find_leftovers("", root, set(blocks.values())))
+    blocks = dict(_once(blocks.items()))
+    leftovers = _once(_find_leftovers("", root, set(blocks.values())))
     units = [(name, [module]) for name, module in blocks.items()]
     if not blocks:
         return units + [(name, [module]) for name, module in leftovers]
@@ -210,6 +211,14 @@ def _find_leftovers(
         yield from _find_leftovers(f"{name}.{child_name}" if name else child_name, child, blocks)
     if has_own:
         yield name, module
+
+
+def _once(named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Each module under the first of its names: it may be at several places of the tree."""
+    first: dict[nn.Module, str] = {}
+    for name, module in named:
+        first.setdefault(module, name)
+    return [(name, module) for module, name in first.items()]
 
 
 def _runs(
