@@ -3,8 +3,10 @@
 import copy
 import json
 import re
+import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -463,15 +465,112 @@ def test_what_differs_may_be_left_out_or_converted(tmp_path):
     assert torch.equal(model.lm_head.weight, state["transformer.wte.weight"].float())
 
 
-@pytest.mark.parametrize(
-    ("attribute", "message"),
-    [("_hf_peft_config_loaded", "got adapters"), ("hf_quantizer", "got quantized")],
-)
-def test_adapters_and_quantized_weights_are_refused(tmp_path, attribute, message):
+def _lora(model):
+    return peft.get_peft_model(model, peft.LoraConfig(fan_in_fan_out=True))
+
+
+def _lora_inside(model):
+    return _lora(model).get_base_model()
+
+
+def _lora_of_transformers(model):
+    model.add_adapter(peft.LoraConfig(fan_in_fan_out=True))
+    return model
+
+
+def _prompt(model):
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return peft.get_peft_model(model, config)
+
+
+class _Around(torch.nn.Module):
+    """As a LightningModule holds a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args, **kwargs):
+        return self.model(*args, **kwargs)
+
+
+def _refuse_adapters(rank, world_size, folder, shard):
+    for adapt in (_lora, _lora_inside, _lora_of_transformers, _prompt):
+        model = shard(_Around(adapt(seeded(_gpt2))))
+        for move in (save_pretrained, load_pretrained):
+            with pytest.raises(NotImplementedError, match=r"GPT2LMHeadModel: .* got adapters of"):
+                move(model, folder)
+            if adapt is not _prompt:  # which is around the model, not inside
+                inner = next(m for m in model.modules() if isinstance(m, GPT2LMHeadModel))
+                with pytest.raises(NotImplementedError, match=r"got adapters of peft"):
+                    move(inner, folder)
+
+
+@pytest.mark.parametrize("shard", [_plain, _core_zero3, fsdp.fully_shard])
+def test_adapters_of_peft_are_refused(tmp_path, shard):
+    run_on_ranks(_refuse_adapters, 2, str(tmp_path), shard)
+
+
+class _TrainsAdapters(GPT2):
+    folder = None
+
+    def configure_model(self):
+        if not hasattr(self.model, "peft_config"):
+            super().configure_model()
+            self.model = _lora(self.model)
+
+    def on_train_end(self):
+        with pytest.raises(NotImplementedError, match=r"got adapters of peft"):
+            self.trainer.strategy.save_pretrained(self.folder)
+
+
+def _fit_adapters(rank, world_size, folder):
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
+        model = seeded(lambda: _TrainsAdapters(size="nano", vocab_size=61, max_seq_len=16))
+        model.folder = Path(folder) / strategy
+        make_trainer(strategy, Path(folder), max_steps=1).fit(model, _loader())
+        assert not model.folder.exists()
+
+
+def test_a_strategy_refuses_adapters_of_peft(tmp_path):
+    on_trainer_ranks(_fit_adapters, 2, str(tmp_path), timeout_s=110)
+
+
+def test_merged_adapters_are_saved_as_the_message_says(tmp_path):
+    adapted = _lora(seeded(_gpt2))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    merged = adapted.merge_and_unload()
+    save_pretrained(merged, tmp_path / "merged")
+    loaded, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(report.values()), report
+    assert torch.equal(_logits(loaded), _logits(merged))
+    assert not torch.equal(_logits(loaded), _logits(seeded(_gpt2)))
+
+
+def test_adapters_beside_the_model_do_not_matter(tmp_path):
+    pair = torch.nn.ModuleDict({"model": seeded(_gpt2), "judge": _MLPWithAdapter()})
+    save_pretrained(pair, tmp_path / "model")
+    assert load_file(tmp_path / "model" / "model.safetensors")
+
+
+class _MLPWithAdapter(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        inner = torch.nn.Sequential(torch.nn.Linear(3, 3))
+        self.inner = peft.get_peft_model(inner, peft.LoraConfig(target_modules=["0"]))
+
+
+def test_quantized_weights_are_refused(tmp_path):
     model = seeded(_gpt2)
-    setattr(model, attribute, True)
+    model.hf_quantizer = True
     for move in (save_pretrained, load_pretrained):
-        with pytest.raises(NotImplementedError, match=message):
+        with pytest.raises(NotImplementedError, match="got quantized"):
             move(model, tmp_path)
 
 

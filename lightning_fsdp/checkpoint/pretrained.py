@@ -198,7 +198,7 @@ def _model_in(module: nn.Module) -> nn.Module:
             f"{list(outermost)}. Give one of them."
         )
     model = next(iter(outermost.values()), module)
-    conventions.refuse_what_is_stored_otherwise(model)
+    conventions.refuse_what_is_stored_otherwise(model, module)
     return model
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,22 +21,39 @@ def is_pretrained_model(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
-def refuse_what_is_stored_otherwise(model: Any) -> None:
+def refuse_what_is_stored_otherwise(model: Any, root: nn.Module) -> None:
     """Refuse models whose files hold other tensors than their modules.
+
+    Args:
+        model: What is saved or loaded.
+        root: It, or a module that it is inside of.
 
     Raises:
         NotImplementedError: Adapters, or quantized weights.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):
+    adapter = next(filter(_is_of_peft, _inside_and_around(model, root)), None)
+    if adapter is not None:
         raise NotImplementedError(
-            f"{type(model).__name__}: expected a whole model, got adapters around one. Save a "
-            "checkpoint of the Trainer, or merge the adapters into the model before training."
+            f"{type(model).__name__}: expected a whole model, got adapters of peft "
+            f"({type(adapter).__name__}): from_pretrained would not know their names, nor those "
+            "that peft gave to the weights under them. Save a checkpoint of the Trainer; or merge "
+            "the adapters once the model is whole (merge_and_unload), and save that."
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise NotImplementedError(
             f"{type(model).__name__}: expected plain weights, got quantized ones. Save a "
             "checkpoint of the Trainer, or dequantize the model before training."
         )
+
+
+def _inside_and_around(model: nn.Module, root: nn.Module) -> Iterator[nn.Module]:
+    yield from model.modules()
+    yield from (outer for outer in root.modules() if any(m is model for m in outer.modules()))
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    # By the package: its kinds of adapters share no class. A sharded module has it as a base.
+    return any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
 
 
 def names_in_module(model: Any, stored: Collection[str], names: Collection[str]) -> dict[str, str]:
