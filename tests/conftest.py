@@ -30,14 +30,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--transport",
-        choices=[ranks.PLAIN, "late", "early", "mixed"],
-        help="run every collective of ranks over one of the groups of tests/support/worst_case.py",
+        choices=[ranks.PLAIN, "late", "early", "mixed", "staged"],
+        help="run every collective of ranks over one of the groups of tests/support/transports.py",
+    )
+    parser.addoption(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where ranks compute: one over NCCL, several on the one device over staged copies",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     ranks.active_fault = config.getoption("--fault")
     ranks.active_transport = config.getoption("--transport")
+    ranks.active_device = config.getoption("--device")
+    if ranks.active_device == "cuda":
+        # Otherwise the question for a device leaves a process from which no rank can be forked.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: expected a CUDA device, found none")
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
+from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
 from tests.support.parity import Trace, assert_ranks_agree, assert_traces_match, sgd
@@ -33,7 +34,9 @@ INITIAL_SCALE = {"mlp": 2.0**21, "tied_lm": 2.0**19}
 
 def new_scaler(task_name):
     """The first steps overflow fp16; later ones fit, until the scale has grown again."""
-    return torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE[task_name], growth_interval=2)
+    return torch.amp.GradScaler(
+        ranks.active_device, init_scale=INITIAL_SCALE[task_name], growth_interval=2
+    )
 
 
 def fp16(reduce_dtype=torch.float32):
@@ -222,7 +225,7 @@ def test_weights_kept_by_zero2_serve_the_forward_after_a_skipped_step(
 
 
 def _inf_in_one_replica(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(ranks.active_device, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_model(_two_tiny_layers(), mesh=mesh)
     optimizer = sgd(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -27,6 +27,7 @@ from lightning_fsdp import (
     shard_model,
 )
 from lightning_fsdp.core.lifecycle import GradientState
+from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import bytes_of
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_lm
@@ -52,7 +53,7 @@ NAMES = ("replicate", "shard")
 
 
 def mesh_of(shape, names=NAMES):
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return init_device_mesh(ranks.active_device, shape, mesh_dim_names=names)
 
 
 def segments_of(model):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
 from lightning_fsdp.core import collectives, local_gradients
 from lightning_fsdp.core.collectives import Communicator, Piece
+from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
 from tests.support.ranks import PLAIN, run_on_ranks
@@ -243,7 +244,7 @@ def test_ranks_that_have_different_local_gradients_send_the_same_dtype(backend):
 
 
 def _replicated(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(ranks.active_device, (2, 2), mesh_dim_names=("replicate", "shard"))
     model = shard_model(causal_lm(), mesh=mesh, mp_policy=POLICIES["fp32"])
     with CollectiveCounter(mesh.get_group(0), mesh.get_group(1)) as counter:
         lm_loss(model, token_batch(0, 0, rank)).backward()

@@ -89,30 +89,35 @@ def moved_since(before, model):
 # --- values ---
 
 
-def _train(rank, world_size, task_name, offload, mesh_shape, clip):
+def train_each_way(rank, world_size, task_name, offload, mesh_shape, clip):
+    """A trace for each of ``COMBINATIONS``."""
     task, traces = TASKS[task_name], {}
     mesh = None
     if mesh_shape is not None:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    places = TwoPlaces() if offload is not None else contextlib.nullcontext()
-    with places:
-        for plan, precision, accumulation in COMBINATIONS:
-            model = shard_model(
-                task.build(),
-                PLANS[plan],
-                mesh=mesh,
-                mp_policy=POLICIES[precision],
-                offload_policy=offload,
-            )
-            traces[plan, precision, accumulation] = train_on_rank(
-                model,
-                batches_for(task_name, world_size, num_steps=2),
-                task.loss,
-                adamw(model.parameters()),
-                rank,
-                accumulation=accumulation,
-                clip=clip,
-            )
+    for plan, precision, accumulation in COMBINATIONS:
+        model = shard_model(
+            task.build(),
+            PLANS[plan],
+            mesh=mesh,
+            mp_policy=POLICIES[precision],
+            offload_policy=offload,
+        )
+        traces[plan, precision, accumulation] = train_on_rank(
+            model,
+            batches_for(task_name, world_size, num_steps=2),
+            task.loss,
+            adamw(model.parameters()),
+            rank,
+            accumulation=accumulation,
+            clip=clip,
+        )
+    return traces
+
+
+def _train(rank, world_size, task_name, offload, mesh_shape, clip):
+    with TwoPlaces() if offload is not None else contextlib.nullcontext() as places:
+        traces = train_each_way(rank, world_size, task_name, offload, mesh_shape, clip)
     if offload is not None:
         assert places.mixtures == []
     return traces

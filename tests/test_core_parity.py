@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support import ranks
 from tests.support.models import (
     TASKS,
     CausalLM,
@@ -299,7 +300,9 @@ def test_two_sharded_models_in_one_graph():
 
 def _train_on_half_of_the_ranks(rank, world_size):
     """Two groups of two ranks, each sharding a model of its own."""
-    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))
+    mesh = torch.distributed.init_device_mesh(
+        ranks.active_device, (2, 2), mesh_dim_names=("copy", "shard")
+    )
     model = fully_shard(mlp(), mesh=mesh["shard"])
     batches = batches_for("mlp", world_size)
     optimizer = OPTIMIZERS["sgd"](model.parameters())

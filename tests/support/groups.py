@@ -25,6 +25,7 @@ class GroupOverGloo(dist.ProcessGroup):
     """
 
     backend = ""
+    devices: tuple[str, ...] = ("cpu",)
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> None:
         super().__init__(rank, world_size)
@@ -32,9 +33,9 @@ class GroupOverGloo(dist.ProcessGroup):
         self._name = self.backend
 
     @classmethod
-    def register(cls, *devices: str) -> None:
+    def register(cls) -> None:
         """Let ``init_process_group`` know the backend."""
-        dist.Backend.register_backend(cls.backend, cls, devices=list(devices))
+        dist.Backend.register_backend(cls.backend, cls, devices=list(cls.devices))
 
     def start(
         self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], exchange: Exchange

@@ -45,6 +45,9 @@ active_fault: str | None = None
 active_transport: str | None = None
 """Backend that takes the place of gloo on every rank; set by ``pytest --transport``."""
 
+active_device = "cpu"
+"""Where ranks compute, all on one device; set by ``pytest --device``, on the ranks as well."""
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 
@@ -76,7 +79,7 @@ def run_on_ranks(
         Number of ranks. args: Further picklable arguments. timeout_s: Seconds for everything, after
         which all ranks are killed and the test fails with their stacks. backend: Of the default
         process group; None starts no group, ``PLAIN`` is gloo that does not say so, others are
-        those of ``tests/support/worst_case.py``. env:
+        those of ``tests/support/transports.py``. env:
         Environment variables to set on every rank. group_timeout_s: Timeout of the process group,
         seconds. Beyond ``timeout_s`` by default, so that a hang is
             shown as a hang, with stacks.
@@ -184,8 +187,9 @@ def _run(
     env: Mapping[str, str],
 ) -> list[_Report]:
     reports = [_Report() for _ in range(world_size)]
-    if backend is not None and active_transport is not None:
-        backend = active_transport
+    if backend is not None:
+        on_device = {1: "nccl"}.get(world_size, "staged_nccl") if active_device == "cuda" else None
+        backend = active_transport or on_device or backend
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:
@@ -194,7 +198,7 @@ def _run(
                 process = _context.Process(
                     target=_rank_main,
                     args=(theirs, folder, fn, rank, world_size, args, limits, backend, dict(env)),
-                    kwargs={"fault": active_fault},
+                    kwargs={"fault": active_fault, "device": active_device},
                     name=f"rank-{rank}",
                 )
                 process.start()
@@ -313,6 +317,7 @@ def _rank_main(
     env: dict[str, str],
     *,
     fault: str | None,
+    device: str,
 ) -> None:
     """The life of one rank. Every way out but the ordered one is ``os._exit`` or a kill by the
     parent.
@@ -331,10 +336,12 @@ def _rank_main(
         warnings.filterwarnings("error", module=r"lightning_fsdp")
         if backend == PLAIN:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
-        elif backend not in (None, "gloo"):
-            from tests.support.worst_case import WORST_CASES
+        elif backend not in (None, "gloo", "nccl"):
+            from tests.support.transports import TRANSPORTS
 
-            WORST_CASES[backend].register("cpu")
+            TRANSPORTS[backend].register()
+        if device != "cpu":
+            _compute_on(device)
         if fault is not None:
             from tests.support import faults
 
@@ -358,6 +365,17 @@ def _rank_main(
     if dist.is_initialized():
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _compute_on(device: str) -> None:
+    import torch
+
+    from tests.support.on_device import OnDevice
+
+    global active_device
+    active_device = device
+    torch.cuda.set_device(0)
+    OnDevice(device).__enter__()  # for the rank's life
 
 
 def _wait_for_parent(connection: Connection) -> None:

@@ -1,0 +1,60 @@
+"""What the allocator of the device held at most, against the formula: two units at a time."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import ZERO2, ZERO3, shard_model
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, NUM_BLOCKS = 2048, 8
+UNIT = 4 * WIDTH * WIDTH  # bytes, whole, fp32
+SLACK = UNIT // 8  # activations of a few rows, and what the allocator rounds up
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+def _blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
+
+
+def _measure(rank, world_size, plan):
+    """Bytes beside the shards: in a forward without gradients, and in a step's backward."""
+    model = shard_model(_blocks(), PLANS[plan], units=["Linear"])
+    inputs = torch.randn(4, WIDTH)
+    peaks = {}
+    for _ in range(2):  # the first pass learns the order
+        torch.cuda.synchronize()
+        resting = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            model(inputs)
+        peaks["forward"] = torch.cuda.max_memory_allocated() - resting
+        peaks["after forward"] = torch.cuda.memory_allocated() - resting
+        torch.cuda.reset_peak_memory_stats()
+        model(inputs).sum().backward()
+        peaks["step"] = torch.cuda.max_memory_allocated() - resting
+        peaks["gradients"] = torch.cuda.memory_allocated() - resting
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        model.zero_grad()
+        peaks["rest"] = torch.cuda.memory_allocated() - resting
+    return peaks
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_at_most_two_units_are_whole(world_size, plan):
+    share = UNIT // world_size
+    for peaks in run_on_ranks(_measure, world_size, plan):
+        assert peaks["after forward"] <= SLACK
+        assert peaks["rest"] <= SLACK
+        kept = NUM_BLOCKS * UNIT if plan == "zero2" else 0
+        if plan == "zero3":
+            assert 2 * UNIT <= peaks["forward"] <= 2 * UNIT + SLACK
+        assert peaks["gradients"] <= NUM_BLOCKS * share + kept + SLACK
+        # Two units whole; local gradients of one that travels and of one that is computed, and
+        # the shard that the first becomes; reduced gradients of the others.
+        reduced = NUM_BLOCKS * share
+        assert peaks["step"] <= max(kept, 2 * UNIT) + 2 * UNIT + share + reduced + SLACK
