@@ -21,6 +21,7 @@ ifeq ($(origin PYTHON),command line)
     endif
 endif
 
+ARGS ?=
 BENCH_ARGS ?=
 COMPARE_ARGS ?=
 RECIPE ?= gpt2_zero3
@@ -33,7 +34,7 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench bench-full bench-optimizer compare guide train test check format tensorboard clean distclean
+.PHONY: help install bench bench-full bench-optimizer compare guide gpu train test check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +56,9 @@ compare: $(READY) ## Judge by value what each engine lets one read; report in ru
 
 guide: $(READY) ## Measure again what docs/fsdp1-vs-fsdp2.md says, and rewrite its tables
 	$(RUN) benchmarks.guide
+
+gpu: $(READY) ## All that a GPU has to tell: tests, speed, recipes; in runs/gpu. ARGS="--device cpu": in small
+	$(RUN) benchmarks.gpu --out runs/gpu $(ARGS)
 
 train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes; RECIPE=qwen_zero3 for Qwen2.5
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)

@@ -12,6 +12,7 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.processes import Failure, last_line
 
 _GRACE_S = 5.0
-_FAULTS = ("Fatal Python error", "Timeout (")  # as faulthandler begins
+_FAULT = r"Fatal Python error: |Timeout \(\d"  # as faulthandler begins, maybe within a line
 _MOST_LINES = 50  # of a log that are kept
 
 
@@ -70,9 +71,13 @@ def run_job(
 
 def end_of(log: Path) -> list[str]:
     """What a process printed last: from the fault that ended it, if Python saw one."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    starts = [index for index, line in enumerate(lines) if line.startswith(_FAULTS)]
-    return lines[starts[0] :][:_MOST_LINES] if starts else lines[-_MOST_LINES:]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    fault = re.search(_FAULT, text)
+    return (
+        text[fault.start() :].splitlines()[:_MOST_LINES]
+        if fault is not None
+        else text.splitlines()[-_MOST_LINES:]
+    )
 
 
 def describe_session(kind: str) -> tuple[dict[str, Any], str]:

@@ -166,7 +166,7 @@ def _of_cases(record: Record, *, is_small: bool, room: int) -> Iterator[str]:
     if not cases:
         return
     most = room - 4  # the sentence before, the head with its line, the sentence after
-    yield "speed, per rank: medians in ms, steps with quartiles; peaks of allocated, reserved memory"
+    yield "speed, per rank: medians in ms, of steps with quartiles; peaks of memory (and reserved)"
     peak = None if is_small else record.sessions[-1]["peak_tflops"]
     rows = [_row(case, record.results[case.name], peak) for case in cases[:most]]
     lines = markdown_table(_HEAD, rows).splitlines()
