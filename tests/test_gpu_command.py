@@ -225,6 +225,15 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_results_of_another_device_are_refused_before_anything_runs(tmp_path):
+    begun(tmp_path / "recipes.json")
+    text = run("--part", "speed", "--out", tmp_path, code=2)
+    assert "recipes.json: expected results of cpu with torch" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["recipes.json"]
+
+
 @pytest.mark.parametrize("option", ["--budget", "--peak-tflops"])
 def test_an_option_of_nothing_is_refused(option, tmp_path):
     assert f"{option}: expected more than 0" in run(option, 0, "--out", tmp_path, code=2)
@@ -237,7 +246,7 @@ def test_a_record_is_of_one_device_and_one_torch(tmp_path):
     begun(tmp_path / "speed.json")
     other = {**SESSION, "versions": {"torch": "2.13.0"}}
     with pytest.raises(ValueError, match=r"of NVIDIA H200 with torch 2\.13\.0, got .* 2\.11\.0"):
-        Record(tmp_path / "speed.json").begin(other)
+        Record(tmp_path / "speed.json").require_kind(other)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"sessions": []}'])
@@ -447,7 +456,7 @@ def measured(step_s, **more):
         "state": DONE, "step_s": [step_s] * 20, "optimizer_s": [step_s / 10] * 20,
         "host_s": [step_s / 2] * 5, "batch": 8, "seq_len": 1000, "flops_per_token": 1e10,
         "peak_allocated_bytes": 123 * 2**30, "peak_reserved_bytes": 130 * 2**30,
-        "exposed_s": 0.1234, "captured_optimizer_s": [0.001] * 20, **more,
+        "losses": [2.0, 1.0], "exposed_s": 0.1234, "captured_optimizer_s": [0.001] * 20, **more,
     }  # fmt: skip
 
 
@@ -456,7 +465,9 @@ def test_goals_stand_beside_what_was_found(tmp_path):
     arm_to_s = {"scratch_zero3": 0.16, "fsdp2_zero3": 0.2, "unsharded": 0.152}
     record = begun(tmp_path / "speed.json")
     for arm, step_s in arm_to_s.items():
-        record.put(Case(setting=setting, arm=arm, world_size=1).name, **measured(step_s))
+        losses = [2.0, 1.0 + step_s]
+        name = Case(setting=setting, arm=arm, world_size=1).name
+        record.put(name, **measured(step_s, losses=losses))
     found = {goal.of.rpartition(": ")[2]: goal for goal in table.goals(record.results, 1000.0)}
     assert found["tokens/s of fsdp2_zero3's"].found == pytest.approx(1.25)
     assert found["tokens/s of unsharded's"].found == pytest.approx(0.95)
@@ -467,6 +478,8 @@ def test_goals_stand_beside_what_was_found(tmp_path):
     (missed,) = [line for line in lines if "MISSED" in line]
     assert "0.950 (goal 0.98): gpt2-xl compiled, scratch_zero3 of 1" in missed
     assert "speed: 3 done, 261 not reached" in lines
+    (apart,) = [line for line in lines if line.startswith("losses at one rank: 0.048 from")]
+    assert apart.endswith("(gpt2-xl compiled, fsdp2_zero3 of 1)")
 
 
 def test_the_table_has_at_most_100_lines_and_fits_what_comes_back(tmp_path):

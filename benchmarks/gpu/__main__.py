@@ -27,7 +27,7 @@ from lightning_fsdp.harness.environment import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 # And what each part's processes import.
-PARTS = {"tests": ["torch"], "speed": ["benchmarks.gpu.measure"], "recipes": ["recipes.train"]}
+PARTS = {"tests": "torch", "speed": "benchmarks.gpu.measure", "recipes": "recipes.train"}
 BUDGET_S = 510.0  # of a part: what ends within 9 minutes leaves some for the way there
 PEAK_TFLOPS = 989.0  # bfloat16, dense: NVIDIA's data sheet of the H100 and H200 (SXM)
 
@@ -59,14 +59,17 @@ def main() -> int:
     _set_environment(args.device)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
     parts = list(PARTS) if args.part == "all" else [args.part]
-    preload([module for part in parts for module in PARTS[part]])
+    part_to_missing = {part: missing_for(part) for part in parts}
+    preload([PARTS[part] for part in parts if not part_to_missing[part]])
     try:
         found, method = describe_session(args.device)
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         session = {"command": command, "peak_tflops": args.peak_tflops, **found}
-        for part in parts:
-            record = Record(args.out / f"{part}.json")
-            missing = missing_for(part)
+        part_to_record = {part: Record(args.out / f"{part}.json") for part in PARTS}
+        for record in part_to_record.values():
+            record.require_kind(session)
+        for part, missing in part_to_missing.items():
+            record = part_to_record[part]
             assumed = assumptions(args.device) if part == "speed" else {}
             record.begin({**session, "missing": missing, **assumed})
             if not missing:

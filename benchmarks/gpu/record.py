@@ -44,8 +44,8 @@ class Record:
                 "Move it away, or name another --out."
             ) from error
 
-    def begin(self, session: Mapping[str, Any]) -> None:
-        """A run begins; what comes now is of it.
+    def require_kind(self, session: Mapping[str, Any]) -> None:
+        """Check that results of a session can stand beside those that are here.
 
         Raises:
             ValueError: The file is of another device or torch, so that nothing could be compared.
@@ -57,6 +57,9 @@ class Record:
                     f"{self.path}: expected results of {now}, got results of {before}. Name "
                     "another --out."
                 )
+
+    def begin(self, session: Mapping[str, Any]) -> None:
+        """A run begins; what comes now is of it."""
         self.sessions.append(dict(session))
         self.results.pop(AS_WHOLE, None)
         self._write()

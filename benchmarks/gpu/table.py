@@ -36,6 +36,11 @@ class Goal:
     found: float
     wanted: float
 
+    @property
+    def is_met(self) -> bool:
+        """Whether what was found is enough."""
+        return self.found >= self.wanted
+
 
 def write_table(folder: Path) -> str:
     """The table of a folder's records, also written there as ``table.txt``."""
@@ -80,6 +85,17 @@ def goals(results: Results, peak_tflops: float) -> list[Goal]:
         if is_large and case.setting.is_compiled and case.world_size == 1:
             found.append(Goal(f"{case.name}: MFU", mfu(core, peak_tflops), 0.5))
     return found
+
+
+def farthest_losses(results: Results) -> tuple[float, str] | None:
+    """How far an arm's losses are from the unsharded model's at one rank, and which arm's."""
+    apart = []
+    for case in all_cases():
+        mine, whole = (_result_of(results, case, arm) for arm in (case.arm, "unsharded"))
+        if mine is not None and whole is not None and mine is not whole:
+            pairs = zip(mine["losses"], whole["losses"], strict=True)
+            apart.append((max(abs(one - other) for one, other in pairs), case.name))
+    return max(apart, default=None)
 
 
 def _result_of(results: Results, case: Case, arm: str) -> Mapping[str, Any] | None:
@@ -145,16 +161,18 @@ def _of_recipes(record: Record) -> Iterator[str]:
 def _of_goals(record: Record, *, is_small: bool) -> Iterator[str]:
     if not record.sessions:
         return
+    apart = farthest_losses(record.results)
+    if apart is not None:
+        yield f"losses at one rank: {apart[0]:.2g} from the unsharded model's at most ({apart[1]})"
     peak = record.sessions[-1]["peak_tflops"]
     found = goals(record.results, peak)
-    met = sum(goal.found >= goal.wanted for goal in found)
+    met = sum(goal.is_met for goal in found)
     if is_small:
         yield f"goals: {len(found)} compared; in small on a CPU they mean nothing"
         return
     yield f"goals: {met} of {len(found)} met (assumed peak: {peak:g} TFLOP/s in bfloat16)"
-    missed_first = sorted(found, key=lambda goal: goal.found >= goal.wanted)
-    for goal in missed_first[:_MOST_GOALS]:
-        verdict = "met" if goal.found >= goal.wanted else "MISSED"
+    for goal in sorted(found, key=lambda goal: goal.is_met)[:_MOST_GOALS]:
+        verdict = "met" if goal.is_met else "MISSED"
         yield f"  {verdict:6} {goal.found:.3f} (goal {goal.wanted:g}): {goal.of}"
     if len(found) > _MOST_GOALS:
         yield f"  and {len(found) - _MOST_GOALS} more"
