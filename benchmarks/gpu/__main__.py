@@ -111,6 +111,7 @@ def _set_environment(device: str) -> None:
     """For every process that is started."""
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or engines would choose the device themselves
+        os.environ["OMP_NUM_THREADS"] = "1"  # as the suite and the command line have it
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
     # One host: names of hosts need not be known, and no other network is there.

@@ -172,8 +172,6 @@ def run_case(case: Case, device_type: str, out: str) -> None:
 def _measure(case: Case, device: torch.device, write: Callable[..., None]) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(0)
-    else:
-        torch.set_num_threads(1)
     torch.manual_seed(0)
     network = SwitchedNetwork(**vars(cases.network_of(case.world_size)))
     with _group(case, device, network):

@@ -78,7 +78,7 @@ def _run(
         log, start = folder / f"{run}.txt", time.monotonic()
         arguments = [*_arguments(name, folder, run, device), *more]
         left_s = max(1.0, deadline - start)
-        failure = run_job(_train, arguments, device, log=log, limit_s=left_s, method=method)
+        failure = run_job(_train, arguments, log=log, limit_s=left_s, method=method)
         result[f"{run}_wall_s"] = time.monotonic() - start
         if failure is not None and failure.kind == "timed out":
             return None
@@ -103,14 +103,10 @@ def _run(
     return {**result, "state": DONE}
 
 
-def _train(arguments: list[str], device: str) -> None:
+def _train(arguments: list[str]) -> None:
     """``python -m recipes.train``, in this process."""
-    import torch
-
     from recipes.train import main
 
-    if device == "cpu":
-        torch.set_num_threads(1)
     sys.argv = ["recipes/train.py", *arguments]
     main()
 
