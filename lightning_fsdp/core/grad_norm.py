@@ -111,11 +111,15 @@ def partial_norm(tensors: Sequence[Tensor], norm_type: float, device: torch.devi
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present:
         neutral = math.inf if norm_type == -math.inf else 0.0
-        return torch.tensor(neutral, dtype=torch.float64, device=device)
-    norms = torch.cat([_row_norms(tensor, norm_type).to(device) for tensor in present]).double()
+        # Filled there: torch.tensor would make it on the host, and wait until it is copied.
+        return torch.full((), neutral, dtype=torch.float64, device=device)
+    home = present[0].device  # one number leaves it, not one of each row
+    norms = torch.cat([_row_norms(tensor, norm_type).to(home) for tensor in present]).double()
     if math.isinf(norm_type):
-        return norms.max() if norm_type > 0 else norms.min()
-    return norms.sum() if norm_type == 0 else (norms**norm_type).sum()
+        part = norms.max() if norm_type > 0 else norms.min()
+    else:
+        part = norms.sum() if norm_type == 0 else (norms**norm_type).sum()
+    return part.to(device)
 
 
 def _row_norms(tensor: Tensor, norm_type: float) -> Tensor:
