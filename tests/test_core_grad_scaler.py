@@ -78,15 +78,22 @@ def _train_reference(world_size, task_name, reduce_dtype, optimizer_name, max_no
             for r in range(world_size)
         ]
         for parameter, parts in zip(model.parameters(), zip(*by_rank, strict=True), strict=True):
-            total = parts[0].to(reduce_dtype)
-            for part in parts[1:]:
-                total = total + part.to(reduce_dtype)
-            parameter.grad = (total / world_size).float()
+            mean = _mean(parts, reduce_dtype)
+            # A sum in fp16 may overflow where the mean does not.
+            mean = torch.where(mean.isfinite(), mean, _mean(parts, torch.float32).to(reduce_dtype))
+            parameter.grad = mean.float()
         if max_norm:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         _finish(trace, scales, model, optimizer, scaler)
     return trace, scales, scaler.state_dict()
+
+
+def _mean(parts, dtype):
+    total = parts[0].to(dtype)
+    for part in parts[1:]:
+        total = total + part.to(dtype)
+    return total / len(parts)
 
 
 def _finish(trace, scales, model, optimizer, scaler):

@@ -260,3 +260,61 @@ def test_bf16_travels_in_a_row_of_replicas_and_fp32_between_them(backend):
         for name, gradient in found.items():
             rows = [mean_by_hand([by_hand[r][name] for r in row]) for row in ((0, 1), (2, 3))]
             assert torch.equal(gradient, mean_by_hand(rows)), name
+
+
+# --- fp16, whose sums end at 65,504 ---
+
+FP16 = torch.float16
+LARGE = 40_000.0
+
+
+def _reduce_fp16(rank, world_size):
+    communicator = Communicator.of(dist.group.WORLD)
+    region = _fp16_region(rank, world_size)
+    reduction = communicator.reduce([Piece(0, region)], _SHARD_NUMEL, "fp16", dtype=FP16)
+    return reduction.wait()
+
+
+_SHARD_NUMEL = 264
+
+
+def _fp16_region(rank, world_size):
+    """Values of which the order of adding up shows, and a few whose sum is too large."""
+    region = _wide_range(rank, world_size * _SHARD_NUMEL).half()
+    region[:3] = LARGE
+    region[3] = 40 * rank
+    region[4] = torch.inf if rank == 0 else 0.0
+    return region
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fp16_gradients_whose_sum_overflows_have_their_mean(world_size, backend):
+    found = torch.cat(run_on_ranks(_reduce_fp16, world_size, backend=backend))
+    regions = [_fp16_region(rank, world_size) for rank in range(world_size)]
+    assert found.dtype == FP16
+    assert found[:4].tolist() == [LARGE] * 3 + [20.0 * (world_size - 1)]
+    assert found[4].isinf()
+    if backend == PLAIN:
+        assert torch.equal(found, mean_by_hand(regions).half())
+    else:  # summed in rank order, which decides the bits where nothing overflows
+        in_fp16 = regions[0]
+        for region in regions[1:]:
+            in_fp16 = in_fp16 + region
+        in_fp16 = in_fp16 / world_size
+        assert torch.equal(found[3:], in_fp16[3:])
+
+
+def _train_fp16(rank, world_size, num_replicas):
+    mesh = init_device_mesh("cpu", (num_replicas, world_size // num_replicas))
+    model = nn.Linear(3, 1, bias=False)
+    policy = MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)
+    shard_model(model, mesh=mesh, mp_policy=policy)
+    model(torch.full((1, 3), LARGE)).sum().backward()
+    return model.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(2, 1), (2, 2), (4, 2)])
+def test_large_fp16_gradients_stay_finite_over_shards_and_replicas(world_size, num_replicas):
+    for gradient in run_on_ranks(_train_fp16, world_size, num_replicas):
+        assert torch.equal(gradient, torch.full((1, 3), LARGE))

@@ -17,6 +17,7 @@ the same bits whichever rank owns a shard.
 Gradients that are narrower than the dtype of their sum travel as they are: every rank gets all
 ranks' parts of its shard, and widens them as it adds them up. A reduce-scatter, which sums on the
 way, would send them widened: twice the bytes for bf16 summed in fp32, and for the same values.
+fp16 travels so too where it is also the dtype of the mean, since the sum may be too large for it.
 
 On a 2-D mesh the columns hold shards and the rows hold replicas. Gathers and reductions stay in a
 row; then every shard of gradients is averaged down its column, by an all-reduce on any backend:
@@ -283,7 +284,7 @@ class Communicator:
         self._count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         if self.world_size == 1:
             return Pending(what, (), lambda: region.to(dtype))
-        if region.dtype != dtype:
+        if region.dtype != dtype or _may_overflow(dtype):
             received = torch.empty_like(region)
             exchange = dist.all_to_all_single(received, region, group=self.group, async_op=True)
             rows = received.view(self.world_size, shard_numel)
@@ -317,19 +318,26 @@ class Communicator:
             _tag_of(f"{unit_name} {pieces[0].data.dtype}", reduces=True),
         )
 
-        def mean_in_rank_order() -> Tensor:
+        def mean_in_rank_order(rows: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
             # Two terms commute to the bit, so the sum may begin with the first row that came.
-            first = min(received)
-            shard = received.pop(first).to(dtype)
+            first = min(rows)
+            shard = rows.pop(first).to(dtype)
             for rank in range(self.world_size):
                 if rank == self.rank:
                     for piece in mine:
                         shard.narrow(0, *piece.place).add_(piece.data)
                 elif rank != first:
-                    shard.add_(received.pop(rank))
+                    shard.add_(rows.pop(rank))
             return shard.div_(self.world_size)
 
-        return Pending(what, works, mean_in_rank_order, keeps=[piece.data for piece in pieces])
+        def mean() -> Tensor:
+            if not _may_overflow(dtype):
+                return mean_in_rank_order(received, dtype)
+            wide = mean_in_rank_order(dict(received), torch.float32).to(dtype)
+            narrow = mean_in_rank_order(received, dtype)
+            return torch.where(narrow.isfinite(), narrow, wide)
+
+        return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
 
     def average(self, shard: Tensor, unit_name: str) -> Pending:
         """All-reduce in place: the mean over replicas of a shard that was reduced.
@@ -337,21 +345,23 @@ class Communicator:
         Every rank starts the averages of its units in the same order.
 
         Args:
-            shard: ``(shard_numel,)``, reduce dtype; overwritten.
+            shard: ``(shard_numel,)``, reduce dtype; may be overwritten.
             unit_name: For the message if it fails.
 
         Returns:
-            The collective; its result is ``shard``, the same bits on every replica.
+            The collective; its result has the shape and dtype of ``shard``, and the same bits on
+            every replica.
         """
         what = f"mean over replicas of unit {unit_name!r} {self._where}"
         if self._replicas is None:
             return Pending(what, (), lambda: shard)
+        dtype, shard = shard.dtype, shard.float() if _may_overflow(shard.dtype) else shard
         share = shard.nbytes // self.num_replicas
         self._count("all_reduce", 2 * (self.num_replicas - 1) * share)
         group = torch_internals.alive(self._replicas)
         work = dist.all_reduce(shard, group=group, async_op=True)
         works = [(work, "every replica")]
-        return Pending(what, works, lambda: shard.div_(self.num_replicas), keeps=(shard,))
+        return Pending(what, works, lambda: shard.div_(self.num_replicas).to(dtype), keeps=(shard,))
 
     def all_gather_slices(self, mine: Tensor, what: str) -> Tensor:
         """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous.
@@ -419,15 +429,21 @@ def _tag_of(name: str, *, reduces: bool) -> int:
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over the first dimension, summed in ``dtype``: ``(n,)`` of that dtype."""
+    """The mean over the first dimension, ``(n,)`` of ``dtype``; summed in it, or in a wider one."""
     num_rows, numel = rows.shape
-    mean = rows.new_empty(numel, dtype=dtype)
+    sum_dtype = torch.float32 if _may_overflow(dtype) else dtype
+    mean = rows.new_empty(numel, dtype=sum_dtype)
     # On CUDA the sum widens as it reads. On CPU torch makes a wide copy of all that it sums.
     step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
     for start in range(0, numel, step):
         block = slice(start, start + step)
-        torch.mean(rows[:, block], 0, dtype=dtype, out=mean[block])
-    return mean
+        torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
+    return mean.to(dtype)
+
+
+def _may_overflow(dtype: torch.dtype) -> bool:
+    """Whether a sum over ranks may leave the range of a dtype that holds their mean."""
+    return dtype == torch.float16
 
 
 def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
