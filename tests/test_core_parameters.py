@@ -4,6 +4,7 @@ slice inside.
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
@@ -17,6 +18,7 @@ from tests.support.models import (
     tied_lm,
     token_batch,
 )
+from tests.support.parity import assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
 
@@ -202,3 +204,45 @@ def _pointwise(rank, world_size):
 
 def test_pointwise_operations_run_on_slices():
     run_on_ranks(_pointwise, 2)
+
+
+def _shard_what_is_held(rank, world_size):
+    """Rank 0 alone keeps a broadcast that has ended, whose work refers to the parameters."""
+    model = causal_lm(seed=rank)
+    works = [dist.broadcast(p, 0, async_op=True) for p in model.parameters()]
+    for work in works:
+        work.wait()
+    if rank > 0:
+        works.clear()
+    shard_model(model)
+    lm_loss(model, token_batch(0, 0, rank)).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def test_parameters_that_another_thread_may_hold_are_sharded_on_every_rank():
+    """As a transport's thread does for a moment after a broadcast."""
+    reference = causal_lm(seed=0)
+    for rank in range(2):
+        (lm_loss(reference, token_batch(0, 0, rank)) / 2).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    for gradients in run_on_ranks(_shard_what_is_held, 2):
+        assert_same_tensors(gradients, expected, atol=1e-6)
+
+
+def _keep_a_graph(rank, world_size):
+    model = mlp()
+    losses = [mlp_loss(model, mlp_batch(0, 0, rank)) for _ in range(2)]
+    losses[0].backward()
+    model.zero_grad()
+    shard_model(model)
+    expected = [p.full_tensor() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"before fully_shard.*Run the forward again"):
+        losses[1].backward()
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    for parameter, before in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), before)
+
+
+def test_the_backward_of_a_graph_from_before_sharding_is_refused():
+    run_on_ranks(_keep_a_graph, 2)

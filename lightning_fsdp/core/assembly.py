@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -178,11 +178,28 @@ def _make_segment(
         spec, local = region.specs[parameter], region.local_of(parameter)
         sharded = make_parameter(local, spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
+        _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
     return Segment(
         plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home
     )
+
+
+def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:
+    """Such a graph ends in the whole parameter that was, whose gradient nobody would find."""
+    if not parameter.requires_grad:
+        return
+
+    def refuse(gradients: tuple[Tensor, ...]) -> NoReturn:
+        raise RuntimeError(
+            f"backward to {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a graph "
+            "made since the parameter was sharded, got one from before fully_shard. Run the "
+            "forward again."
+        )
+
+    # Graphs that are alive share one such node; else it is a new one, and ends here.
+    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
 def _make_unit(

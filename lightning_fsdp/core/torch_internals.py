@@ -154,8 +154,15 @@ def _offset_of_access_flags() -> int | None:
 
 
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
-    """Exchange the contents of two tensor objects, which keep their identity. Public, untyped."""
-    torch.utils.swap_tensors(ours, theirs)  # type: ignore[no-untyped-call]
+    """Exchange the contents of two tensor objects, which keep their identity.
+
+    As ``torch.utils.swap_tensors``, which also counts who refers to them from C++, and raises for
+    one that does so for a moment only: a transport's thread that has just sent a tensor. Such a one
+    goes on to hold the old content. No public names.
+    """
+    ours.__class__, theirs.__class__ = theirs.__class__, ours.__class__
+    ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
+    torch._C._swap_tensor_impl(ours, theirs)
 
 
 def detach_flat_weights(module: nn.Module) -> None:
