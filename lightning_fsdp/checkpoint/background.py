@@ -92,9 +92,10 @@ def wait_before_saving() -> None:
     try:
         wait_for_saving()
     except Exception as error:
-        raise type(error)(
-            f"nothing is saved, for the save before this one failed: {error}"
-        ) from error
+        again = type(error)(f"nothing is saved, for the save before this one failed: {error}")
+        if isinstance(error, OSError) and isinstance(again, OSError):
+            again.errno = error.errno
+        raise again from error
 
 
 def join_last() -> None:

@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.contents import FORMS, NAMES, Contents, open_checkpoint
+from lightning_fsdp.checkpoint.files import write_for_torch
 from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF
 
@@ -149,15 +149,7 @@ def _write_full(contents: Contents, target: Path, on_bytes: Progress) -> None:
             [group["params"] for group in state.get("param_groups", ())]
             for state in contents.optimizers
         ]
-    beside = target.with_name(f".{target.name}.partial")
-    try:
-        with beside.open("wb") as stream:
-            torch.save(file, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_for_torch(target, file)
 
 
 def _by_number(index: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -221,14 +213,14 @@ def _write_safetensors(
     shutil.rmtree(beside, ignore_errors=True)  # of a conversion that was interrupted
     beside.mkdir()
     try:
-        writer = SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases)
-        for group in writer.groups:
-            tensors = contents.read([key_of[name] for name in group])
-            for name, tensor in zip(group, tensors, strict=True):
-                writer.write(name, tensor)
-                on_bytes(outlines[name].nbytes)
-            del tensor  # before the next file is read
-        writer.finish()
+        with SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases) as writer:
+            for group in writer.groups:
+                tensors = contents.read([key_of[name] for name in group])
+                for name, tensor in zip(group, tensors, strict=True):
+                    writer.write(name, tensor)
+                    on_bytes(outlines[name].nbytes)
+                del tensor  # before the next file is read
+            writer.finish()
         for pattern in (*_BESIDE, *_BESIDE_MORE) if config is not None else ():
             for file in Path(str(config)).glob(pattern):
                 shutil.copy(file, beside)

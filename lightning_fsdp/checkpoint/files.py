@@ -1,5 +1,7 @@
 """Files that are summed up while they are written, and the marker that says what a folder holds.
 
+An error of a write says which file it was (``naming``).
+
 ``complete.json`` is written last, so a folder that has it had everything::
 
     {"format": 1, "files": {"__0_0.distcp": {"bytes": 1641, "crc32": "0badcafe"}, ...}}
@@ -14,11 +16,14 @@ import contextlib
 import errno
 import json
 import os
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 
@@ -45,16 +50,13 @@ class SummedFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self._name = path.name
         self.sum = Sum(0, 0)
-        with self._naming():
-            self._file = path.open("xb")
+        self._file = path.open("xb")
 
     def write(self, data: Any) -> int:
         """Append bytes, given as anything with a buffer."""
         view = memoryview(data).cast("B")
-        with self._naming():
-            self._file.write(view)
+        self._file.write(view)
         self.sum = Sum(self.sum.num_bytes + view.nbytes, zlib.crc32(view, self.sum.crc32))
         return view.nbytes
 
@@ -69,35 +71,75 @@ class SummedFile:
         """Push everything to the disk; a second call does nothing."""
         if self._file.closed:
             return
-        with self._naming(), self._file:
+        with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    @contextlib.contextmanager
-    def _naming(self) -> Iterator[None]:
-        """An error of a write names no file by itself."""
-        try:
-            yield
-        except OSError as error:
-            words = error.strerror or str(error)
-            raise type(error)(error.errno, f"could not write {self._name!r}: {words}") from error
+
+@contextlib.contextmanager
+def naming(file: str) -> Iterator[None]:
+    """Inside, an error of a write says which file it was: by itself it names none.
+
+    Where a write fails inside of ``torch.save``, torch may raise an error about positions in its
+    place. What is raised here is always the one that the system gave.
+
+    Args:
+        file: What is written inside.
+
+    Raises:
+        OSError: A write failed; with the ``errno`` that it failed with.
+    """
+    handled = sys.exception()  # by the caller, and none of ours
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        behind: BaseException | None = error
+        while behind is not None and behind is not handled:
+            if isinstance(behind, OSError) and behind.errno is not None:
+                words = behind.strerror or os.strerror(behind.errno)
+                raise OSError(behind.errno, f"could not write {file!r}: {words}") from error
+            behind = behind.__cause__ or behind.__context__
+        raise
 
 
 def write_file(path: Path, data: bytes) -> Sum:
     """Write a new file of ``data``; it is on the disk afterwards."""
-    file = SummedFile(path)
-    try:
-        file.write(data)
-    finally:
-        file.close()
+    with naming(path.name):
+        file = SummedFile(path)
+        try:
+            file.write(data)
+        finally:
+            file.close()
     return file.sum
+
+
+def write_for_torch(path: Path, content: Any) -> None:
+    """Write what ``torch.load`` reads, tensor by tensor, without a copy of all of it in memory.
+
+    Args:
+        path: Leads to what was there before, or to all of the new file.
+        content: What ``torch.save`` takes.
+
+    Raises:
+        OSError: It cannot be written; says which file.
+    """
+    beside = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(str(path)), beside.open("wb") as stream:
+            torch.save(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
     """Push a folder's list of names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(folder.name):
+            os.fsync(descriptor)
     except OSError as error:
         if error.errno != errno.EINVAL:  # some network file systems cannot, and need not
             raise

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint import transformers_internals as conventions
+from lightning_fsdp.checkpoint.files import naming
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.safetensors_folder import (
     Outline,
@@ -99,31 +100,34 @@ def save_pretrained(
             )
         shutil.rmtree(beside, ignore_errors=True)  # of a save that was interrupted
         beside.mkdir(parents=True)
+        opened.callback(shutil.rmtree, beside, ignore_errors=True)  # unless it takes its place
         _write_configuration(model, weights, tokenizer, beside)
         outlines = {key: weights[name].outline for key, name in stored.items()}
-        return SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases)
+        return opened.enter_context(
+            SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases)
+        )
 
-    writers: list[SafetensorsWriter] = []
-    ranks.on_first(doing, lambda: writers.append(begin()))
-    groups = ranks.on_first(doing, lambda: writers[0].groups)
-    failure: Exception | None = None
-    for key in (key for group in groups for key in group):
-        whole = weights[stored[key]].whole()  # on every rank, also after a failure: nobody waits
-        if writers and failure is None:
-            try:
-                writers[0].write(key, whole)
-            except OSError as error:
-                failure = error
-        del whole
+    with ExitStack() as opened:
+        writers: list[SafetensorsWriter] = []
+        ranks.on_first(doing, lambda: writers.append(begin()))
+        groups = ranks.on_first(doing, lambda: writers[0].groups)
+        failure: Exception | None = None
+        for key in (key for group in groups for key in group):
+            whole = weights[stored[key]].whole()  # on every rank, also after a failure
+            if writers and failure is None:
+                try:
+                    writers[0].write(key, whole)
+                except OSError as error:
+                    failure = error
+            del whole
 
-    def finish() -> None:
-        if failure is not None:
-            shutil.rmtree(beside, ignore_errors=True)
-            raise failure
-        writers[0].finish()
-        beside.replace(path)
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            writers[0].finish()
+            beside.replace(path)
 
-    ranks.on_first(doing, finish)
+        ranks.on_first(doing, finish)
 
 
 def load_pretrained(
@@ -308,7 +312,8 @@ def _write_configuration(
     model: Any, weights: Mapping[str, _Weight], tokenizer: Any, path: Path
 ) -> None:
     if tokenizer is not None:
-        tokenizer.save_pretrained(path)
+        with naming("the tokenizer"):
+            tokenizer.save_pretrained(path)
     if not conventions.is_pretrained_model(model):
         return
     config = copy.deepcopy(model.config)
@@ -318,9 +323,11 @@ def _write_configuration(
     dtypes = [w.outline.dtype for w in weights.values() if w.outline.dtype.is_floating_point]
     if dtypes:
         config.dtype = str(dtypes[0]).removeprefix("torch.")
-    config.save_pretrained(path)
+    with naming("config.json"):
+        config.save_pretrained(path)
     if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(path)
+        with naming("generation_config.json"):
+            model.generation_config.save_pretrained(path)
 
 
 # -- loading ---------------------------------------------------------------------------------------

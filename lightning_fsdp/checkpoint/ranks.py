@@ -47,6 +47,7 @@ class LostRankError(RuntimeError):
 class _Failure:
     kind: type[Exception]
     message: str
+    errno: int | None
 
 
 class Ranks:
@@ -83,12 +84,16 @@ class Ranks:
         except Exception as caught:  # noqa: BLE001 (whatever it is, the others must hear of it)
             error = caught
             kind = next((kind for kind in _KINDS if isinstance(caught, kind)), RuntimeError)
-            outcome = _Failure(kind, str(caught) or type(caught).__name__)
+            number = caught.errno if isinstance(caught, OSError) else None
+            outcome = _Failure(kind, str(caught) or type(caught).__name__, number)
         outcomes = self._exchange(doing, outcome)
         failures = {r: each for r, each in enumerate(outcomes) if isinstance(each, _Failure)}
         if failures:
             first = next(iter(failures.values()))
-            raise first.kind(self._describe(doing, failures)) from error
+            shared = first.kind(self._describe(doing, failures))
+            if isinstance(shared, OSError):
+                shared.errno = first.errno
+            raise shared from error
         return outcomes
 
     def on_first(self, doing: str, work: Callable[[], _Result]) -> _Result:

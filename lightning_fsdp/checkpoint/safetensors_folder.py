@@ -15,6 +15,7 @@ Source: https://github.com/huggingface/safetensors, section Format.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_fsdp.checkpoint.files import naming
 from lightning_fsdp.core.layout import Box
 
 SINGLE = "model.safetensors"
@@ -146,6 +148,8 @@ class SafetensorsFolder:
 class SafetensorsWriter:
     """Writes a folder's tensors, one after another, in an order of its own.
 
+    Left as a context, it holds no file open any more, finished or not.
+
     Args:
         path: An existing folder.
         outlines: Of all tensors, by name.
@@ -157,6 +161,7 @@ class SafetensorsWriter:
 
     Raises:
         ValueError: A dtype that the format has no name for.
+        OSError: A file cannot be written; says which one.
     """
 
     def __init__(
@@ -179,13 +184,22 @@ class SafetensorsWriter:
         self._open_file: Any = None
         self._open_name = ""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open_file is not None:
+            with contextlib.suppress(OSError):  # which a write has raised already
+                self._open_file.close()
+
     def write(self, name: str, tensor: Tensor) -> None:
         """Append a whole tensor, on any device."""
         if self._file_of[name] != self._open_name:
             self._begin(self._file_of[name])
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
-            self._open_file.write(flat.view(torch.uint8).numpy().data)
+            with naming(self._open_name):
+                self._open_file.write(flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Close the last file, and write the index if there are several."""
@@ -199,7 +213,8 @@ class SafetensorsWriter:
                 "metadata": {"total_parameters": elements, "total_size": sum(sizes.values())},
                 "weight_map": dict(sorted(self._file_of.items())),
             }
-            (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            with naming(INDEX):
+                (self._path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _begin(self, file: str) -> None:
         self._close_file()
@@ -218,14 +233,15 @@ class SafetensorsWriter:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._open_name = file
-        self._open_file = (self._path / file).open("wb")
-        self._open_file.write(len(text).to_bytes(8, "little") + text)
+        with naming(file):
+            self._open_file = (self._path / file).open("wb")
+            self._open_file.write(len(text).to_bytes(8, "little") + text)
 
     def _close_file(self) -> None:
         if self._open_file is not None:
-            self._open_file.flush()
-            os.fsync(self._open_file.fileno())
-            self._open_file.close()
+            with naming(self._open_name), self._open_file:
+                self._open_file.flush()
+                os.fsync(self._open_file.fileno())
             self._open_file = None
 
 

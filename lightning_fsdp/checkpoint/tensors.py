@@ -45,7 +45,14 @@ from torch.futures import Future
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
-from lightning_fsdp.checkpoint.files import RESTORE, Sum, SummedFile, read_listed, write_file
+from lightning_fsdp.checkpoint.files import (
+    RESTORE,
+    Sum,
+    SummedFile,
+    naming,
+    read_listed,
+    write_file,
+)
 from lightning_fsdp.checkpoint.torch_internals import METADATA_NAMES, StorageInfo
 
 METADATA = ".metadata"
@@ -89,20 +96,21 @@ def write_slices(path: Path, plan: SavePlan, planner: SlicePlanner) -> tuple[Whe
     Returns:
         Where in the file each slice lies, and the sum of the file.
     """
-    file = SummedFile(path)
     where: Where = {}
-    try:
-        for item in plan.items:
-            data = planner.resolve_data(item).cpu()
-            if data.untyped_storage().nbytes() != data.nbytes:
-                data = data.clone()  # torch.save writes whole storages
-            offset = file.tell()
-            with _without_sums_by_torch():
-                torch.save(data, cast(BinaryIO, file))
-            where[item.index] = StorageInfo(path.name, offset, file.tell() - offset)
-            del data  # before the next one is made
-    finally:
-        file.close()
+    with naming(path.name):
+        file = SummedFile(path)
+        try:
+            for item in plan.items:
+                data = planner.resolve_data(item).cpu()
+                if data.untyped_storage().nbytes() != data.nbytes:
+                    data = data.clone()  # torch.save writes whole storages
+                offset = file.tell()
+                with _without_sums_by_torch():
+                    torch.save(data, cast(BinaryIO, file))
+                where[item.index] = StorageInfo(path.name, offset, file.tell() - offset)
+                del data  # before the next one is made
+        finally:
+            file.close()
     return where, file.sum
 
 

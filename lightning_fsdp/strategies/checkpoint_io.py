@@ -9,7 +9,6 @@ Lightning's own would write the file into memory first, twice, and read all of i
 from __future__ import annotations
 
 import copy
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
+
+from lightning_fsdp.checkpoint.files import write_for_torch
 
 # What is cut or copied when it is loaded.
 _MAPPED = ("state_dict", "optimizer_states")
@@ -35,15 +36,7 @@ class FullCheckpointIO(TorchCheckpointIO):
             return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.partial")
-        try:
-            with beside.open("wb") as stream:
-                torch.save(checkpoint, stream)
-                stream.flush()
-                os.fsync(stream.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
+        write_for_torch(path, checkpoint)
 
     @override
     def load_checkpoint(
