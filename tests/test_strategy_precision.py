@@ -182,6 +182,89 @@ def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path, strat
         assert set(ddp.values()) == {torch.float32}
 
 
+class Counted(nn.Module):
+    """A unit with running statistics of what autocast has computed in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.by_feature = nn.BatchNorm1d(5)
+        self.by_sample = nn.InstanceNorm1d(1, affine=True, track_running_stats=True)
+
+    def forward(self, stream, dtypes):
+        inner = self.layer(stream)
+        normed = self.by_feature(inner)
+        again = self.by_sample(inner[:, None, :])[:, 0]
+        dtypes |= {"layer": inner.dtype, "by feature": normed.dtype, "by sample": again.dtype}
+        return stream + normed + again
+
+
+class WithStatistics(Regressor):
+    """Others of the stream itself, in fp32."""
+
+    affine_trains = True
+
+    def __init__(self):
+        super().__init__(num_blocks=0)  # which have norms of another kind
+        self.of_stream = nn.BatchNorm1d(5)
+        self.units = nn.ModuleList(Counted() for _ in range(2))
+        self.dtypes = {}
+        for norm in self._norms():
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            if not self.affine_trains:
+                norm.weight.data = norm.weight.data.bfloat16().float()
+                norm.requires_grad_(False)
+
+    def _norms(self):
+        kinds = (nn.BatchNorm1d, nn.InstanceNorm1d)
+        return [module for module in self.modules() if isinstance(module, kinds)]
+
+    def forward(self, x):
+        stream, seen = self.of_stream(x), Seen()
+        for unit in self.units:
+            stream = unit(stream, seen)
+        self.dtypes = dict(seen)
+        return super().forward(stream)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+class WithFixedAffine(WithStatistics):
+    """Weights of norms that bf16 has: what is left are the bits of DDP."""
+
+    affine_trains = False
+
+
+def _statistics(strategy, folder, rank, build):
+    model, hooks = seeded(build), _num_hooks(seeded(build))
+    trainer = make_trainer(strategy, folder, precision="bf16-mixed", max_epochs=2)
+    trainer.fit(model, make_loader(), make_loader(24, seed=1))
+    assert _num_hooks(model) == hooks
+    weights = weights_of(model)
+    if rank != 0:  # where DDP leaves this rank's own last update
+        weights = {n: w for n, w in weights.items() if "running" not in n}
+    metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+    dtypes = {name: dtype.itemsize for name, dtype in model.dtypes.items()}
+    return {"weights": weights, "losses": model.losses, "metrics": metrics, "dtypes": dtypes}
+
+
+def _statistics_trained(strategy, folder, rank):
+    return _statistics(strategy, folder, rank, WithStatistics)
+
+
+def _statistics_fixed(strategy, folder, rank):
+    return _statistics(strategy, folder, rank, WithFixedAffine)
+
+
+def test_running_statistics_under_bf16_are_those_of_ddp(tmp_path):
+    assert_like_ddp(_statistics_trained, tmp_path, atol=5e-3, rtol=5e-3)
+
+
+def test_running_statistics_with_weights_that_bf16_has_are_those_of_ddp_to_the_bit(tmp_path):
+    assert_like_ddp(_statistics_fixed, tmp_path, atol=1e-6, rtol=1e-6)
+
+
 # -- 16-mixed --------------------------------------------------------------------------------------
 # On CPU the Trainer takes it as a plugin only: by name it becomes bf16-mixed.
 

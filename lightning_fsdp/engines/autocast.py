@@ -6,6 +6,9 @@
     norm        an fp32 stream then meets weights of lower precision. On CUDA autocast computes the
                 norm in fp32; on CPU it leaves it alone, and the kernel refuses the mixture. So
                 there the stream is cast, and what comes out is cast back.
+    statistics  a norm with running statistics in fp32 takes weights in fp32 alone, on every device.
+                So it computes with its gathered weights cast back, as in DDP but for their
+                rounding.
 
 Wherever in a unit they lie.
 """
@@ -17,11 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = (nn.LayerNorm, nn.GroupNorm)
+_WITH_STATISTICS = (_NormBase,)  # BatchNorm, SyncBatchNorm, InstanceNorm
+_GATHERED = "_lightning_fsdp_gathered"  # on a module that computes: its own weights, by name
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,40 @@ class _CastInputOnCPU:
         return (self.device_type or tensor.device.type) == "cpu"
 
 
+@dataclass(frozen=True)
+class _WidenWeights:
+    """A forward hook that comes before: the module finds its weights in another dtype."""
+
+    dtype: torch.dtype
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        gathered = module.__dict__[_GATHERED] = {}
+        for name in ("weight", "bias"):
+            weight = getattr(module, name)
+            if weight is not None:
+                gathered[name] = module.__dict__.get(name)  # FSDP1 keeps whole weights there
+                module.__dict__[name] = weight.to(self.dtype)  # found before a parameter
+
+
+@dataclass(frozen=True)
+class _ForgetWidened:
+    """A forward hook, also after an error."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        for name, before in module.__dict__.pop(_GATHERED, {}).items():
+            if before is None:
+                del module.__dict__[name]
+            else:
+                module.__dict__[name] = before
+
+
+_HOOKS = (_CastOutput, _CastInputOnCPU, _WidenWeights, _ForgetWidened)
+
+
 def keep_main_dtype(
     module: nn.Module, precision: MixedPrecisionPolicy, device_type: str | None = None
 ) -> None:
-    """Cast what embeddings and norms give back to the dtype of their main weights.
+    """Let embeddings and norms give what they would with their main weights.
 
     Args:
         module: Before or after it was sharded.
@@ -62,7 +98,12 @@ def keep_main_dtype(
         return
     for inner in module.modules():
         weight = getattr(inner, "weight", None)
-        if not isinstance(weight, Tensor) or not isinstance(inner, (*_NORMS, *_EMBEDDINGS)):
+        if not isinstance(weight, Tensor):
+            continue
+        if isinstance(inner, _WITH_STATISTICS):
+            inner.register_forward_pre_hook(_WidenWeights(weight.dtype))
+            inner.register_forward_hook(_ForgetWidened(), prepend=True, always_call=True)
+        if not isinstance(inner, (*_NORMS, *_EMBEDDINGS)):
             continue
         # Next to the module among all hooks: those of the user see what they see in DDP.
         inner.register_forward_hook(_CastOutput(weight.dtype), prepend=True)
@@ -75,5 +116,5 @@ def forget_main_dtype(module: nn.Module) -> None:
     for inner in module.modules():
         for hooks in (inner._forward_hooks, inner._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _CastOutput | _CastInputOnCPU):
+                if isinstance(hook, _HOOKS):
                     del hooks[key]
