@@ -75,11 +75,12 @@ class ModuleHooks:
         if self.unit is None:
             return args, kwargs
         unit = self.unit
+        has_backward = torch.is_grad_enabled() and not self.schedule.is_recomputing(unit)
         self.schedule.enter_module(unit, module)
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
             cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
             args, kwargs = map_tensors((args, kwargs), cast)
-        if torch.is_grad_enabled() and not torch_internals.is_in_backward():
+        if has_backward:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
 

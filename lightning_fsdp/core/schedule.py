@@ -21,10 +21,11 @@ backward where its inputs need no gradient. A segment that several units share w
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +74,8 @@ class _Step:
     trail: int = 0  # hash of the events since the pass began
     depth: int = 0  # calls into sharded modules that have not returned
     backward: int = -1  # identity of the running backward
+    # What ends it, alive as long as the backward, which alone refers to it.
+    close_backward: weakref.ref[Callable[[], None]] | None = None
     prefetched: Unit | None = None
     reducing: list[Segment] = field(
         default_factory=list
@@ -86,6 +89,10 @@ class _Step:
     finished: set[Unit] = field(default_factory=set)  # and left again
     unsettled: dict[Segment, None] = field(default_factory=dict)  # gradients to reduce or keep
     used: dict[ShardedTensor, _Usage] = field(default_factory=dict)
+
+    def is_backward_alive(self) -> bool:
+        """Whether a backward was opened that no exception ended, which no hook would tell."""
+        return self.close_backward is not None and self.close_backward() is not None
 
 
 class Schedule:
@@ -126,7 +133,9 @@ class Schedule:
 
     def enter_call(self) -> None:
         """A call into a sharded module begins; the outermost one opens a pass."""
-        if self._step.depth == 0 and not torch_internals.is_in_backward():
+        if torch_internals.is_in_backward():
+            self._open_backward()
+        elif self._step.depth == 0:
             if self._step.backward != -1:
                 self._recover("a backward")
             self._step.trail, self._step.last_in_forward = 0, None
@@ -149,6 +158,15 @@ class Schedule:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
         if self._step.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
+
+    def is_recomputing(self, unit: Unit) -> bool:
+        """Whether a forward that begins now repeats one whose own backward is running or coming.
+
+        Reentrant activation checkpointing repeats one that had no graph, and then runs a backward
+        through the repetition, inside of the one that is running.
+        """
+        is_known = unit in self._step.entered or bool(self._calls[unit])
+        return is_known and torch_internals.is_in_backward()
 
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
@@ -279,16 +297,17 @@ class Schedule:
 
     def _open_backward(self) -> None:
         running = torch_internals.current_backward()
-        if self._step.backward == running:
-            return
+        if self._step.backward == running or self._step.is_backward_alive():
+            return  # this one, or one inside of it
         if self._step.backward != -1:
             self._recover("a backward")
-        self._step.backward = running
+        close = functools.partial(self._close_backward)
+        self._step.backward, self._step.close_backward = running, weakref.ref(close)
         for segment in self._users:
             # Whether or not this rank has gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(segment):
                 segment.sends_sums = True
-        torch_internals.call_at_end_of_backward(self._close_backward)
+        torch_internals.call_at_end_of_backward(close)
 
     def _close_backward(self) -> None:
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
