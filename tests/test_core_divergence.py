@@ -1,5 +1,9 @@
 """Ranks that do different things: a named error on every rank, never a hang or mixed-up tensors."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -8,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import PLAIN, run_on_ranks
 
 TIMEOUT_S = 3
 
@@ -157,3 +161,43 @@ def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes():
     assert any("order of units" in message for message in messages)
     for message, is_right in outcomes:
         assert message is not None or is_right == [True], "computed with mixed weights"
+
+
+def sleep_and_go_on(rank, world_size, what):
+    """Rank 1 is stopped for longer than the timeout, and goes on."""
+    model = sharded(ZERO3)
+    for _ in range(2):
+        model(torch.ones(2, 6)).backward()
+    parameter = model.units[0].weight
+    doings = {
+        "step": lambda: model(torch.ones(2, 6)).backward(),
+        "full_tensor": parameter.full_tensor,
+        "norm": lambda: model.clip_grad_norm_(1.0),
+        "agreement": lambda: model(torch.ones(2, 6), (2, 1, 0)).backward(),
+    }
+    if rank == 1:
+        stop_for(TIMEOUT_S + 2)
+    return error_of(doings[what])[0]
+
+
+def stop_for(seconds):
+    wake = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
+    with subprocess.Popen([sys.executable, "-c", wake]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize(
+    ("what", "names"),
+    {
+        "step": "gather of unit 'units.0'",
+        "full_tensor": "full_tensor of 'units.0.weight'",
+        "norm": "norm of gradients",
+        "agreement": "order of units",
+    }.items(),
+)
+def test_a_rank_that_wakes_after_the_timeout_names_what_it_was_about_to_do(what, names, backend):
+    for rank, message in enumerate(run_on_ranks(sleep_and_go_on, 2, what, backend=backend)):
+        assert message is not None
+        assert names in message
+        assert f"rank {rank} of 2" in message

@@ -8,9 +8,10 @@ included.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -70,14 +71,13 @@ class ControlGroup:
         if self._group is None:
             return flags.bool
         group = torch_internals.alive(self._group)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        occasion, intention = "end of a backward", "ask which parameters any rank has used"
+        with self._named(occasion, intention):
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
         def answer() -> torch.Tensor:
-            try:
+            with self._named(occasion, intention):
                 work.wait()
-            except RuntimeError as error:
-                intention = "ask which parameters any rank has used"
-                raise self._absence("end of a backward", intention) from error
             return flags.bool()
 
         return answer
@@ -85,7 +85,9 @@ class ControlGroup:
     def share(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
         if self._group is not None:
-            dist.broadcast(tensor, group=torch_internals.alive(self._group), group_src=0)
+            group = torch_internals.alive(self._group)
+            with self._named("initial values", "take what rank 0 draws from"):
+                dist.broadcast(tensor, group=group, group_src=0)
 
     def agree(self, occasion: str, statement: str) -> None:
         """Return once every rank has made the same statement; otherwise raise on every rank.
@@ -104,23 +106,26 @@ class ControlGroup:
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
-        try:
+        with self._named(occasion, statement):
             torch_internals.all_gather_single(digests, mine, group=group)
-        except RuntimeError as error:
-            raise self._absence(occasion, statement) from error
         if bool((digests == digests[0]).all()):
             return
         statements: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
+        with self._named(occasion, statement):
+            dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
 
-    def _absence(self, occasion: str, intention: str) -> RuntimeError:
-        return RuntimeError(
-            f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
-            f"here within {self._timeout}, but at least one did not: it does something else, "
-            f"waits elsewhere or has ended. This rank was about to: {intention}. Make all "
-            "ranks run the same units in the same order."
-        )
+    @contextlib.contextmanager
+    def _named(self, occasion: str, intention: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
+                f"here within {self._timeout}, but at least one did not: it does something else, "
+                f"waits elsewhere or has ended. This rank was about to: {intention}. Make all "
+                "ranks run the same units in the same order."
+            ) from error
 
 
 def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:

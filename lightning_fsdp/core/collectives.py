@@ -38,10 +38,11 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,17 +118,28 @@ class Pending:
         """
         works, self.works = self.works, ()
         for work, ranks in works:
-            try:
+            with _named(self.what, ranks):
                 work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self.what}: expected {ranks} to take part within the group's timeout, but "
-                    "that did not happen: it left the recorded order of units, waits elsewhere or "
-                    "has ended. Look for the first error on the other ranks; make all ranks run "
-                    "the same units in the same order."
-                ) from error
         self.keeps = ()
         return self.finish()
+
+
+@contextlib.contextmanager
+def _named(what: str, ranks: str) -> Iterator[None]:
+    """Say which collective failed where others did not take part.
+
+    They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
+    connections closed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
+            "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
+            "the first error on the other ranks; make all ranks run the same units in the same "
+            "order."
+        ) from error
 
 
 class Communicator:
@@ -237,20 +249,25 @@ class Communicator:
                 written.
             unit_name: For the message if it fails.
         """
+        what = f"gather of unit {unit_name!r} {self._where}"
         slots = whole.view(self.world_size, -1)
         self._count("all_gather", slots[0].nbytes * (self.world_size - 1))
         works: list[tuple[dist.Work, str]] = []
         if self.world_size > 1 and self.exchanges_in_pairs:
             mine = slots[self.rank]
             works = self._exchange(
-                lambda peer: [mine], lambda peer: [slots[peer]], _tag_of(unit_name, reduces=False)
+                what,
+                lambda peer: [mine],
+                lambda peer: [slots[peer]],
+                _tag_of(unit_name, reduces=False),
             )
         elif self.world_size > 1:
-            work = torch_internals.all_gather_single(
-                whole, slots[self.rank], group=self.group, async_op=True
-            )
+            group = self.group
+            with _named(what, "every rank"):
+                work = torch_internals.all_gather_single(
+                    whole, slots[self.rank], group=group, async_op=True
+                )
             works = [(work, "every rank")]
-        what = f"gather of unit {unit_name!r} {self._where}"
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
     @property
@@ -284,14 +301,17 @@ class Communicator:
         self._count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         if self.world_size == 1:
             return Pending(what, (), lambda: region.to(dtype))
+        group = self.group
         if region.dtype != dtype or _may_overflow(dtype):
             received = torch.empty_like(region)
-            exchange = dist.all_to_all_single(received, region, group=self.group, async_op=True)
+            with _named(what, "every rank"):
+                exchange = dist.all_to_all_single(received, region, group=group, async_op=True)
             rows = received.view(self.world_size, shard_numel)
             works = [(exchange, "every rank")]
             return Pending(what, works, lambda: _mean_of(rows, dtype), keeps=(region,))
         shard = region.new_empty(shard_numel)
-        work = torch_internals.reduce_scatter_single(shard, region, group=self.group, async_op=True)
+        with _named(what, "every rank"):
+            work = torch_internals.reduce_scatter_single(shard, region, group=group, async_op=True)
         works = [(work, "every rank")]
         return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
 
@@ -313,6 +333,7 @@ class Communicator:
         sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
         self._count("reduce_scatter", sum(sent))
         works = self._exchange(
+            what,
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
             _tag_of(f"{unit_name} {pieces[0].data.dtype}", reduces=True),
@@ -359,7 +380,8 @@ class Communicator:
         share = shard.nbytes // self.num_replicas
         self._count("all_reduce", 2 * (self.num_replicas - 1) * share)
         group = torch_internals.alive(self._replicas)
-        work = dist.all_reduce(shard, group=group, async_op=True)
+        with _named(what, "every replica"):
+            work = dist.all_reduce(shard, group=group, async_op=True)
         works = [(work, "every replica")]
         return Pending(what, works, lambda: shard.div_(self.num_replicas).to(dtype), keeps=(shard,))
 
@@ -374,29 +396,31 @@ class Communicator:
         if self.world_size == 1:
             return rows.copy_(mine)
         if mine.numel():
-            work = torch_internals.all_gather_single(
-                rows.view(-1), mine.contiguous(), group=self.group, async_op=True
-            )
-            Pending(f"{what} {self._where}", [(work, "every rank")], lambda: rows).wait()
+            group = self.group
+            with _named(f"{what} {self._where}", "every rank"):
+                torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
         return rows
 
     def _exchange(
         self,
+        what: str,
         to: Callable[[int], Sequence[Tensor]],
         into: Callable[[int], Sequence[Tensor]],
         tag: int,
     ) -> list[tuple[dist.Work, str]]:
         """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
-        works = []
+        works: list[tuple[dist.Work, str]] = []
+        group = self.group
         for peer in self._peers():
-            for data in into(peer):
-                receive = dist.irecv(data, group=self.group, group_src=peer, tag=tag)
-                assert receive is not None, "this rank is in the group"
-                works.append((receive, f"rank {peer}"))
-            for data in to(peer):
-                send = dist.isend(data, group=self.group, group_dst=peer, tag=tag)
-                assert send is not None, "this rank is in the group"
-                works.append((send, f"rank {peer}"))
+            with _named(what, f"rank {peer}"):
+                for data in into(peer):
+                    receive = dist.irecv(data, group=group, group_src=peer, tag=tag)
+                    assert receive is not None, "this rank is in the group"
+                    works.append((receive, f"rank {peer}"))
+                for data in to(peer):
+                    send = dist.isend(data, group=group, group_dst=peer, tag=tag)
+                    assert send is not None, "this rank is in the group"
+                    works.append((send, f"rank {peer}"))
         return works
 
     @property
