@@ -73,9 +73,7 @@ class _Step:
 
     trail: int = 0  # hash of the events since the pass began
     depth: int = 0  # calls into sharded modules that have not returned
-    backward: int = -1  # identity of the running backward
-    # What ends it, alive as long as the backward, which alone refers to it.
-    close_backward: weakref.ref[Callable[[], None]] | None = None
+    ending: weakref.ref[Callable[[], None]] | None = None  # what closes the open backward
     prefetched: Unit | None = None
     reducing: list[Segment] = field(
         default_factory=list
@@ -91,8 +89,12 @@ class _Step:
     used: dict[ShardedTensor, _Usage] = field(default_factory=dict)
 
     def is_backward_alive(self) -> bool:
-        """Whether a backward was opened that no exception ended, which no hook would tell."""
-        return self.close_backward is not None and self.close_backward() is not None
+        """Whether a backward was opened that no exception ended.
+
+        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
+        so is the backward.
+        """
+        return self.ending is not None and self.ending() is not None
 
 
 class Schedule:
@@ -119,7 +121,7 @@ class Schedule:
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
-        return self._step.depth > 0 or self._step.backward != -1
+        return self._step.depth > 0 or self._step.ending is not None
 
     def add(self, units: Iterable[Unit]) -> None:
         """Take units over, from their making or from the schedule of an inner module."""
@@ -136,7 +138,7 @@ class Schedule:
         if torch_internals.is_in_backward():
             self._open_backward()
         elif self._step.depth == 0:
-            if self._step.backward != -1:
+            if self._step.ending is not None:
                 self._recover("a backward")
             self._step.trail, self._step.last_in_forward = 0, None
         self._step.depth += 1
@@ -170,6 +172,8 @@ class Schedule:
 
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
+        if torch_internals.is_in_backward():
+            self._open_backward()
         running = self._step.running.get(unit)
         if running is not None:
             self._refresh(unit)
@@ -296,17 +300,16 @@ class Schedule:
         return all(unit.syncs_gradients for unit in self._users[segment])
 
     def _open_backward(self) -> None:
-        running = torch_internals.current_backward()
-        if self._step.backward == running or self._step.is_backward_alive():
-            return  # this one, or one inside of it
-        if self._step.backward != -1:
+        if self._step.is_backward_alive():
+            return  # it runs, or a node of it runs a backward of its own (reentrant checkpointing)
+        if self._step.ending is not None:
             self._recover("a backward")
-        close = functools.partial(self._close_backward)
-        self._step.backward, self._step.close_backward = running, weakref.ref(close)
         for segment in self._users:
             # Whether or not this rank has gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(segment):
                 segment.sends_sums = True
+        close = functools.partial(self._close_backward)
+        self._step.ending = weakref.ref(close)
         torch_internals.call_at_end_of_backward(close)
 
     def _close_backward(self) -> None:
@@ -507,7 +510,7 @@ class Schedule:
 
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""
-        in_backward = self._step.backward != -1
+        in_backward = self._step.ending is not None
         _log.warning(
             "%s ended by an exception%s; the next call starts from the sharded parameters",
             what,

@@ -68,11 +68,6 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def current_backward() -> int:
-    """An identity of the running backward, -1 outside of one. No public name."""
-    return int(torch._C._current_graph_task_id())
-
-
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has finished. No public name; DDP uses it too."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
