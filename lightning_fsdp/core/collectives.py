@@ -153,7 +153,8 @@ class Communicator:
         world_size: Ranks in the sharding group.
         num_replicas: Sharding groups that train the same model; 1 on a 1-D mesh.
         ranks: Of the default group, those in the sharding group.
-        device_type: Of the tensors that the data group moves.
+        device: Of the tensors that the data group moves; the one that was current at the sharding.
+            Which is current is each thread's own affair, so it is not asked again.
         exchanges_in_pairs: Which of the two ways data moves.
         control: All ranks that train together, and what they agree on.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
@@ -181,7 +182,9 @@ class Communicator:
         kinds = "all_gather", "reduce_scatter", "all_reduce"
         self.traffic = {kind: Traffic() for kind in kinds}
         backend = dist.get_backend(group)
-        self.device_type = "cuda" if "nccl" in backend else "cpu"
+        self.device = torch.device("cpu")
+        if "nccl" in backend:
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.exchanges_in_pairs = exchanges_in_pairs(backend, self.world_size)
         self.control = ControlGroup(
             everyone or self.ranks,

@@ -70,7 +70,7 @@ def global_norm(
     """
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
-    device = torch.device("cpu" if communicator is None else communicator.device_type)
+    device = torch.device("cpu") if communicator is None else communicator.device
     home = next((gradient.device for gradient in (*sharded, *plain)), device)
     if communicator is None:
         device = home

@@ -46,7 +46,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     torch.autograd.graph.increment_version(locals_)
     for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
-        mine = found_inf.view(1).to(communicator.device_type)
+        mine = found_inf.view(1).to(communicator.device)
         found_inf.copy_(communicator.all_gather_slices(mine, "GradScaler's search for inf").max())
     for gradient in sharded:
         segment = gradient.spec.segment() if gradient.spec.segment is not None else None

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeVar, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -276,7 +275,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
         communicator = self._communicator()
-        mine = partial_dot(first, second, torch.device(communicator.device_type))
+        mine = partial_dot(first, second, communicator.device)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return communicator.all_gather_slices(mine.view(1), "dot of gradients").sum()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import threading
 import warnings
 import weakref
 from typing import Any
@@ -46,12 +47,20 @@ _states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = (
     weakref.WeakKeyDictionary()
 )
 _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+_lock = threading.Lock()  # models may be sharded in one thread while another one steps
 
 
 def watch(schedule: Schedule) -> None:
     """Let optimizer steps be checked, and free this schedule's kept copies after them."""
-    _register_once()
-    _schedules.add(schedule)
+    with _lock:
+        _register_once()
+        _schedules.add(schedule)
+
+
+def schedules() -> list[Schedule]:
+    """All that are watched now."""
+    with _lock:
+        return list(_schedules)
 
 
 @functools.cache
@@ -158,7 +167,7 @@ def _warn_unknown(cls: type[Optimizer]) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     stepped = {id(p) for p in _parameters(optimizer) if isinstance(p, ShardedTensor)}
     if stepped:
-        for schedule in list(_schedules):
+        for schedule in schedules():
             schedule.after_optimizer_step(stepped)
 
 

@@ -409,7 +409,7 @@ class Schedule:
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
-        if self.communicator.device_type == "cpu":
+        if self.communicator.device.type == "cpu":
             host_memory.return_unused_memory()
         is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
         if not any(is_stepped.values()):

@@ -19,7 +19,9 @@ hook ends the process there: torch's stream guard in Python cannot be left by on
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 from unittest import mock
@@ -55,8 +57,9 @@ class HostWaits(TorchDispatchMode):
             answer was waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
+        self._fakes = fakes
         self.waits: list[str] = []
         self.questions: list[str] = []
         self._pinned: dict[int, StorageWeakRef] = {}
@@ -70,6 +73,16 @@ class HostWaits(TorchDispatchMode):
         step()
         self.waits, self.questions = [], []
         return waits, questions
+
+    def in_a_thread(self, function: Callable[[], None]) -> None:
+        """Call in a new thread, which has no dispatch modes of its own yet, and wait for it."""
+
+        def call() -> None:
+            with self._fakes, self:
+                function()
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(call).result()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(not issubclass(kind, FakeTensor) for kind in types):
@@ -138,6 +151,13 @@ def _module_of_device() -> Any:
     from torch.utils import backend_registration
 
     class Module(backend_registration._DummyBackendModule):
+        def current_device(self) -> int:
+            # As of the second device of a host: a new thread has the first one until it chooses.
+            # Autograd chooses for its threads, which are no threads of Python's.
+            thread = threading.current_thread()
+            is_new = not isinstance(thread, (threading._MainThread, threading._DummyThread))
+            return 1 if is_new else 0
+
         def get_amp_supported_dtype(self) -> list[torch.dtype]:
             return [torch.bfloat16]
 
@@ -179,7 +199,8 @@ def entered() -> Iterator[tuple[HostWaits, DeviceMesh]]:
     dist.init_process_group(BACKEND, rank=0, world_size=4, store=fake_pg.FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        waits, fakes = HostWaits(), _FakeTensors(shape_env=ShapeEnv(), static_shapes=True)
+        fakes = _FakeTensors(shape_env=ShapeEnv(), static_shapes=True)
+        waits = HostWaits(fakes)
         with contextlib.ExitStack() as stack:
             for patch in _patches(waits, fakes):
                 stack.enter_context(patch)
@@ -202,7 +223,7 @@ def _patches(waits: HostWaits, fakes: FakeTensorMode) -> list[Any]:
     def open_group_of_device(mesh: Any) -> Any:
         with _disable_current_modes():  # ranks of a mesh are real tensors
             communicator, _ = open_group(mesh)
-        communicator.device_type = NAME
+        communicator.device = DEVICE
         # The mode knows by weak references what it has made, and torch swaps no tensor with one.
         fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return communicator, DEVICE

@@ -1,0 +1,291 @@
+"""Steps called from other threads than the main one, in pieces or two at once, and hooks that run
+in autograd's own threads: the same bits, the same order.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, gradients, shard_model
+from lightning_fsdp.core import optimizer_guard, torch_internals
+from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.unit import Unit
+from tests.support.fake_device import DEVICE, NAME, entered
+from tests.support.models import TASKS
+from tests.support.parity import (
+    Trace,
+    adamw,
+    assert_traces_match,
+    make_batches,
+    sgd,
+    train_reference,
+)
+from tests.support.ranks import run_on_ranks
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
+
+
+def in_a_thread(function):
+    """Call in a thread of its own, and wait for it."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def at_once(function):
+    return function()
+
+
+# Where the whole step runs, and where each forward, backward, clipping and optimizer's step in it.
+WAYS = {"step": (in_a_thread, at_once), "each call": (at_once, in_a_thread)}
+
+
+def train(model, task, batches, rank, *, way=(at_once, at_once), dtype=None, make_optimizer=adamw):
+    """Two micro-batches a step, the first without communication; clipped."""
+    run_step, run = way
+    trace, optimizer = Trace(), make_optimizer(model.parameters())
+
+    def loss_of(batch, num_parts):
+        with torch.autocast("cpu", dtype) if dtype else contextlib.nullcontext():
+            return task.loss(model, batch) / num_parts
+
+    def step_with(micro_batches):
+        loss_sum = 0.0
+        for index, micro_batch in enumerate(micro_batches):
+            is_last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                loss = run(functools.partial(loss_of, micro_batch[rank], len(micro_batches)))
+                run(loss.backward)
+            loss_sum += loss.item()
+        run(functools.partial(model.clip_grad_norm_, 0.3))
+        trace.record(model)
+        run(optimizer.step)
+        optimizer.zero_grad()
+        trace.record_step(model, loss_sum)
+
+    for micro_batches in batches:
+        run_step(functools.partial(step_with, micro_batches))
+    return trace
+
+
+def batches_of(task, world_size):
+    return make_batches(task.make_batch, num_steps=3, num_micro_batches=2, world_size=world_size)
+
+
+class Recomputing(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def _build(task, recomputes):
+    model = task.build()
+    if recomputes:
+        model.blocks = nn.ModuleList(Recomputing(block) for block in model.blocks)
+    return model
+
+
+OPTIONS = {
+    "plain": {},
+    "recomputation": {"recomputes": True},
+    "autocast": {"dtype": torch.bfloat16},
+}
+
+
+def _train_in(rank, world_size, option):
+    task, traces = TASKS["lm"], {}
+    recomputes, dtype = option.get("recomputes", False), option.get("dtype")
+    for plan in PLANS:
+        for name, way in {"main": (at_once, at_once), **WAYS}.items():
+            model = shard_model(_build(task, recomputes), PLANS[plan])
+            batches = batches_of(task, world_size)
+            traces[plan, name] = train(model, task, batches, rank, way=way, dtype=dtype)
+    return traces
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_step_in_other_threads_gives_the_same_bits(option):
+    ranks = run_on_ranks(_train_in, 2, OPTIONS[option], timeout_s=100)
+    task = TASKS["lm"]
+    reference = train_reference(
+        _build(task, False), batches_of(task, 2), task.loss, adamw, clip=(0.3, 2.0)
+    )
+    for traces in ranks:
+        for plan in PLANS:
+            for way in WAYS:
+                what = f"{plan}, {way}"
+                assert_traces_match(traces[plan, way], traces[plan, "main"], atol=0, what=what)
+            if option == "plain":
+                assert_traces_match(traces[plan, "main"], reference, atol=task.atol, what=plan)
+
+
+# --- two models in two threads ---
+
+
+def _train_two(rank, world_size, plan):
+    names = "mlp", "lm"
+    groups = [dist.new_group(list(range(world_size))) for _ in names]
+
+    def subjects():
+        for name, group in zip(names, groups, strict=True):
+            mesh = DeviceMesh.from_group(group, "cpu")
+            model = shard_model(TASKS[name].build(), PLANS[plan], mesh=mesh)
+            batches = batches_of(TASKS[name], world_size) * 4
+            yield functools.partial(train, model, TASKS[name], batches, rank, make_optimizer=sgd)
+
+    alone = [training() for training in subjects()]
+    together = list(subjects())  # sharded in one thread: groups are opened in one order
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(training) for training in together]
+        return alone, [future.result() for future in futures]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_two_models_in_two_threads_train_as_one_after_the_other(plan):
+    for alone, together in run_on_ranks(_train_two, 2, plan):
+        for ours, theirs in zip(together, alone, strict=True):
+            assert_traces_match(ours, theirs, atol=0)
+
+
+def test_hooks_on_optimizers_are_registered_once_whoever_shards_first(monkeypatch):
+    registered = []
+
+    def register(hook):
+        time.sleep(0.05)  # as long as it takes the other thread to get here
+        registered.append(hook)
+
+    optimizer_guard._register_once.cache_clear()
+    for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
+        monkeypatch.setattr(optimizer_guard, name, register)
+    schedules = [Schedule(communicator=None) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(optimizer_guard.watch, schedules))
+    assert len(registered) == 2
+    optimizer_guard._register_once.cache_clear()
+
+
+def test_an_optimizer_steps_while_another_thread_shards():
+    kept = [Schedule(communicator=None) for _ in range(500)]
+    for schedule in kept:
+        optimizer_guard.watch(schedule)
+    is_over = threading.Event()
+
+    def shard():
+        while not is_over.is_set() and len(kept) < 5000:
+            kept.append(Schedule(communicator=None))
+            optimizer_guard.watch(kept[-1])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            sharding = pool.submit(shard)
+            for _ in range(1000):
+                optimizer_guard.schedules()
+            is_over.set()
+            sharding.result()
+    finally:
+        is_over.set()
+        sys.setswitchinterval(interval)
+
+
+# --- autograd's own threads ---
+
+
+def _events_of(run):
+    """What units and reductions do meanwhile, in which threads."""
+    events, threads = [], set()
+
+    def noting(name, method):
+        @functools.wraps(method)
+        def noted(self, *args):
+            in_backward = torch_internals.is_in_backward()
+            events.append((name, self.name, in_backward, torch.is_grad_enabled()))
+            if in_backward:
+                threads.add(threading.get_ident())
+            return method(self, *args)
+
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, name in (
+            (Unit, "unshard"),
+            (Unit, "wait_for_unshard"),
+            (Unit, "reshard"),
+            (Segment, "receive"),
+            (Segment, "reduce"),
+            (Segment, "land"),
+        ):
+            patch.setattr(cls, name, noting(name, getattr(cls, name)))
+        run()
+    return events, threads
+
+
+def _two_steps(plan, device, *, offload_policy=None, scales=False):
+    layers = nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 15), nn.Tanh(), nn.Linear(15, 7)
+    model = shard_model(
+        nn.Sequential(*layers), PLANS[plan], units=["Linear"], offload_policy=offload_policy
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(NAME if scales else "cpu", enabled=scales)
+
+    def run():
+        for _ in range(2):
+            with model.no_sync():
+                scaler.scale(model(torch.zeros(4, 7, device=device)).sum()).backward()
+            scaler.scale(model(torch.zeros(4, 7, device=device)).sum()).backward()
+            scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            gradients(model).dot(None)
+            optimizer.zero_grad()
+
+    return run
+
+
+def _on_the_host(rank, world_size, plan):
+    events, threads = _events_of(_two_steps(plan, None))
+    return events, threads == {threading.get_ident()}
+
+
+def _on_a_device(rank, world_size, plan):
+    with entered():
+        events, threads = _events_of(_two_steps(plan, DEVICE))
+    return events, len(threads) == 1 and threads != {threading.get_ident()}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_hooks_in_the_thread_of_a_device_do_what_those_of_the_host_do(plan):
+    (on_the_host,) = run_on_ranks(_on_the_host, 1, plan, backend="gloo")
+    (on_a_device,) = run_on_ranks(_on_a_device, 1, plan, backend=None)
+    assert on_the_host[1]
+    assert on_a_device[1], "they ran in no thread of their own"
+    assert on_a_device[0] == on_the_host[0]
+
+
+def _in_a_new_thread(rank, world_size):
+    with entered() as (waits, _):
+        for plan in PLANS:
+            for policy in (None, CPUOffloadPolicy()):
+                waits.in_a_thread(_two_steps(plan, DEVICE, offload_policy=policy, scales=True))
+        other = []
+        waits.in_a_thread(lambda: other.append(torch.zeros(1, device=NAME).device.index))
+        return other
+
+
+def test_steps_stay_on_their_device_in_a_thread_that_has_another():
+    assert run_on_ranks(_in_a_new_thread, 1, backend=None) == [[1]]
