@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, gradients, shard_model
@@ -275,6 +276,49 @@ def test_hooks_in_the_thread_of_a_device_do_what_those_of_the_host_do(plan):
     assert on_the_host[1]
     assert on_a_device[1], "they ran in no thread of their own"
     assert on_a_device[0] == on_the_host[0]
+
+
+def _states(rank, world_size, create_graph):
+    """What the core may ask for, where autograd calls it: in a hook, and in a queued callback."""
+    states = []
+
+    def look():
+        states.append(
+            {
+                "thread": threading.get_ident(),
+                "is_in_backward": torch_internals.is_in_backward(),
+                "grad": torch.is_grad_enabled(),
+                "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+                "profiler": torch_internals.profiled("a step", "of a unit")
+                is not torch_internals._NOT_PROFILED,
+                "modes": len(_get_current_dispatch_mode_stack()),
+            }
+        )
+
+    def hook(_):
+        look()
+        torch_internals.call_at_end_of_backward(look)
+
+    with entered():
+        leaf = nn.Parameter(torch.zeros(4, 4, device=DEVICE))
+        torch_internals.call_after_accumulation(leaf, hook)
+        loss = (leaf @ leaf).sum()
+        with torch.profiler.profile(), torch.autocast("cpu", torch.bfloat16):
+            look()
+            loss.backward(create_graph=create_graph)
+    return states
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_autograd_hands_its_threads_the_state_of_the_caller(create_graph):
+    ((caller, in_hook, in_callback),) = run_on_ranks(_states, 1, create_graph, backend=None)
+    assert in_hook["thread"] != caller["thread"]
+    assert in_callback == in_hook
+    expected = caller | {"is_in_backward": True, "grad": create_graph}
+    assert in_hook == expected | {"thread": in_hook["thread"]}
+    assert caller["autocast"] == torch.bfloat16
+    assert caller["profiler"]
+    assert caller["modes"] == 2
 
 
 def _in_a_new_thread(rank, world_size):

@@ -14,6 +14,26 @@ the 3-D output of ``nn.Linear``.
 Note: kept tensors
 A loss that a module keeps as an attribute (``self.aux_loss = ...``) is an output too: a backward
 may enter the unit there, before its outputs or without them. What is kept elsewhere is not seen.
+
+Note: threads
+Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for each device, and
+all others in the thread that called backward. What the core takes from the current thread is right
+there because of autograd, which sets it for every node and every callback:
+
+    is_in_backward      the running backward, whichever thread it is in
+    queued callback     is the backward's, not the thread's; runs where the last node has run
+    grad mode           on for create_graph alone; what must not be recorded is under no_grad
+    current stream      of the node's forward; in the callback, the caller's, which has waited
+    profiler, autocast, dispatch modes      those of the thread that called backward
+
+Two more are of the thread that runs the forward: the exception that a forward hook looks for, and
+the current device. A new thread of Python's has another device, and streams of its own; so the
+device is asked for at the sharding alone, and a stream is that of a tensor's device.
+
+Nothing of a schedule is locked: of two nodes, one waits for the other. So calls of one model must
+not overlap, and a unit's outputs must not need gradients on host and device at once, whose nodes
+run in two threads. Models in several threads share the hooks on optimizers, which have a lock.
+They are to be sharded in one thread: ranks open groups in one order.
 """
 
 from __future__ import annotations
