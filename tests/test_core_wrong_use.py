@@ -225,7 +225,8 @@ MISUSES = {
         lambda: fully_shard(mlp()).bonus.register_post_accumulate_grad_hook(print),
         "Read .grad after the backward",
     ),
-    "random values": (lambda: nn.init.normal_(fully_shard(mlp()).bonus), "bonus"),
+    "random values": (lambda: torch.randn_like(fully_shard(mlp()).bonus), "bonus"),
+    "values that depend on places": (lambda: nn.init.eye_(fully_shard(mlp()).mix), "copy_()"),
     "copy of another shape": (
         lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),
         "original shape",

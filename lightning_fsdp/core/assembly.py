@@ -14,13 +14,14 @@ from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_segment
-from lightning_fsdp.core.materialize import materialize, meta_buffers, one_stream_of_numbers
+from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment, SegmentUse
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.whole_values import one_stream_of_numbers
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.marks import is_marked, marked, sample
 from lightning_fsdp.core.segment import Site
 
@@ -57,27 +56,6 @@ class Materialized:
 def meta_buffers(root: nn.Module) -> dict[Tensor, str]:
     """The buffers on the meta device, by their first name."""
     return {buffer: name for name, buffer in root.named_buffers() if buffer.is_meta}
-
-
-@contextmanager
-def one_stream_of_numbers(communicator: Communicator) -> Iterator[None]:
-    """Draw what the first rank would draw, on every rank. Collective.
-
-    Afterwards the generator of a rank that stood where the first rank's did stands where those
-    draws left it, as after building the model on a real device. A rank that was seeded differently
-    gets its own back.
-    """
-    mine = torch.get_rng_state()
-    firsts = mine.clone()
-    communicator.control.share(firsts)
-    torch.set_rng_state(firsts)
-    is_done = False
-    try:
-        yield
-        is_done = True
-    finally:
-        if not is_done or not torch.equal(mine, firsts):
-            torch.set_rng_state(mine)
 
 
 def materialize(

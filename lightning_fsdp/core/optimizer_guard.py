@@ -30,6 +30,7 @@ from lightning_fsdp.core.checkpoint import SCALARS, slice_state
 from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, slices_beside
+from lightning_fsdp.core.whole_values import support_whole_values
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
 _ELEMENTWISE = {
@@ -68,6 +69,7 @@ def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     support_grad_scaler()
+    support_whole_values()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

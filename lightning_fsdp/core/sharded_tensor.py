@@ -11,6 +11,7 @@ pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
 a gradient scaler's look for inf               see ``grad_scaler.py``
+random draws in place, ``any``, ``equal``      see ``whole_values.py``; collective
 everything else (``linear``, norms, views)     raises, and names the cure
 =============================================  ================================================
 """
@@ -187,6 +188,26 @@ class ShardedTensor(FlatChunks, Tensor):
             f"parameter {self.spec.name!r}: {what} would never be called, because the graph holds "
             "the gathered copy, not this sharded parameter. Read .grad after the backward, or "
             "register a hook on the module's output."
+        )
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: this rank holds a slice; ``full_tensor()`` is collective and takes all ranks."""
+        self._refuse_array("numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Refused, as :meth:`numpy`."""
+        self._refuse_array("tolist()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse_array("numpy")
+
+    def _refuse_array(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of {self.spec.name!r} (rank {self.spec.communicator.mesh_rank}): expected a "
+            "whole tensor, got a ShardedTensor. Take whole = tensor.full_tensor() on every rank, "
+            "not only on the one that writes; for all gradients, `for name, whole in "
+            "gradients(module).full()`. Then whole.numpy() (a histogram, a picture) is for any "
+            "rank."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -409,13 +430,18 @@ def _local_of(arg: Any, like: Any, func: Any) -> Any:
 def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     sharded = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
     spec = sharded.spec
+    advice = (
+        "For the norm of all gradients use clip_grad_norm_ of the sharded module, or "
+        "gradients(module).norm(). "
+        if "norm" in str(func)
+        else ""
+    )
     raise RuntimeError(
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
-        f"{sharded.numel()} elements. Inside its unit's forward the module holds the whole "
-        "parameter; elsewhere call full_tensor() (on every rank). For norms and clipping use "
-        "clip_grad_norm_ of the sharded module; for a method other than forward use "
-        "register_forward_method; for saving use full_state_dict."
+        f"{sharded.numel()} elements. {advice}Inside its unit's forward, and in methods given to "
+        "register_forward_method, the module holds the whole parameter; elsewhere call "
+        "full_tensor() (on every rank), and copy_() a whole tensor back."
     )
 
 

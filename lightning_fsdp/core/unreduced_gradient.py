@@ -81,6 +81,13 @@ class UnreducedGradient(ShardedTensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise self.refusal("deepcopy")
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rank = self.spec.communicator.mesh_rank
+        return (
+            f"UnreducedGradient({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"rank {rank}'s own, not reduced over the ranks)"
+        )
+
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
         return unreduced(self.spec, what)
