@@ -105,6 +105,39 @@ def test_the_average_is_that_of_whole_weights_and_validation_uses_it(tmp_path, s
     assert_like_ddp(scenario, tmp_path)
 
 
+class _WithStatistics(_Net):
+    """Running statistics differ by rank; what they make of a batch shows in its loss alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x))
+
+
+def _statistics(strategy, folder, rank, **ema):
+    model = seeded(_WithStatistics)
+    _fit(strategy, folder, model, ema=ema, max_epochs=3, val_check_interval=2)
+    outcome = _outcome(model)
+    if rank != 0:  # where DDP leaves this rank's own last update
+        outcome["weights"] = {n: w for n, w in outcome["weights"].items() if "running" not in n}
+    return outcome
+
+
+def _averaged_statistics(strategy, folder, rank):
+    return _statistics(strategy, folder, rank)
+
+
+def _current_statistics(strategy, folder, rank):
+    return _statistics(strategy, folder, rank, use_buffers=False)
+
+
+@pytest.mark.parametrize("scenario", [_averaged_statistics, _current_statistics])
+def test_validation_uses_the_running_statistics_in_the_average_of_rank_0(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path)
+
+
 def _file(path):
     file = torch.load(path, weights_only=True)
     return {name: file[name] for name in ("state_dict", "current_model_state", "averaging_state")}

@@ -3,7 +3,8 @@
 What Lightning's ``EMAWeightAveraging`` does with whole weights, this does with each rank's pieces:
 
     after a step        average = decay * average + (1 - decay) * weights, piece by piece
-    validation          runs with the average; the weights come back after it
+    validation          runs with the average, buffers being those of rank 0; the weights come back
+                        after it
     a checkpoint        ``state_dict`` is the average, ``current_model_state`` the weights
     end of training     the module has the average
 
@@ -166,6 +167,9 @@ class ShardedEMA(EMAWeightAveraging):
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._average:
             self._swap(trainer, pl_module)
+            # What the strategy shared before were the current ones; running statistics differ by
+            # rank, in the average as well.
+            _engine(trainer).broadcast_buffers()
 
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
