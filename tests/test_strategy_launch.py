@@ -83,9 +83,50 @@ def test_importing_is_light_and_names_are_known_in_any_order(imports):
         {imports}
         from lightning.pytorch.strategies import StrategyRegistry
         assert [n for n in StrategyRegistry if n in {set(PLAN_OF_NAME)}] == {list(PLAN_OF_NAME)}
-        assert not any(type(f).__module__.startswith("lightning_fsdp") for f in sys.meta_path)
+        ours = [f for f in sys.meta_path if type(f).__module__.startswith("lightning_fsdp")]
+        assert [f.name for f in ours] == ["pytorch_lightning.strategies"], "not imported yet"
         assert "lightning_fsdp.strategies.scratch" not in sys.modules
         assert lightning_fsdp.ScratchFSDPStrategy.__name__ == "ScratchFSDPStrategy"
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lightning_fsdp, pytorch_lightning as pl",
+        "import pytorch_lightning as pl, lightning_fsdp",
+        "import lightning.pytorch, lightning_fsdp, pytorch_lightning as pl",
+    ],
+)
+def test_the_trainer_of_the_other_package_is_told_what_to_import(imports):
+    result = run_snippet(
+        f"""
+        import sys, warnings
+        {imports}
+        assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
+                       and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
+        for name in {list(PLAN_OF_NAME)}:
+            try:
+                pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+            except TypeError as error:
+                assert "`import lightning.pytorch as pl` in place of" in str(error), error
+                assert repr(name) in str(error), error
+            else:
+                raise AssertionError("taken")
+        try:
+            strategy = lightning_fsdp.ScratchFSDPStrategy()
+            pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+        except ValueError as error:
+            assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
+        else:
+            raise AssertionError("taken")
+        import lightning.pytorch
+        trainer = lightning.pytorch.Trainer(
+            strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
+        )
+        assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
         """
     )
     assert result.returncode == 0, result.stderr

@@ -8,6 +8,10 @@ all the rest together and which the core does not need:
     it is never loaded                       nothing happens
 
 A registered name is a function that imports the strategy when a Trainer asks for it.
+
+``pytorch_lightning`` is a package of its own, with a registry and classes of its own: its Trainer
+takes no strategy that is derived from ``lightning.pytorch``. There the same names raise an error
+that says what to import.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 REGISTRY_MODULE = "lightning.pytorch.strategies"
+OTHER_REGISTRY_MODULE = "pytorch_lightning.strategies"
 
 # name -> (class, description, constructor arguments). Lower case, as Lightning lowers what the user
 # typed; without "ddp" or "deepspeed", which Lightning takes for those families on some machines.
@@ -45,10 +50,12 @@ def register() -> None:
 
     Safe to call again.
     """
-    if REGISTRY_MODULE in sys.modules:
-        _register_names(sys.modules[REGISTRY_MODULE])
-    elif not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    for name in (REGISTRY_MODULE, OTHER_REGISTRY_MODULE):
+        waiting = [finder for finder in sys.meta_path if isinstance(finder, _AfterImport)]
+        if name in sys.modules:
+            _register_names(sys.modules[name])
+        elif not any(finder.name == name for finder in waiting):
+            sys.meta_path.insert(0, _AfterImport(name))
 
 
 def _register_names(module: ModuleType) -> None:
@@ -57,7 +64,9 @@ def _register_names(module: ModuleType) -> None:
         return
     for name, (cls, description, arguments) in NAMES.items():
         if name not in registry:
-            maker = functools.partial(_make, cls)
+            maker: Callable[..., Strategy] = functools.partial(_make, cls)
+            if module.__name__ == OTHER_REGISTRY_MODULE:
+                maker = functools.partial(_refuse, name)
             registry.register(name, maker, description=description, **arguments)
 
 
@@ -66,8 +75,24 @@ def _make(cls: str, **arguments: Any) -> Strategy:
     return strategy
 
 
+def _refuse(name: str, **_: Any) -> Strategy:
+    raise TypeError(
+        f"Trainer(strategy={name!r}): expected the Trainer of lightning.pytorch, got that of "
+        "pytorch_lightning, which takes strategies derived from its own classes only. Write "
+        "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`, in all "
+        "files of the run."
+    )
+
+
 class _AfterImport(MetaPathFinder):
-    """Calls ``_register_names`` once Lightning's registry has been imported; then it is gone."""
+    """Calls ``_register_names`` once a registry has been imported; then it is gone.
+
+    Args:
+        name: Of the module with the registry.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self,
@@ -76,7 +101,7 @@ class _AfterImport(MetaPathFinder):
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
         """Python's hook: asked first for every import, answers for one."""
-        if fullname != REGISTRY_MODULE or self not in sys.meta_path:
+        if fullname != self.name or self not in sys.meta_path:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)

@@ -161,6 +161,10 @@ class ShardedStrategy(ProcessStrategy):
         self._is_in_step = False
         self._state_to_load = self._random_states = None
 
+    def __repr__(self) -> str:
+        # The Trainer of pytorch_lightning shows it where it refuses a strategy that is not its own.
+        return f"<{type(self).__name__}, for the Trainer of lightning.pytorch>"
+
     # -- access ------------------------------------------------------------------------------------
 
     @property
