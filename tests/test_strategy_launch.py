@@ -388,3 +388,49 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     assert status == 1, output
     assert "KeyboardInterrupt" in output
     assert "GROUP AT EXIT: False" in output
+
+
+# -- notebooks -------------------------------------------------------------------------------------
+
+_NOTEBOOK = """
+    import sys
+    sys.ps1 = ">>> "  # by which Lightning knows an interactive session
+    import lightning.pytorch as pl
+    import torch
+    import lightning_fsdp
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from tests.support.trainer import Regressor, make_loader, seeded
+
+    torch.manual_seed(0)
+    torch.randn(900, 900) @ torch.randn(900, 900)  # what forks has had threads of its own
+    fitted = {}
+    for name in ("ddp_notebook", "scratch_fsdp", "fsdp1_zero3", "fsdp2_zero2"):
+        keep = ModelCheckpoint(f"FOLDER/{name}")
+        trainer = pl.Trainer(
+            strategy=name, accelerator="cpu", devices=2, max_epochs=2, callbacks=[keep],
+            logger=False, enable_progress_bar=False, enable_model_summary=False,
+        )
+        class Model(Regressor):  # of a cell: no other process could import it
+            pass
+        model = seeded(Model)
+        trainer.fit(model, make_loader(), make_loader(8, seed=1))
+        loaded = torch.load(keep.best_model_path, weights_only=True)["state_dict"]
+        torch.testing.assert_close(loaded, dict(model.state_dict()), atol=0, rtol=0)
+        metrics = {n: v for n, v in trainer.callback_metrics.items()}
+        fitted[name] = {**model.state_dict(), **metrics}
+        trainer.save_checkpoint(f"FOLDER/{name}.ckpt")
+        again = torch.load(f"FOLDER/{name}.ckpt", weights_only=True)["state_dict"]
+        torch.testing.assert_close(again, loaded, atol=0, rtol=0)
+        trainer.validate(model, make_loader(8, seed=1), verbose=False)
+        torch.testing.assert_close(trainer.callback_metrics["val_loss"], metrics["val_loss"])
+        assert not torch.distributed.is_initialized()
+    for name, found in fitted.items():
+        assert not torch.equal(found["head.weight"], seeded(Regressor).head.weight)
+        torch.testing.assert_close(found, fitted["ddp_notebook"], atol=1e-6, rtol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_on_forked_processes(tmp_path):
+    result = run_snippet(_NOTEBOOK.replace("FOLDER", str(tmp_path)), timeout_s=110)
+    assert result.returncode == 0, result.stderr

@@ -24,13 +24,17 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
 from lightning.pytorch.utilities import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
@@ -47,6 +51,16 @@ def script_launcher(
 ) -> _SubprocessScriptLauncher:
     """Runs the script once per device; where torchrun or SLURM did that, only checks the sizes."""
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def is_notebook() -> bool:
+    """Whether this is a notebook or another interactive session, as the Trainer sees it."""
+    return _IS_INTERACTIVE
+
+
+def fork_launcher(strategy: ParallelStrategy) -> _MultiProcessingLauncher:
+    """Forks this process once per device for each fit, and brings weights and metrics back."""
+    return _MultiProcessingLauncher(strategy, start_method="fork")
 
 
 def default_backend(device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
     started by      environment                 launcher
     the script      Lightning's own             runs the script again, once per further device
+    a notebook      Lightning's own             forks a process per device, at each fit
     torchrun        TorchElastic                starts nothing, checks the sizes
     SLURM and such  their own                   starts nothing, checks the sizes
 
@@ -98,9 +99,14 @@ class ProcessStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None, "the Trainer sets cluster_environment"
+        environment = self.cluster_environment
+        if lightning_internals.is_notebook() and not environment.creates_processes_externally:
+            # There is no script to run again, and nothing of a notebook's can be pickled.
+            self._launcher = lightning_internals.fork_launcher(self)
+            return
         # Also under torchrun or SLURM: the launcher is what compares devices with the world size.
         self._launcher = lightning_internals.script_launcher(
-            self.cluster_environment, self.num_processes, self.num_nodes
+            environment, self.num_processes, self.num_nodes
         )
 
     @override

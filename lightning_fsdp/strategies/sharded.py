@@ -34,6 +34,7 @@ from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
@@ -464,7 +465,8 @@ class ShardedStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         assert self.lightning_module is not None
-        if "optimizer_states" in checkpoint:  # otherwise these are weights alone
+        # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
+        if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
         if self.saves_sharded:
             if storage_options is not None:
