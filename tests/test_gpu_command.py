@@ -270,8 +270,15 @@ def abort():
     os.abort()
 
 
-def sleep_in_a_child():
-    subprocess.run(["sleep", "60"], check=False)
+def sleep_in_a_child(path):
+    child = subprocess.Popen(["sleep", "60"])
+    path.write_text(str(child.pid))
+    child.wait()
+
+
+def is_alive(pid):
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def say(text):
@@ -283,8 +290,13 @@ def test_a_job_that_crashes_or_hangs_is_a_failure_with_a_reason(tmp_path):
     failure = run_job(abort, log=log, limit_s=60.0, method="forkserver")
     assert failure.says.startswith("killed by SIGABRT")
     assert end_of(log)[0] == "Fatal Python error: Aborted"
-    failure = run_job(sleep_in_a_child, log=log, limit_s=2.0, method="forkserver")
+    path = tmp_path / "pid"
+    failure = run_job(sleep_in_a_child, path, log=log, limit_s=5.0, method="forkserver")
     assert failure.kind == "timed out"
+    deadline = soon(10.0)
+    while is_alive(path.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(path.read_text())
     assert run_job(say, "hello", log=log, limit_s=60.0, method="forkserver") is None
     assert end_of(log) == ["hello"]
 
