@@ -6,15 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks.gpu import measure, table
+from benchmarks.gpu import jobs, measure, table
 from benchmarks.gpu.cases import ARMS, Case, Setting, all_cases, network_of, small_cases
 from benchmarks.gpu.jobs import end_of, run_job
 from benchmarks.gpu.recipes import NAMES
@@ -458,6 +460,107 @@ def test_operations_per_token_are_those_that_torch_counts(model):
         built(input_ids=torch.zeros(1, seq_len, dtype=torch.long)).logits.sum().backward()
     expected = counter.get_total_flops() / seq_len
     assert measure.flops_of(built, config, seq_len) == pytest.approx(expected, rel=0.01)
+
+
+# -- on a device that keeps only a clock -----------------------------------------------------------
+
+
+class Cuda:
+    """What is used of ``torch.cuda``; time passes in optimizer steps, 3 ms in each."""
+
+    def __init__(self):
+        self.now_ms, self.num_captures, self.capture_fails = 0.0, 0, False
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at_ms = stream.now_ms
+
+        def elapsed_time(self, other):
+            return other.at_ms - self.at_ms
+
+    def current_stream(self, device=None):
+        return self
+
+    def Stream(self):
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self, device):
+        pass
+
+    def stream(self, stream):
+        return nullcontext()
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=self.work)
+
+    @contextmanager
+    def graph(self, graph, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        if self.capture_fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.num_captures += 1
+        before = self.now_ms
+        yield
+        self.now_ms = before  # what is captured does not run
+
+    def work(self):
+        self.now_ms += 3.0
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    cuda, model = Cuda(), build(measure.config_for(config_of("gpt2-nano"), is_small=True))
+    monkeypatch.setattr(torch, "cuda", cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    monkeypatch.setattr(optimizer, "step", lambda: cuda.work())
+    clock = measure.Clock(SimpleNamespace(type="cuda"))
+    return cuda, measure.Stepper(model, optimizer, torch.zeros(2, 8, dtype=torch.long), clock)
+
+
+def test_time_is_that_of_the_device(on_cuda):
+    _, stepper = on_cuda
+    step_s, optimizer_s, losses = stepper.timed(10)
+    assert step_s == optimizer_s == pytest.approx([0.003] * 10)
+    assert losses[0] > 0
+
+
+def test_an_optimizer_step_is_captured_once_and_replayed(on_cuda):
+    cuda, stepper = on_cuda
+    seconds, failure = measure._captured(stepper)
+    assert failure is None
+    assert seconds == pytest.approx([0.003] * measure.GRAPH_STEPS)
+    assert cuda.num_captures == 1
+    assert all(group["capturable"] for group in stepper.optimizer.param_groups)
+
+
+def test_a_step_that_cannot_be_captured_says_why(on_cuda):
+    cuda, stepper = on_cuda
+    cuda.capture_fails = True
+    assert measure._captured(stepper) == (
+        None, "RuntimeError: operation not permitted when stream is capturing"
+    )  # fmt: skip
+
+
+def test_a_device_is_described_by_what_torch_and_the_driver_say(monkeypatch):
+    found = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150 * 10**9, multi_processor_count=132, major=9, minor=0
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
+    described = jobs._cuda()
+    assert described["name"] == "NVIDIA H200"
+    assert described["capability"] == "9.0"
+    assert described["nccl"] == "2.28.9"
+    assert json.loads(json.dumps(described)) == described
 
 
 # -- the table -------------------------------------------------------------------------------------

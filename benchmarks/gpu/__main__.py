@@ -115,8 +115,9 @@ def _set_environment(device: str) -> None:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
     # One host: names of hosts need not be known, and no other network is there.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
+        os.environ.setdefault(name, loopback)
     # Otherwise the question whether there is a device leaves a process from which none can fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

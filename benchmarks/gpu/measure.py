@@ -246,10 +246,7 @@ def _group(case: Case, device: torch.device, network: Network) -> Iterator[None]
 def _prepare(case: Case, device: torch.device) -> tuple[Stepper, float]:
     """Everything before the first step; and the operations that a token takes."""
     setting, is_small = case.setting, device.type == "cpu"
-    config = config_of(setting.model)
-    if is_small:
-        small = _SMALL[config.model_type]
-        config = type(config)(**{**config.to_dict(), **small})
+    config = config_for(config_of(setting.model), is_small=is_small)
     torch.set_default_dtype(torch.bfloat16)
     with device:
         model = build(config)
@@ -270,6 +267,13 @@ def _prepare(case: Case, device: torch.device) -> tuple[Stepper, float]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config.vocab_size, (batch, seq_len), generator=generator)
     return Stepper(sharded, optimizer, tokens.to(device), Clock(device)), flops_per_token
+
+
+def config_for(config: Any, *, is_small: bool) -> Any:
+    """The config to train with, of transformers: as it is, or shrunk."""
+    if not is_small:
+        return config
+    return type(config)(**{**config.to_dict(), **_SMALL[config.model_type]})
 
 
 def flops_of(model: nn.Module, config: Any, seq_len: int) -> float:
