@@ -80,7 +80,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     _shard_whole_state(optimizer)
     if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
         stepped = set(map(id, sharded))
-        for schedule in list(_schedules):
+        for schedule in schedules():
             schedule.before_optimizer_step(stepped)
     if type(optimizer) not in _ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen

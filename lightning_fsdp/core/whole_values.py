@@ -103,6 +103,6 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _gathered(tensor: ShardedTensor, answer: Tensor, what: str) -> Tensor:
     """The 0-d bools of all ranks, where the tensor is."""
     communicator = tensor.spec.communicator
-    mine = answer.view(1).to(communicator.device_type)
+    mine = answer.view(1).to(communicator.device)
     rows = communicator.all_gather_slices(mine, f"{what} of {tensor.spec.name!r}")
     return rows.view(-1).to(tensor.device)
