@@ -102,6 +102,24 @@ def test_training_over_plain_collectives_equals_one_process(world_size):
         assert_traces_match(traces[0], expected, atol=5e-6, what=str(combination))
 
 
+def _loss_in_float64(model, batch):
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def _train_in_float64(rank, world_size):
+    model = shard_model(causal_lm().double())
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    return train_on_rank(model, batches_for("lm", world_size), _loss_in_float64, optimizer, rank)
+
+
+def test_float64_trains_as_in_one_process():
+    traces = run_on_ranks(_train_in_float64, 2)
+    model, batches = causal_lm().double(), batches_for("lm", 2)
+    expected = train_reference(model, batches, _loss_in_float64, OPTIMIZERS["sgd"])
+    assert_traces_match(traces[0], expected, atol=1e-14)
+
+
 def _lm_with_modules_at_two_places():
     """As peft holds the embedding of a model that it prompts once more."""
     model = causal_lm()

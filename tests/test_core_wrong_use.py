@@ -536,6 +536,26 @@ def test_optimizers_that_need_whole_tensors_are_refused_by_name(name):
     assert_errors(errors, "TypeError RuntimeError NotImplementedError ValueError", name)
 
 
+def _step_with_other(rank, world_size, name):
+    # Of another package, which is not needed for this: the name is what is known of them.
+    made = type(name, (PlainDescent,), {"__module__": "pytorch_optimizer"})
+    model = shard_model(mlp())
+    optimizer = made(model.parameters(), lr=0.1)
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    before = {n: p.to_local().detach().clone() for n, p in model.named_parameters()}
+    try:
+        optimizer.step()
+    finally:
+        for n, p in model.named_parameters():
+            assert torch.equal(p.to_local(), before[n]), f"{n} was changed"
+
+
+@pytest.mark.parametrize("name", ["AdaFactor", "CAME", "StableAdamW", "Prodigy", "Kron", "LAMB"])
+def test_optimizers_of_other_packages_that_take_norms_are_refused_by_name(name):
+    errors = errors_on_ranks(_step_with_other, 2, name)
+    assert_errors(errors, "NotImplementedError", f"{name}: expected an optimizer that updates each")
+
+
 class PlainDescent(torch.optim.Optimizer):
     """An optimizer that nobody has heard of."""
 

@@ -1,6 +1,7 @@
 """What cannot work is refused by name, on every rank, before anything is trained."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,12 +62,23 @@ def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error
 
 
 @pytest.mark.parametrize(
-    ("precision", "cure"), [("16-true", r".*scaler.*Use '16-mixed'"), ("64-true", "")]
+    ("precision", "cure"),
+    [("16-true", r".*scaler.*Use '16-mixed'"), ("64-true", r".*Use '32-true'; or fully_shard")],
 )
 def test_a_precision_that_does_not_work_is_refused_by_the_trainer(tmp_path, precision, cure):
     supported = "'32-true', 'bf16-true', 'bf16-mixed', '16-mixed'"
     with pytest.raises(ValueError, match=rf"{supported}, got '{precision}'{cure}"):
         make_trainer(STRATEGY, tmp_path, precision=precision)
+
+
+def test_what_is_refused_by_name_is_in_the_readme():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    listed = readme.split("## What is refused")[1]
+    for name in (
+        *("64-true", "16-true", "BaseFinetuning", "ModelPruning", "EMA", "SWA"),
+        *("LBFGS", "Adafactor", "Muon", "CAME", "StableAdamW", "Prodigy", "Kron", "LAMB"),
+    ):
+        assert name in listed, name
 
 
 @pytest.mark.parametrize(
@@ -150,7 +162,8 @@ def _refuse_at_setup(rank, world_size, folder):
         with pytest.raises(RuntimeError, match="strategy"):
             make_trainer(strategy, folder).fit(compiled, make_loader())
 
-    for kind, name in ((_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon")):
+    refused = [(_Lbfgs, "LBFGS"), (_Adafactor, "Adafactor"), (_Muon, "Muon"), (_Prodigy, "Prodigy")]
+    for kind, name in refused:
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
             with pytest.raises(NotImplementedError, match=f"{name}.*needs whole tensors"):
                 make_trainer(strategy, folder).fit(seeded(kind), make_loader())
@@ -181,6 +194,15 @@ class _Lbfgs(Regressor):
 class _Adafactor(Regressor):
     def configure_optimizers(self):
         return torch.optim.Adafactor(self.parameters())
+
+
+class Prodigy(torch.optim.SGD):
+    """Named as one of another package, which takes norms."""
+
+
+class _Prodigy(Regressor):
+    def configure_optimizers(self):
+        return Prodigy(self.parameters(), lr=0.1)
 
 
 class _Muon(Regressor):

@@ -37,8 +37,16 @@ _ELEMENTWISE = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
     *(optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
 }
+# In lower case: packages spell them differently. Each takes norms, means, maxima or products over a
+# parameter, or over all of them; read in the sources of pytorch_optimizer 4.1.
 _NEEDS_WHOLE_TENSORS = {
-    *("LBFGS", "Adafactor", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "SOAP"),
+    *("lbfgs", "adafactor", "adalite", "adalomo", "came", "emofact", "sm3"),  # rows and columns
+    *("muon", "adamuon", "distributedmuon", "adago", "scion", "spectralsphere", "mars"),  # matrices
+    *("shampoo", "scalableshampoo", "soap", "splus", "kron", "dash", "conda", "lorarite"),
+    *("galore", "fira", "apollo", "alice", "racs", "sara", "demo"),  # projections
+    *("lamb", "lars", "lomo", "fromage", "nero", "novograd", "adagc", "amos"),  # norms
+    *("stableadamw", "stablespam", "adammini", "adam_mini", "adamp", "sgdp", "sgdsai", "ranger21"),
+    *("prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd"),
 }
 
 _warned: set[type[Optimizer]] = set()
@@ -144,7 +152,7 @@ def check_class(optimizer: Optimizer, example: str) -> None:
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     name = names[0]
     for ancestor in names:
-        if ancestor in _NEEDS_WHOLE_TENSORS:
+        if ancestor.lower() in _NEEDS_WHOLE_TENSORS:
             raise NotImplementedError(
                 f"{name}: expected an optimizer that updates each element by itself, got one that "
                 f"needs whole tensors ({ancestor}), but {example!r} is sharded: each "

@@ -45,6 +45,12 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
     ),
 }
 
+_CURES = {
+    "16-true": "Gradients of fp16 main weights cannot be unscaled by a gradient scaler, and lose "
+    "small values without one. Use '16-mixed' (fp32 main weights) or 'bf16-true'.",
+    "64-true": "Use '32-true'; or fully_shard a model in float64 without a Trainer.",
+}
+
 # Where a checkpoint keeps the scaler, so that a run under DDP goes on from it, and the reverse.
 _SCALER_KEY = MixedPrecision.__qualname__
 
@@ -200,10 +206,6 @@ class ShardedPrecision(Precision):
 def _unsupported(precision: Any, plugin: str | None = None) -> str:
     got = repr(precision) if plugin is None else f"{precision!r} ({plugin})"
     supported = ", ".join(repr(name) for name in POLICIES)
-    cure = (
-        "Gradients of fp16 main weights cannot be unscaled by a gradient scaler, and lose small "
-        "values without one. Use '16-mixed' (fp32 main weights) or 'bf16-true'."
-        if precision == "16-true"
-        else ""
+    return (
+        f"precision: expected one of {supported}, got {got}. {_CURES.get(precision, '')}".rstrip()
     )
-    return f"precision: expected one of {supported}, got {got}. {cure}".rstrip()
