@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support import ranks
+from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch when some of its parts are first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
@@ -33,6 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[ranks.PLAIN, "late", "early", "mixed", "staged"],
         help="run every collective of ranks over one of the groups of tests/support/transports.py",
     )
+    parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
     parser.addoption(
         "--device",
         choices=["cpu", "cuda"],
@@ -44,12 +46,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     ranks.active_fault = config.getoption("--fault")
     ranks.active_transport = config.getoption("--transport")
+    ranks.active_seed = config.getoption("--seed")
     ranks.active_device = config.getoption("--device")
     if ranks.active_device == "cuda":
+        if ranks.active_transport is not None:
+            raise pytest.UsageError("--transport moves tensors of the CPU: leave out --device cuda")
         # Otherwise the question for a device leaves a process from which no rank can be forked.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: expected a CUDA device, found none")
+
+
+@pytest.fixture(autouse=True)
+def computes_on_the_device() -> Iterator[None]:
+    """References are computed where the ranks compute."""
+    if ranks.active_device == "cpu":
+        yield
+        return
+    torch.backends.cudnn.allow_tf32 = False
+    with OnDevice(ranks.active_device):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -42,6 +42,7 @@ from tests.support.parity import (
     assert_same_tensors,
     assert_traces_match,
     make_batches,
+    on_host,
     train_on_rank,
     train_reference,
 )
@@ -150,17 +151,19 @@ def test_training_offloaded_gives_the_same_bits(task_name, world_size, backend, 
             assert_traces_match(traces[0], expected, atol=task.atol, what=str(combination))
 
 
-def _train_with_late_copies(rank, world_size):
+def _train_with_late_copies(rank, world_size, mesh_shape):
     with LateCopies() as copies:
-        traces = _train(rank, world_size, "mlp", OFFLOAD, None, CLIP)
+        traces = _train(rank, world_size, "mlp", OFFLOAD, mesh_shape, CLIP)
         assert copies.num_queued
     return traces
 
 
-@pytest.mark.parametrize("backend", [PLAIN, "late"])
-def test_copies_that_run_late_change_no_bit(backend):
-    late = run_on_ranks(_train_with_late_copies, 2, backend=backend)
-    resident = run_on_ranks(_train, 2, "mlp", None, None, CLIP)
+@pytest.mark.parametrize(
+    ("backend", "mesh_shape"), [(PLAIN, None), ("late", None), ("early", (2, 1))]
+)
+def test_copies_that_run_late_change_no_bit(backend, mesh_shape):
+    late = run_on_ranks(_train_with_late_copies, 2, mesh_shape, backend=backend)
+    resident = run_on_ranks(_train, 2, "mlp", None, mesh_shape, CLIP)
     for combination in COMBINATIONS:
         assert_traces_match(late[0][combination], resident[0][combination], atol=0)
 
@@ -522,16 +525,17 @@ def _train_on_gpu(rank, world_size, offload, precision):
     device = "cuda" if offload is None else "cpu"
     with pytest.raises(RuntimeError, match="keeps its dtype and device"):
         model.to("cuda" if device == "cpu" else "cpu")
+    # A gradient that travels in the reduce dtype is widened where it arrives.
+    is_widened = precision == "bf16 reduce"
     for parameter in model.parameters():
         for tensor in (parameter, parameter.grad):
             assert tensor.device.type == tensor.to_local().device.type == device
-            assert tensor.to_local().is_pinned() == is_pinned
+        assert parameter.to_local().is_pinned() == is_pinned
+        assert parameter.grad.to_local().is_pinned() == (is_pinned and not is_widened)
     assert {s.buffer.flat.device.type for s in segments_of(model)} == {"cuda"}
     for state in optimizer.state.values():
         assert state["exp_avg"].device.type == device
-    trace.gradients = [{n: g.cpu() for n, g in step.items()} for step in trace.gradients]
-    trace.parameters = [{n: p.cpu() for n, p in step.items()} for step in trace.parameters]
-    return trace
+    return on_host(trace)
 
 
 @pytest.mark.gpu

@@ -42,7 +42,12 @@ _LATE, _EARLY, _MIXED = (
     f"test_core_worst_case.py::test_values_do_not_depend_on_when_collectives_end[parity-{when}]"
     for when in ("late", "early", "mixed")
 )
-_LATE_COPIES = "test_core_offload.py::test_copies_that_run_late_change_no_bit[late]"
+_REPLICAS_LATE, _REPLICAS_EARLY = (
+    _LATE.replace("parity", "HSDP"),
+    _EARLY.replace("parity", "HSDP"),
+)
+_DROPPED = _LATE.replace("parity", "units left out")
+_LATE_COPIES = "test_core_offload.py::test_copies_that_run_late_change_no_bit[late-None]"
 _LATE_READS = "test_core_offload.py::test_a_write_to_weights_leaves_a_copy_on_its_way_alone"
 
 NOTICED_BY = {
@@ -61,6 +66,8 @@ NOTICED_BY = {
     "gradients_are_written_while_they_travel": [_LATE, _MIXED],
     "arrivals_on_the_host_are_not_waited_for": [_LATE_COPIES],
     "shards_travel_without_staging": [f"{_LATE_READS}[zero2]", f"{_LATE_READS}[zero3]"],
+    "means_over_replicas_are_used_on_arrival": [_REPLICAS_LATE, _REPLICAS_EARLY],
+    "dropped_gathers_are_not_waited_for": [_DROPPED],
     "nothing_is_freed": [_BOUNDARIES, _TWO_UNITS],
     "checkpoint_does_nothing": [f"{_STORED}[around]", f"{_STORED}[inside]", _SWITCH],
     "optimizer_steps_once": [_PARITY],
@@ -88,7 +95,7 @@ def test_a_fault_is_noticed(fault, tmp_path):
 @pytest.mark.parametrize("is_late", [False, True], ids=["in time", "late"])
 def test_the_same_tests_pass_without_a_fault(is_late, tmp_path):
     noticing = dict.fromkeys(test for tests in NOTICED_BY.values() for test in tests)
-    late = {_LATE, _EARLY, _MIXED, _LATE_COPIES}
+    late = {_LATE, _EARLY, _MIXED, _REPLICAS_LATE, _REPLICAS_EARLY, _DROPPED, _LATE_COPIES}
     tests = [test for test in noticing if (test in late) == is_late]
     exit_status, cases, output = run_tests(tests, "none", tmp_path)
     assert exit_status == 0, output

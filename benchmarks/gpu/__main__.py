@@ -50,6 +50,7 @@ def main() -> int:
     Returns:
         Exit code: 0 if nothing failed of what could be run.
     """
+    began = time.monotonic()
     parser = _parser()
     args = parser.parse_args()
     if args.budget <= 0:
@@ -65,6 +66,7 @@ def main() -> int:
         found, method = describe_session(args.device)
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         session = {"command": command, "peak_tflops": args.peak_tflops, **found}
+        session["commit"] = args.commit or found["commit"]
         part_to_record = {part: Record(args.out / f"{part}.json") for part in PARTS}
         for record in part_to_record.values():
             record.require_kind(session)
@@ -73,25 +75,27 @@ def main() -> int:
             assumed = assumptions(args.device) if part == "speed" else {}
             record.begin({**session, "missing": missing, **assumed})
             if not missing:
-                _run_guarded(part, record, args, method)
+                _run_guarded(part, record, args, method, began + args.budget)
+            began = time.monotonic()  # the first part pays for finding the device
     except (RuntimeError, ValueError) as error:  # of the device, and of the folder
         parser.error(str(error))
     print(write_table(args.out))
     return 1 if count_failures(args.out) else 0
 
 
-def _run_guarded(part: str, record: Record, args: argparse.Namespace, method: str) -> None:
+def _run_guarded(
+    part: str, record: Record, args: argparse.Namespace, method: str, deadline: float
+) -> None:
     """Run a part; an error of this command's own is a result, and other parts go on."""
     try:
-        _run(part, record, args, method)
+        _run(part, record, args, method, deadline)
     except Exception as error:  # noqa: BLE001
         traceback.print_exc()
         says = f"{type(error).__name__}: {error}"
         Record(record.path).put(AS_WHOLE, state=FAILED, says=says, log=traceback.format_exc())
 
 
-def _run(part: str, record: Record, args: argparse.Namespace, method: str) -> None:
-    deadline = time.monotonic() + args.budget
+def _run(part: str, record: Record, args: argparse.Namespace, method: str, deadline: float) -> None:
     if part == "tests":
         from benchmarks.gpu.suite import run_suite
 
@@ -136,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         default=PEAK_TFLOPS,
         help="of the device in bfloat16, assumed for the MFU (default: %(default)s, H100 and H200)",
     )
+    parser.add_argument("--commit", help="of this checkout, if its history is not here")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu", help="for pytest")
     return parser
 

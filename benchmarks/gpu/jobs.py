@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -134,9 +135,15 @@ def _cuda() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """As the kernel module says it, which needs no tool."""
+    """As the kernel module says it, which needs no tool; else as the tool says it."""
     path = Path("/proc/driver/nvidia/version")
-    return path.read_text().splitlines()[0] if path.exists() else None
+    if path.exists():
+        return path.read_text().splitlines()[0]
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=30.0, check=True)
+        return said.stdout.strip()
+    return None
 
 
 def _run(log: str, limit_s: float, function: Callable[..., object], args: tuple[Any, ...]) -> None:

@@ -35,7 +35,7 @@ def run_suite(
     command += ["--gpu-results", str(record.path), "--gpu-limit", str(limit_s)]
     command += ["--continue-on-collection-errors"]
     # Without plugins that this project's configuration is for, it has options that nobody knows.
-    command += ["-o", "addopts=-ra", "-W", "ignore::pytest.PytestConfigWarning"]
+    command += ["-o", "addopts=-ra", "-W", "ignore::pytest.PytestWarning"]
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         while (left_s := deadline - time.monotonic()) > _LEAST_S:

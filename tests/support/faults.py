@@ -159,6 +159,25 @@ def reductions_are_used_on_arrival() -> None:
 
 
 @_fault
+def means_over_replicas_are_used_on_arrival() -> None:
+    """What comes out of the mean over replicas is handed out while it is still on its way."""
+    _forget_waits_for("mean over replicas")
+
+
+@_fault
+def dropped_gathers_are_not_waited_for() -> None:
+    """A gather that was started ahead and is not needed writes into memory that was freed."""
+
+    def release(self: Segment, holder: object) -> None:
+        self._holders.discard(holder)
+        if not self._holders:
+            self._gather = None
+            self._free()
+
+    Segment.release = release
+
+
+@_fault
 def gradients_are_freed_while_they_travel() -> None:
     """The region of local gradients loses its memory as soon as its reduction was started."""
     _after_reductions_start(lambda region: region.untyped_storage().resize_(0))

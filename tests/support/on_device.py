@@ -1,7 +1,7 @@
 """Run code that names no device on another one, with the values that it has on the host.
 
-New tensors are made on the host and moved, and what is drawn in place is drawn on the host. So a
-seed gives the same model and the same data on every device.
+New tensors are made on the device; what is drawn, new or in place, is drawn on the host. So a seed
+gives the same model and the same data on every device.
 """
 
 from typing import Any
@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_NEW = {
+_FILLED = {
     torch.arange,
     torch.empty,
     torch.eye,
     torch.full,
     torch.linspace,
     torch.ones,
-    torch.rand,
-    torch.randint,
-    torch.randn,
-    torch.randperm,
-    torch.tensor,
     torch.zeros,
 }
-_DRAWN = {Tensor.bernoulli_, Tensor.normal_, Tensor.random_, Tensor.uniform_}
+_DRAWN = {torch.rand, torch.randint, torch.randn, torch.randperm}
+_GIVEN = {torch.tensor}
+_DRAWN_IN_PLACE = {Tensor.bernoulli_, Tensor.normal_, Tensor.random_, Tensor.uniform_}
 
 
 class OnDevice(TorchFunctionMode):
@@ -36,16 +33,25 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _NEW and kwargs.get("device") is None and not _is_with_tensors(kwargs):
+        is_free = kwargs.get("device") is None and kwargs.get("out") is None
+        if is_free and func in _FILLED | _GIVEN:
+            return func(*args, **{**kwargs, "device": self._device})
+        if is_free and func in _DRAWN:
             trains = kwargs.pop("requires_grad", False)
             made = func(*args, **{**kwargs, "device": "cpu"})
             return made.to(self._device).requires_grad_(trains)
-        if func in _DRAWN and args[0].device.type == self._device.type != "cpu":
-            drawn = func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
-            return args[0].copy_(drawn)
+        # torch.nn.init asks for itself, before it calls the methods of tensors.
+        if func in _DRAWN_IN_PLACE or getattr(func, "__module__", None) == "torch.nn.init":
+            return _as_on_the_host(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _is_with_tensors(options: dict[str, Any]) -> bool:
-    """Whether an output is given, which says where it is."""
-    return options.get("out") is not None
+def _as_on_the_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    args = args or (kwargs.pop("tensor"),)
+    target = args[0]
+    if target.device.type in ("cpu", "meta"):
+        return func(*args, **kwargs)
+    with torch.no_grad():
+        drawn = target.detach().cpu()
+        func(drawn, *args[1:], **kwargs)
+        return target.copy_(drawn)

@@ -173,8 +173,7 @@ def assert_same_tensors(
     """Same names, shapes, dtypes, the same ones None, and values within ``atol``; names the worst
     offender. On CUDA, values within ``ATOL_ON_CUDA`` at least.
     """
-    if any(tensor is not None and tensor.is_cuda for tensor in expected.values()):
-        atol = max(atol, ATOL_ON_CUDA)
+    atol = _atol_for(expected, atol)
     assert list(actual) == list(expected), (
         f"{what}: names {list(actual)}, expected {list(expected)}"
     )
@@ -204,9 +203,22 @@ def assert_ranks_agree(traces: Sequence[Trace], what: str = "") -> None:
 
 def assert_losses_match(traces: Sequence[Trace], expected: Trace, *, atol: float) -> None:
     """The ranks' mean loss is the reference's loss on the joined batch."""
+    atol = _atol_for(expected.parameters[0], atol)
     for step, theirs in enumerate(expected.losses):
         mean = sum(trace.losses[step] for trace in traces) / len(traces)
         assert abs(mean - theirs) <= atol, f"step {step}: mean loss {mean}, expected {theirs}"
+
+
+def _atol_for(expected: dict[str, Tensor | None], atol: float) -> float:
+    is_on_cuda = any(tensor is not None and tensor.is_cuda for tensor in expected.values())
+    return max(atol, ATOL_ON_CUDA) if is_on_cuda else atol
+
+
+def on_host(trace: Trace) -> Trace:
+    """The same with all tensors on the host."""
+    gradients = [{n: None if g is None else g.cpu() for n, g in s.items()} for s in trace.gradients]
+    parameters = [{name: p.cpu() for name, p in step.items()} for step in trace.parameters]
+    return Trace(trace.losses, gradients, parameters)
 
 
 def _word(tensor: Tensor | None) -> str:

@@ -45,6 +45,9 @@ active_fault: str | None = None
 active_transport: str | None = None
 """Backend that takes the place of gloo on every rank; set by ``pytest --transport``."""
 
+active_seed = 0
+"""Of the transport ``mixed``; set by ``pytest --seed``."""
+
 active_device = "cpu"
 """Where ranks compute, all on one device; set by ``pytest --device``, on the ranks as well."""
 
@@ -198,7 +201,7 @@ def _run(
                 process = _context.Process(
                     target=_rank_main,
                     args=(theirs, folder, fn, rank, world_size, args, limits, backend, dict(env)),
-                    kwargs={"fault": active_fault, "device": active_device},
+                    kwargs={"fault": active_fault, "device": active_device, "seed": active_seed},
                     name=f"rank-{rank}",
                 )
                 process.start()
@@ -318,6 +321,7 @@ def _rank_main(
     *,
     fault: str | None,
     device: str,
+    seed: int,
 ) -> None:
     """The life of one rank. Every way out but the ordered one is ``os._exit`` or a kill by the
     parent.
@@ -338,7 +342,9 @@ def _rank_main(
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
         elif backend not in (None, "gloo", "nccl"):
             from tests.support.transports import TRANSPORTS
+            from tests.support.worst_case import MixedGroup
 
+            MixedGroup.seed = seed
             TRANSPORTS[backend].register()
         if device != "cpu":
             _compute_on(device)
@@ -355,6 +361,10 @@ def _rank_main(
                 timeout=timedelta(seconds=limits.group_timeout_s),
             )
         report = ("done", pickle.dumps(fn(rank, world_size, *args)))
+        if backend in ("late", "early", "mixed"):
+            from tests.support.worst_case import assert_all_waited_for
+
+            assert_all_waited_for()
     except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must hear it)
         text = traceback.format_exc()
         connection.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error)), text)))
@@ -375,6 +385,7 @@ def _compute_on(device: str) -> None:
     global active_device
     active_device = device
     torch.cuda.set_device(0)
+    torch.backends.cudnn.allow_tf32 = False
     OnDevice(device).__enter__()  # for the rank's life
 
 

@@ -6,8 +6,8 @@
     mixed     one or the other, drawn for every collective and rank
 
 Poison is bytes of 0xFF: not a number in every floating-point dtype. As c10d does, a collective
-keeps its tensors until it was waited for; a storage that is resized to nothing in that time is an
-error.
+keeps its tensors until it was waited for. It is an error if the memory of one is freed in that
+time, or is another when the collective ends, and if nobody ever waits.
 
 Compute runs on one stream in the order of the host. So a core without data races gets from each of
 these the bits that gloo gives, and one that waits too late, frees too early or writes into a region
@@ -21,7 +21,7 @@ waited for, after all that were started before it; each keeps its result to itse
 import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,8 @@ class _WorstCaseWork(dist.Work):
         # Of ``data``: torch's version counters see no write of a collective either.
         self._inputs = [tensor.data for tensor in inputs]
         self._outputs = [tensor.data for tensor in outputs]
+        travelling = self._outputs if reads_at_call else [*self._inputs, *self._outputs]
+        self._addresses = {id(t): t.untyped_storage().data_ptr() for t in travelling}
         self._results: list[Tensor] | None = None
         as_they_were = self._copies_of(self._inputs)
         self._read = as_they_were if reads_at_call else None
@@ -67,6 +69,7 @@ class _WorstCaseWork(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._group.run_up_to(self)
+        self._group.waiting.discard(self._name)
         results, self._results = self._results or [], []
         for output, result in zip(self._outputs, results, strict=bool(results)):
             self._there(output).copy_(result)
@@ -86,10 +89,19 @@ class _WorstCaseWork(dist.Work):
         stop = (tensor.storage_offset() + last + 1) * tensor.element_size()
         is_there = tensor.numel() == 0 or tensor.untyped_storage().nbytes() >= stop
         assert is_there, f"{self._name}: its memory was freed before it ended"
+        address = self._addresses.get(id(tensor), tensor.untyped_storage().data_ptr())
+        is_same = tensor.untyped_storage().data_ptr() == address
+        assert is_same, f"{self._name}: its memory was freed and allocated again before it ended"
         return tensor
 
 
 class _WorstCaseGroup(GroupOverGloo):
+    """Attributes:
+    waiting: Names of collectives that nobody waited for so far, of all groups of this process.
+    """
+
+    waiting: ClassVar[set[str]] = set()
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._started: list[_WorstCaseWork] = []  # whose exchange has not run
@@ -107,6 +119,7 @@ class _WorstCaseGroup(GroupOverGloo):
             self, what, inputs, outputs, exchange, reads_at_call=self.reads_at_call()
         )
         self._started.append(work)
+        self.waiting.add(what)
         return work
 
     def run_up_to(self, work: _WorstCaseWork) -> None:
@@ -129,11 +142,22 @@ class EarlyGroup(_WorstCaseGroup):
 
 
 class MixedGroup(_WorstCaseGroup):
+    """Attributes:
+    seed: Decides for each collective; set by ``pytest --seed``.
+    """
+
     backend = "mixed"
+    seed = 0
 
     def reads_at_call(self) -> bool:
-        drawn = f"{self.group_name} {self.rank()} {self._num_started}"
+        drawn = f"{self.seed} {self.group_name} {self.rank()} {self._num_started}"
         return bool(hashlib.blake2b(drawn.encode()).digest()[0] % 2)
+
+
+def assert_all_waited_for() -> None:
+    """Whoever does not wait for a gather lets it write into memory that others have by then."""
+    waiting = sorted(_WorstCaseGroup.waiting)
+    assert not waiting, f"never waited for: {', '.join(waiting)}"
 
 
 WORST_CASES = {group.backend: group for group in (LateGroup, EarlyGroup, MixedGroup)}
