@@ -200,6 +200,19 @@ def _other_slice():
     model[0].weight.data + model[1].weight.data
 
 
+def _convert_unreduced():
+    model = shard_model(mlp())
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, 0)).backward()
+    model.double()
+
+
+def _convert_in_forward():
+    model = shard_model(mlp())
+    model.first.register_forward_hook(lambda *_: model.double() and None)
+    model(mlp_batch(0, 0, 0)["inputs"])
+
+
 MISUSES = {
     "outer module first": (_outer_first, "bottom-up"),
     "DDP": (
@@ -219,11 +232,18 @@ MISUSES = {
     "two slices": (_other_slice, "full_tensor()"),
     "hook of a parameter": (
         lambda: fully_shard(mlp()).bonus.register_hook(print),
-        "Read .grad after the backward",
+        "gradients(module).on_local",
     ),
-    "hook of a gradient": (
-        lambda: fully_shard(mlp()).bonus.register_post_accumulate_grad_hook(print),
-        "Read .grad after the backward",
+    "part of a unit to another dtype": (
+        lambda: fully_shard(mlp()).second.to(torch.bfloat16),
+        "convert the module that was sharded",
+    ),
+    "to another dtype while gradients wait": (_convert_unreduced, "zero_grad()"),
+    "to another dtype during the forward": (_convert_in_forward, "Call it after the forward"),
+    "to integers": (lambda: fully_shard(mlp())._apply(lambda t: t.int()), "floating-point"),
+    "assigning another dtype": (
+        lambda: fully_shard(mlp()).load_state_dict(mlp().double().state_dict(), assign=True),
+        "Convert the module first",
     ),
     "random values": (lambda: torch.randn_like(fully_shard(mlp()).bonus), "bonus"),
     "values that depend on places": (lambda: nn.init.eye_(fully_shard(mlp()).mix), "copy_()"),
@@ -597,10 +617,8 @@ def test_a_known_optimizer_class_does_not_warn():
 
 def _change_after_sharding(rank, world_size, how):
     model = shard_model(mlp())
-    if how == "double":
-        model.double()
-    elif how == "to bfloat16":
-        model.to(torch.bfloat16)
+    if how == "half to bfloat16":
+        model.second.to(torch.bfloat16)
     elif how == "to meta":
         model.to("meta")
     elif how == "another parameter":
@@ -613,8 +631,7 @@ def _change_after_sharding(rank, world_size, how):
 @pytest.mark.parametrize(
     ("how", "word"),
     [
-        ("double", "float64"),
-        ("to bfloat16", "bfloat16"),
+        ("half to bfloat16", "bfloat16"),
         ("to meta", "mix"),
         ("another parameter", "second.weight"),
     ],

@@ -325,40 +325,47 @@ class Schedule:
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
         self._drop_prefetched(expected=None)
-        self._finish_reductions()
+        landed = self._finish_reductions()
         for segment in self._users:
             segment.micro_batch += 1
         # A backward inside a forward (manual optimization) leaves the forward as it is.
         self._step = _Step(
             trail=step.trail, depth=step.depth, running=step.running, was_whole=step.was_whole
         )
+        _call_gradient_hooks(landed)  # they may step an optimizer
 
-    def _finish_reductions(self) -> None:
-        """Land what is in flight; what no rank used has no gradient."""
+    def _finish_reductions(self) -> list[ShardedTensor]:
+        """Land what is in flight; what no rank used has no gradient.
+
+        Returns:
+            The parameters that any rank used.
+        """
         used, self._step.used = self._step.used, {}
         if not used:
-            return
+            return []
         are_used = [usage.is_used for usage in used.values()]
         # One zeroed in place before it was reduced is a gradient on the ranks that had it only.
         had_gradients = [usage.had_gradient for usage in used.values()]
         any_rank = self.communicator.control.any_rank([are_used, had_gradients])
         self._land_reductions()
         if all(are_used):
-            return
+            return list(used)
+        landed = []
         for (parameter, usage), is_used, had_gradient in zip(
             used.items(), *any_rank(), strict=True
         ):
             if is_used:
-                continue
-            if not had_gradient:
+                landed.append(parameter)
+            elif not had_gradient:
                 parameter.grad = None
             elif isinstance(parameter.grad, ShardedTensor):
                 parameter.grad.micro_batches.pop(usage.micro_batch, None)
+        return landed
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
         self._reduce_waiting(self._users)
-        self._finish_reductions()
+        _call_gradient_hooks(self._finish_reductions())
 
     def _reduce_waiting(self, candidates: Iterable[Segment]) -> None:
         """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
@@ -519,3 +526,9 @@ class Schedule:
         self._step = _Step()
         for unit in self.units:
             unit.abandon(drops_gradients=in_backward)
+
+
+def _call_gradient_hooks(parameters: Iterable[ShardedTensor]) -> None:
+    for parameter in parameters:
+        for hook in tuple((parameter.gradient_hooks or {}).values()):
+            hook(parameter)

@@ -36,7 +36,7 @@ from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
 from lightning_fsdp.core.lifecycle import GradientState, take_step
 from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.offload import Home
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
 _log = logging.getLogger(__name__)
@@ -78,36 +78,41 @@ class Segment:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.shard = shard
         self.parameters = tuple(parameters)
         for parameter in parameters:
             parameter.spec.segment = weakref.ref(self)
         self.communicator = communicator
         self.policy = policy
         self.home = home
-        self.buffer = FlatBuffer(
-            layout.numel, policy.param_dtype or shard.dtype, home.compute_device
-        )
-        self.leaves = tuple(
-            make_leaf(self.buffer, slot, parameter)
-            for slot, parameter in zip(layout.slots, parameters, strict=True)
-        )
-        self._has_warned = False  # that numpy holds the memory
-        self._free()
-        self.gradient_state = GradientState.NONE
-        self.sends_sums = False
         self.micro_batch = 0
         self.keeps_micro_batches = False
         self.local_hooks: dict[int, GradientHook] = OrderedDict()
         self.reduced_hooks: dict[int, GradientHook] = OrderedDict()
         self.on_arrival: Callable[[Segment], None] = _ignore
-        self._reduce_dtype = policy.reduce_dtype or self.buffer.flat.dtype
+        self._has_warned = False  # that numpy holds the memory
+        self._take_in(shard)
+
+    def _take_in(self, shard: Tensor) -> None:
+        """Begin with a shard that the parameters are slices of."""
+        layout, home = self.layout, self.home
+        self.shard = shard
+        self.buffer = FlatBuffer(
+            layout.numel, self.policy.param_dtype or shard.dtype, home.compute_device
+        )
+        self.leaves = tuple(
+            make_leaf(self.buffer, slot, parameter)
+            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
+        )
+        self._free()
+        self.gradient_state = GradientState.NONE
+        self.sends_sums = False
+        self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._local_gradients = LocalGradients(
             layout,
             self.parameters,
             self._reduce_dtype,
             home.compute_device,
-            in_pieces=communicator.takes_pieces,
+            in_pieces=self.communicator.takes_pieces,
         )
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
@@ -130,6 +135,23 @@ class Segment:
         return Segment(
             self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
         )
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
+
+        Nobody holds the whole copy, and no gradient waits to be reduced.
+        """
+        shard = self.home.new_shard(self.shard.numel(), dtype).copy_(self.shard)
+        for parameter in self.parameters:
+            gradient, parameter.grad = parameter.grad, None
+            spec, marks = parameter.spec, dict(parameter.__dict__)
+            converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)
+            converted.__dict__.update({**marks, **converted.__dict__})
+            converted.gradient_hooks = parameter.gradient_hooks
+            torch_internals.swap_tensors(parameter, converted)
+            if isinstance(gradient, ShardedTensor):
+                parameter.grad = ShardedTensor(gradient.to_local().to(dtype), spec)
+        self._take_in(shard)
 
     # -- the whole copy --------------------------------------------------------------------------
 

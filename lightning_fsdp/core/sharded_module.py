@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self, cast
 
+import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core import optimizer_guard, torch_internals
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.unit import Unit
 
 
@@ -44,6 +46,29 @@ def _shards_in_place(module: nn.Module) -> Iterator[None]:
     finally:
         for unit in computing:
             unit.install_leaves()
+
+
+def _check_conversion(unit: Unit, segment: Segment, dtype: torch.dtype, ours: set[int]) -> None:
+    where = f"unit {unit.name!r} (rank {unit.communicator.mesh_rank})"
+    if not dtype.is_floating_point:
+        raise TypeError(f"{where}: expected a floating-point dtype, got {dtype}.")
+    if unit.has_leaves_installed:
+        raise RuntimeError(
+            f"{where}: expected to change its dtype between forwards, got it inside of one. "
+            "Call it after the forward."
+        )
+    if segment.has_local_gradients or segment.is_in_flight:
+        raise RuntimeError(
+            f"{where}: expected to change its dtype between steps, got gradients that wait to "
+            "be reduced. Run the last backward outside no_sync() first, or zero_grad()."
+        )
+    for parameter in segment.parameters:
+        if id(parameter) not in ours:
+            raise RuntimeError(
+                f"{where}: expected to change the dtype of a module with all of the unit's "
+                f"parameters, got one without {parameter.spec.name!r}. Convert the unit's "
+                "module, or one around it."
+            )
 
 
 class UnshardHandle:
@@ -167,12 +192,16 @@ class ShardedModule(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As ``nn.Module.load_state_dict``; whole plain tensors are welcome, ``assign`` is not."""
+        """As ``nn.Module.load_state_dict``; whole plain tensors are welcome.
+
+        With ``assign=True``, too, values are copied: parameters stay the sharded ones.
+
+        Raises:
+            RuntimeError: It is called inside of a forward.
+            TypeError: A tensor to be assigned has another dtype than its parameter.
+        """
         if assign:
-            raise NotImplementedError(
-                "load_state_dict(assign=True): expected to copy into the sharded parameters, got a "
-                "request to replace them, which would leave them unsharded. Use assign=False."
-            )
+            self._check_dtypes(state_dict)
         computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
         if computing:
             raise RuntimeError(
@@ -182,6 +211,46 @@ class ShardedModule(nn.Module):
                 "forward."
             )
         return super().load_state_dict(state_dict, strict=strict)
+
+    def _check_dtypes(self, state_dict: Mapping[str, Any]) -> None:
+        for name, parameter in self.named_parameters():
+            value = state_dict.get(name)
+            if isinstance(value, Tensor) and value.dtype != parameter.dtype:
+                raise TypeError(
+                    f"load_state_dict(assign=True): expected {parameter.dtype} for {name!r}, which "
+                    f"the sharded parameter has, got {value.dtype}. Convert the module first "
+                    "(.to(dtype)), or use assign=False, which casts."
+                )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``.to()``, ``.half()`` and the like do to each tensor: another dtype is taken over.
+
+        Raises:
+            RuntimeError: The module computes, gradients wait to be reduced, or some of the
+                parameters that share memory are not in this module.
+            NotImplementedError: It would move to another device.
+        """
+        self._convert(fn)
+        return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
+
+    def _convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        units = units_in(self)
+        ours = {id(parameter) for parameter in self.parameters()}
+        converted: dict[Segment, torch.dtype] = {}
+        for unit in units:
+            for segment in unit.segments:
+                dtype = fn(segment.shard.new_empty(0)).dtype
+                if dtype == segment.shard.dtype:
+                    continue
+                _check_conversion(unit, segment, dtype, ours)
+                converted[segment] = dtype
+        users = [
+            u for u in self._hooks().schedule.units if not converted.keys().isdisjoint(u.segments)
+        ]
+        for unit in users:
+            self._hooks().schedule.reshard(unit)
+        for segment, dtype in converted.items():
+            segment.convert(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another sharded module, at any time and without communication.

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
@@ -81,6 +83,7 @@ class ShardedTensor(FlatChunks, Tensor):
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
     spec: ShardSpec
     micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
+    gradient_hooks: OrderedDict[int, Callable[..., Any]] | None  # of a parameter: see below
     _aliases: weakref.WeakSet[ShardedTensor] | None  # what detach() and .data gave, over its memory
 
     @staticmethod
@@ -93,6 +96,7 @@ class ShardedTensor(FlatChunks, Tensor):
         sharded._local = local
         sharded.spec = spec
         sharded.micro_batches = {}
+        sharded.gradient_hooks = None
         sharded._aliases = None
         return sharded
 
@@ -155,8 +159,8 @@ class ShardedTensor(FlatChunks, Tensor):
             raise RuntimeError(
                 f"parameter {self.spec.name!r}: expected .data of shape {tuple(self.shape)}, "
                 f"{self.dtype} on {self.device}, got {tuple(value.shape)}, {value.dtype} on "
-                f"{value.device}. A sharded module keeps its dtype and device: convert the module "
-                "(.to(), .half(), .cuda()) before fully_shard."
+                f"{value.device}. A unit has one dtype and one device: convert the module that was "
+                "sharded, or one around it (.to(dtype)), or move it (.cuda()) before fully_shard."
             )
         with torch.no_grad():
             if not isinstance(self, torch.nn.Parameter):
@@ -179,15 +183,24 @@ class ShardedTensor(FlatChunks, Tensor):
         """Refused: this tensor is outside the graph; torch would register and never call."""
         self._refuse_hook("register_hook")
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        """Refused: this tensor is outside the graph; torch would register and never call."""
-        self._refuse_hook("register_post_accumulate_grad_hook")
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(parameter)`` when its reduced gradient is in ``.grad``, in each backward.
+
+        That is at the backward's end, when nobody computes with the weights any more: an optimizer
+        may step there. Not called by a backward that does not reduce, nor where no rank used the
+        parameter.
+        """
+        if self.gradient_hooks is None:
+            self.gradient_hooks = OrderedDict()
+        handle = RemovableHandle(self.gradient_hooks)
+        self.gradient_hooks[handle.id] = hook
+        return handle
 
     def _refuse_hook(self, what: str) -> NoReturn:
         raise NotImplementedError(
             f"parameter {self.spec.name!r}: {what} would never be called, because the graph holds "
-            "the gathered copy, not this sharded parameter. Read .grad after the backward, or "
-            "register a hook on the module's output."
+            "the gathered copy, not this sharded parameter. Use gradients(module).on_local or "
+            "register_post_accumulate_grad_hook, or read .grad after the backward."
         )
 
     def numpy(self, *, force: bool = False) -> NoReturn:

@@ -9,7 +9,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
-_OWN_OF_TENSOR = ("_local", "spec", "_is_param", "micro_batches", "_aliases")
+_OWN_OF_TENSOR = ("_local", "spec", "_is_param", "micro_batches", "gradient_hooks", "_aliases")
 _OWN_OF_MODULE = ("_lightning_fsdp_hooks", "_lightning_fsdp_unit")
 
 
