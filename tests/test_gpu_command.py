@@ -149,11 +149,11 @@ def test_every_arm_trains_as_plain_torch_does(whole_run):
         if case.world_size == 1:
             assert result["losses"] == pytest.approx(expected, abs=1e-6), case.name
             assert result["exposed_s"] is None
-            assert result["num_graphs"] == 0
         else:
             assert result["simulated"]["calls"]["all_gather"] > 0
             assert len(result["free_step_s"]) == 10
-            assert result["num_graphs"] == 1, "equal blocks share a graph"
+        num_graphs = 1 if case.setting.is_compiled else 0  # equal blocks share theirs
+        assert result["num_graphs"] == num_graphs
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_p
 @pytest.mark.timeout(200)
 def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
     text = run("--part", "speed", "--out", tmp_path, "--budget", 1)
-    assert "speed: 10 not reached" in text
+    assert "speed: 11 not reached" in text
     assert results_in(tmp_path, "speed") == {}
 
 

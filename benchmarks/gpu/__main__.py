@@ -66,7 +66,7 @@ def main() -> int:
         found, method = describe_session(args.device)
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         session = {"command": command, "peak_tflops": args.peak_tflops, **found}
-        session["commit"] = args.commit or found["commit"]
+        session["commit"] = found["commit"] or args.commit
         part_to_record = {part: Record(args.out / f"{part}.json") for part in PARTS}
         for record in part_to_record.values():
             record.require_kind(session)
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         default=PEAK_TFLOPS,
         help="of the device in bfloat16, assumed for the MFU (default: %(default)s, H100 and H200)",
     )
-    parser.add_argument("--commit", help="of this checkout, if its history is not here")
+    parser.add_argument("--commit", help="of this checkout, where git cannot tell it")
     parser.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu", help="for pytest")
     return parser
 

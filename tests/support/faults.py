@@ -22,6 +22,7 @@ from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.unit import Unit
 from tests.support import late_copies
 
 FAULTS: dict[str, Callable[[], None]] = {}
@@ -168,13 +169,14 @@ def means_over_replicas_are_used_on_arrival() -> None:
 def dropped_gathers_are_not_waited_for() -> None:
     """A gather that was started ahead and is not needed writes into memory that was freed."""
 
-    def release(self: Segment, holder: object) -> None:
-        self._holders.discard(holder)
-        if not self._holders:
-            self._gather = None
-            self._free()
+    original = Unit.reshard
 
-    Segment.release = release
+    def reshard(self: Unit) -> None:
+        for segment in self.segments:
+            segment._gather = None
+        original(self)
+
+    Unit.reshard = reshard
 
 
 @_fault
