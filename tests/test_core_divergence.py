@@ -14,7 +14,8 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from tests.support.ranks import PLAIN, run_on_ranks
 
-TIMEOUT_S = 3
+TIMEOUT_S = 8  # of a group; ranks of a busy machine may be seconds apart
+AT_ONCE_S = 30  # not after the timeout of the default group, which is four times as long
 
 
 class Skipping(nn.Module):
@@ -92,7 +93,7 @@ def test_different_models_are_refused_on_every_rank_and_left_alone():
         assert "ranks disagree" in message
         assert "1.weight (4, 4)" in message
         assert "1.weight (5, 4)" in message
-        assert seconds < 5
+        assert seconds < AT_ONCE_S
 
 
 def one_rank_passes_a_wrong_argument(rank, world_size):
@@ -104,7 +105,7 @@ def one_rank_passes_a_wrong_argument(rank, world_size):
 def test_an_argument_that_one_rank_refuses_is_refused_on_every_rank():
     for message, seconds in run_on_ranks(one_rank_passes_a_wrong_argument, 2):
         assert "expected a MixedPrecisionPolicy for mp_policy, got 'bf16'" in message
-        assert seconds < 5
+        assert seconds < AT_ONCE_S
 
 
 def one_rank_shards_more_often(rank, world_size):
