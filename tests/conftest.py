@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[ranks.PLAIN, "late", "early", "mixed", "staged"],
         help="run every collective of ranks over one of the groups of tests/support/transports.py",
     )
+    parser.addoption("--programs", type=int, default=200, help="how many random programs to run")
+    parser.addoption("--first-program", type=int, default=0, help="seed of the first")
     parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
     parser.addoption(
         "--device",

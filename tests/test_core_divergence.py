@@ -14,7 +14,7 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from tests.support.ranks import PLAIN, run_on_ranks
 
-TIMEOUT_S = 8  # of a group; ranks of a busy machine may be seconds apart
+TIMEOUT_S = 5  # of a group; ranks of a busy machine may be seconds apart
 AT_ONCE_S = 30  # not after the timeout of the default group, which is four times as long
 
 
