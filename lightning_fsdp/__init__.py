@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
+    from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
     from lightning_fsdp.core.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.gradients import gradients as gradients
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
@@ -83,6 +84,7 @@ _HOME = {
     "load_sharded": "checkpoint.sharded",
     "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
+    "share_comm_ctx": "core.fully_shard",
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
@@ -99,6 +101,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
+    "share_comm_ctx",
     "optimizers_follow",
     "full_state_dict",
     "load_full_state_dict",

@@ -22,6 +22,7 @@ from lightning_fsdp import (
     gradients,
     register_forward_method,
     shard_model,
+    share_comm_ctx,
 )
 from tests.support.models import MLP, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.parity import adamw
@@ -639,3 +640,21 @@ def _change_after_sharding(rank, world_size, how):
 def test_a_model_changed_after_sharding(how, word):
     errors = errors_on_ranks(_change_after_sharding, 2, how)
     assert_errors(errors, "RuntimeError TypeError ValueError NotImplementedError", word)
+
+
+# --- what FSDP2 has beside ---
+
+
+def _beside_fsdp2(rank, world_size):
+    model = fully_shard(mlp(), shard_placement_fn=None)
+    share_comm_ctx([model, fully_shard(nn.Linear(2, 2))])
+    with pytest.raises(ValueError, match="expected sharded modules, got Linear"):
+        share_comm_ctx([model, nn.Linear(2, 2)])
+    model.unshard()
+    with pytest.raises(RuntimeError, match=r"'mix'.*full_tensor.*unshard\(\) gathers ahead"):
+        torch.zeros(2, 3) @ model.mix
+    model.reshard()
+
+
+def test_names_of_fsdp2_are_taken_or_refused_by_name():
+    run_on_ranks(_beside_fsdp2, 2)

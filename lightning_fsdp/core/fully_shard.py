@@ -73,6 +73,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: None = None,
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
@@ -90,6 +91,7 @@ def fully_shard(
             on every rank, as each keeps its slice of its own, and nothing is broadcast.
         reshard_after_forward: Free the whole copy after the forward; ``None``: unless the module is
             the outermost one.
+        shard_placement_fn: ``None``, as FSDP2's default: parameters are cut as one flat region.
         mp_policy: Dtypes; this package's or torch's ``MixedPrecisionPolicy``.
         offload_policy: This package's or torch's ``CPUOffloadPolicy``: shards, reduced gradients
             and optimizer state live on the host. ``None`` or torch's ``OffloadPolicy()``: they live
@@ -109,6 +111,11 @@ def fully_shard(
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
 
     def plan_of() -> ShardingPlan:
+        if shard_placement_fn is not None:
+            raise NotImplementedError(
+                f"fully_shard: expected None for shard_placement_fn, got {shard_placement_fn!r}. "
+                "Parameters are cut as one flat region, whatever their dimensions; leave it out."
+            )
         if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
             raise NotImplementedError(
                 f"fully_shard: reshard_after_forward={reshard_after_forward} (to a smaller group) "
@@ -213,6 +220,23 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return hooks.run(functools.partial(function, self), *args, **kwargs)
 
     setattr(module, name, types.MethodType(gathering, module))  # a deepcopy binds it to the copy
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Accepted, as in torch's FSDP2; there are no streams of our own that could be shared.
+
+    Args:
+        modules: Sharded modules.
+
+    Raises:
+        ValueError: One of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module) or hooks_of(module) is None:
+            raise ValueError(
+                f"share_comm_ctx: expected sharded modules, got {type(module).__name__}. Call "
+                "fully_shard first."
+            )
 
 
 def _shard(request: _Request) -> None:

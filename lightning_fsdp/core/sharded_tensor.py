@@ -454,7 +454,8 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoRetur
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
         f"{sharded.numel()} elements. {advice}Inside its unit's forward, and in methods given to "
         "register_forward_method, the module holds the whole parameter; elsewhere call "
-        "full_tensor() (on every rank), and copy_() a whole tensor back."
+        "full_tensor() (on every rank), and copy_() a whole tensor back. unshard() gathers ahead "
+        "for the forward; the module's parameters stay sharded until then."
     )
 
 
