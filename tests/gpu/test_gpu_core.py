@@ -44,7 +44,7 @@ CASES = {
     **ONE_RANK,
     **{name: case for name, case in SEVERAL_RANKS.items() if name not in _ELSEWHERE},
 }
-ON_CPU = {"parity", "16 bits", "HSDP"}
+ON_CPU = {"parity", "bf16 summed in fp32"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
