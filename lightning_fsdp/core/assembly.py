@@ -229,6 +229,7 @@ def _make_unit(
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
     module.__dict__["_lightning_fsdp_hooks"] = ModuleHooks(module, unit, schedule)
     module.__class__ = _sharded_class(type(module))
+    torch_internals.enter_as_sharded(module)
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:

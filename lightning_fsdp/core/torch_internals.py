@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.optim import Optimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,6 +72,16 @@ def is_in_backward() -> bool:
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the running backward has finished. No public name; DDP uses it too."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def enter_as_sharded(module: nn.Module) -> None:
+    """Tell torch's other ways to distribute a module that this one is sharded.
+
+    ``replicate()`` around it then leaves its parameters alone, and torch's own ``fully_shard`` of
+    it is refused. No public name.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
 
 
 def wrap_without_storage(
