@@ -7,13 +7,14 @@ import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import lightning_fsdp
 from lightning_fsdp.checkpoint import folder
@@ -263,6 +264,16 @@ def test_optimizer_state_of_a_file_without_names_is_left_out_and_told(trained, t
     torch.save(file, tmp_path / "named.ckpt")
     assert convert(tmp_path / "named.ckpt", tmp_path / "named", to="sharded") == []
     assert any(key.startswith("optimizer") for key in folder.read_shapes(tmp_path / "named"))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_of_peft_are_not_written_under_names_that_nobody_knows(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(fan_in_fan_out=True))
+    torch.save({"state_dict": adapted.state_dict()}, tmp_path / "full")
+    with pytest.raises(NotImplementedError, match=r"base_layer.*expected the names of a model"):
+        convert(tmp_path / "full", tmp_path / "out", to="safetensors")
+    assert {path.name for path in tmp_path.iterdir()} == {"full"}
 
 
 # -- memory ----------------------------------------------------------------------------------------

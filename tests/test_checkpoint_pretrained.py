@@ -621,11 +621,13 @@ def test_a_model_without_memory_is_not_loaded(tmp_path):
 
 def _save_wrong(rank, world_size, folder, kind):
     model = _core_zero3(seeded(_gpt2))
-    if kind == "full disk":
+    if kind in ("full disk", "no memory"):
         write = safetensors_folder.SafetensorsWriter.write
 
         def fail(self, name, tensor):
             if "h.1" in name:
+                if kind == "no memory":
+                    raise MemoryError
                 raise OSError(28, "No space left on device", name)
             write(self, name, tensor)
 
@@ -643,6 +645,7 @@ def _save_wrong(rank, world_size, folder, kind):
         ("occupied", r"expected a directory that does not exist yet, got one with something in it"),
         ("file", r"expected a directory that does not exist yet"),
         ("full disk", r"rank 0 of 2.*No space left on device"),
+        ("no memory", r"rank 0 of 2.*MemoryError"),
         ("size", r"max_shard_size: expected bytes or a size such as '5GB', got '3 parsecs'"),
     ],
 )

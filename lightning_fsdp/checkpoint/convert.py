@@ -70,6 +70,7 @@ def convert(
     Raises:
         OSError: There is nothing at ``source``, or something at ``target``.
         ValueError: ``source`` is no checkpoint, or a damaged one, or has that form already.
+        NotImplementedError: Weights of a model with adapters (peft), to safetensors.
     """
     source, target = Path(source), Path(target)
     max_bytes = bytes_of(max_shard_size)
@@ -199,6 +200,13 @@ def _write_safetensors(
     if not names:
         first = list(contents.state_dict)[:3]
         raise ValueError(f"prefix: expected the beginning of names as {first}, got {prefix!r}.")
+    adapted = next((name for name in names if "base_layer" in name.split(".")), None)
+    if adapted is not None:
+        raise NotImplementedError(
+            f"{adapted}: expected the names of a model, got one that peft gave to a weight under "
+            "an adapter, which from_pretrained would not know. Load the checkpoint into the "
+            "adapted model, merge the adapters (merge_and_unload) and use save_pretrained."
+        )
     key_of: dict[str, str] = {}  # tensors under the first of their names
     aliases: dict[str, str] = {}
     name_of: dict[str, str] = {}

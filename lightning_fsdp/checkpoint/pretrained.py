@@ -117,7 +117,7 @@ def save_pretrained(
             if writers and failure is None:
                 try:
                     writers[0].write(key, whole)
-                except OSError as error:
+                except Exception as error:  # noqa: BLE001 (the others are on their way)
                     failure = error
             del whole
 

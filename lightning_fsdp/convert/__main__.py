@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 on_total=on_total,
                 on_bytes=on_bytes,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, NotImplementedError) as error:
             bar.close()
             print(f"error: {error}", file=sys.stderr)
             return 1

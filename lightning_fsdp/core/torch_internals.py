@@ -20,7 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import (  # noqa: TID251 (a list that modules carry)
+    REGISTRY_KEY,
+    RegistryItem,
+)
 from torch.optim import Optimizer
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
