@@ -59,6 +59,8 @@ class _Wide(Regressor):
 class _Gathers(Regressor):
     """Watches what the gathering of a checkpoint adds to the memory of its rank."""
 
+    path = None
+
     def __init__(self):
         super().__init__(width=64, num_blocks=6)
         self.watched = {}
@@ -71,6 +73,7 @@ class _Gathers(Regressor):
         for what, gather in (
             ("model", strategy.lightning_module_state_dict),
             ("optimizer", lambda: strategy.optimizer_state(optimizer)),
+            ("file", lambda: self.trainer.save_checkpoint(self.path) or {}),
         ):
             peaks = [0]
             tracker = StorageTracker(self)
@@ -92,6 +95,7 @@ class _Gathers(Regressor):
 
 def _gather(rank, world_size, folder, strategy):
     model = seeded(_Gathers)
+    model.path = Path(folder) / "file"
     make_trainer(strategy, Path(folder)).fit(model, make_loader())
     return model.watched
 
@@ -109,6 +113,12 @@ def test_the_writer_holds_the_state_and_one_unit_and_others_less_than_two(tmp_pa
         peak, kept = second[what]
         assert kept <= 4096, what  # counts of steps
         assert peak < 2 * unit, what
+    largest = max(bytes_of([parameter]) for parameter in plain.parameters())
+    for peak, kept in (first["file"], second["file"]):
+        assert kept == 0
+        # torch's engines gather into memory beside the result.
+        assert largest <= peak <= (1 if strategy.startswith("scratch") else 3) * largest + 4096
+    assert (tmp_path / "file").stat().st_size >= 3 * total
 
 
 @needs_proc

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_avg_fn
 from typing_extensions import override
 
+from lightning_fsdp.checkpoint.deferred import DeferredTensor
 from lightning_fsdp.engines.base import Engine
 
 
@@ -199,12 +200,18 @@ class ShardedEMA(EMAWeightAveraging):
         if self._average:  # otherwise the module has it
             self._swap(trainer, pl_module)
             average = trainer.strategy.lightning_module_state_dict()
-            if getattr(trainer.strategy, "saves_sharded", False):  # slices that are swapped again
-                copies = {id(v): v.clone() for v in average.values() if isinstance(v, Tensor)}
-                average = {name: copies.get(id(v), v) for name, v in average.items()}
-            checkpoint["state_dict"] = average
+            # It shares memory with the module, where the weights are again when it is written.
+            copies = {id(v): _kept(v) for v in average.values() if isinstance(v, Tensor)}
+            checkpoint["state_dict"] = {name: copies.get(id(v), v) for name, v in average.items()}
             self._swap(trainer, pl_module)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DeferredTensor):
+        tensor.keep_values()
+        return tensor
+    return tensor.clone()
 
 
 def _engine(trainer: pl.Trainer) -> Engine:

@@ -2,6 +2,7 @@
 
     on_each   every rank works, then every rank learns what came out on every rank
     on_first  rank 0 works, then every rank learns what came out
+    lead      rank 0 works, and calls the others where it needs them
 
 A rank that fails tells the others in the exchange that they all come to anyway, so nobody waits for
 it, and the error that is raised is the same everywhere. The exchange has a gloo group of its own: a
@@ -12,10 +13,12 @@ begins when the save in the background has ended.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from lightning_fsdp.checkpoint.background import join_last
@@ -102,6 +105,45 @@ class Ranks:
         result: Any = results[0]
         return result  # type: ignore[no-any-return]
 
+    def lead(
+        self,
+        doing: str,
+        work: Callable[[Callable[[int], None]], _Result],
+        take_part: Callable[[int], None],
+    ) -> _Result:
+        """Rank 0 works, and on its way calls the others to take part. Collective; see ``on_each``.
+
+        Args:
+            doing: What this is about, the first words of an error.
+            work: Runs on rank 0. It is given what calls the others, with a number from 0 on.
+            take_part: Runs on the others with each of these numbers.
+        """
+        end = -1
+
+        def call(number: int) -> None:
+            if self._group is not None:
+                with self._heard(doing):
+                    dist.broadcast(torch.tensor(number), src=0, group=self._group)
+
+        def lead() -> _Result:
+            try:
+                return work(call)
+            finally:
+                call(end)
+
+        def follow() -> None:
+            number = torch.tensor(end)
+            while True:
+                with self._heard(doing):
+                    dist.broadcast(number, src=0, group=self._group)
+                if number == end:
+                    return
+                take_part(int(number))
+
+        results = self.on_each(doing, lead if self.rank == 0 else follow)
+        result: Any = results[0]
+        return result  # type: ignore[no-any-return]
+
     def share_of(self, items: Sequence[_Result]) -> Sequence[_Result]:
         """This rank's part of ``items``: each item has one rank."""
         return items[self.rank :: self.world_size]
@@ -110,15 +152,20 @@ class Ranks:
         if self._group is None:
             return [outcome]
         outcomes: list[Any] = [None] * self.world_size
-        try:
+        with self._heard(doing):
             dist.all_gather_object(outcomes, outcome, group=self._group)
+        return outcomes
+
+    @contextmanager
+    def _heard(self, doing: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise LostRankError(
                 f"{doing} (rank {self.rank} of {self.world_size}): expected every rank to get "
                 "here, but at least one ended or did not come. Checkpoints that were finished "
                 "before are whole. Start again from the last one."
             ) from error
-        return outcomes
 
     def _describe(self, doing: str, failures: dict[int, _Failure]) -> str:
         by_message: dict[str, list[int]] = {}

@@ -5,7 +5,12 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
@@ -36,3 +41,47 @@ METADATA_NAMES: dict[str, frozenset[str]] = {
         {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     ),
 }
+
+
+def has_typed_storage(dtype: torch.dtype) -> bool:
+    """Whether ``torch.save`` writes tensors of this dtype with the class of their storage."""
+    return dtype in torch.storage._dtype_to_storage_type_map()
+
+
+class _LaterStorage:
+    """What ``torch.save`` asks of the memory of a tensor, which it writes after all else.
+
+    It asks where a storage is; of one that is not on the host it takes ``cpu()``, when it comes to
+    write it. (``skip_data`` would leave places for the bytes, with wrong checksums.)
+    """
+
+    device = torch.device("meta")
+
+    def __init__(self, num_bytes: int, make: Callable[[], Tensor]) -> None:
+        self._num_bytes = num_bytes
+        self._make = make
+        self._cdata = id(self)
+
+    def nbytes(self) -> int:
+        return self._num_bytes
+
+    def cpu(self) -> torch.UntypedStorage:
+        whole = self._make().contiguous()
+        storage = whole.untyped_storage()
+        return storage if storage.nbytes() == self._num_bytes else whole.clone().untyped_storage()
+
+
+def reduce_and_make_later(like: Tensor, make: Callable[[], Tensor]) -> Any:
+    """What ``torch.save`` pickles of a tensor on the host whose values are made as it writes them.
+
+    Args:
+        like: Shape and dtype.
+        make: The tensor.
+    """
+    storage: Any = torch.empty(0, dtype=like.dtype, device="cpu")
+    storage = storage._typed_storage()
+    storage._untyped_storage = _LaterStorage(like.numel() * like.element_size(), make)
+    storage._fake_device = "cpu"  # where ``torch.load`` is told that it was
+    stride = torch.empty(like.shape, device="meta").stride()
+    arguments: Any = (storage, 0, tuple(like.shape), stride, False, OrderedDict())
+    return torch._utils._rebuild_tensor_v2, arguments

@@ -404,6 +404,20 @@ class Communicator:
                 torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
         return rows
 
+    def broadcast_each(self, parts: Sequence[Tensor], what: str) -> None:
+        """Every rank's part to all ranks, in place. Synchronous.
+
+        Args:
+            parts: ``(n,)`` per rank; this rank's has its values.
+            what: The operation, for the message if it fails.
+        """
+        group = self.group
+        with _named(f"{what} {self._where}", "every rank"):
+            for rank, part in enumerate(parts):
+                if part.numel() and self.world_size > 1:
+                    # As bytes: gloo does not know every dtype.
+                    dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
+
     def _exchange(
         self,
         what: str,

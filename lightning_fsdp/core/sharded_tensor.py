@@ -127,20 +127,18 @@ class ShardedTensor(FlatChunks, Tensor):
     def full_tensor(self) -> Tensor:
         """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.
 
-        On the host where shards are offloaded. Moves and holds at most as much as the unit's
-        region, whatever the number of ranks.
+        On the host where shards are offloaded. Each element moves once, from its owner to all, and
+        nothing beside the result is held.
         """
         spec = self.spec
         layout, slot = spec.layout, spec.slot
         pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
-        longest = max(piece.numel for piece in pieces)
         local = self._local.detach()
         with torch.no_grad():
-            mine = local.new_zeros(longest, device=spec.home.compute_device)
-            spec.home.to_device(local, mine[: local.numel()])
-            gathered = spec.communicator.all_gather_slices(mine, f"full_tensor of {spec.name!r}")
-            del mine  # what is held is the rows and the result
-            whole = torch.cat([row[: p.numel] for row, p in zip(gathered, pieces, strict=True)])
+            whole = local.new_empty(slot.numel, device=spec.home.compute_device)
+            spec.home.to_device(local, whole[spec.slice.start : spec.slice.stop])
+            parts = [whole[piece.start : piece.stop] for piece in pieces]
+            spec.communicator.broadcast_each(parts, f"full_tensor of {spec.name!r}")
             whole = spec.home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
 

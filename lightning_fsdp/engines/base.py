@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
+from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign
 from lightning_fsdp.engines.sharded_state import ShardedState
 
@@ -110,22 +111,27 @@ class Engine(ABC):
         """Free whole copies, so that the next forward sees what was written to shards by hand."""
 
     @abstractmethod
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
-        """Whole, plain tensors on the CPU under the original names. Collective.
+    def gatherable_state_dict(self) -> dict[str, Any]:
+        """The module's state dict under the original names, a ``Gatherable`` for what is sharded.
 
-        Args:
-            rank0_only: Other ranks take part and get an empty dict.
+        The rest is copied to the host.
         """
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Whole, plain tensors on the CPU under the original names. Collective."""
+        return gather_all(self.gatherable_state_dict())
 
     @abstractmethod
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Every rank keeps its slices of whole tensors that every rank brings."""
 
     @abstractmethod
-    def full_optimizer_state_dict(
-        self, optimizer: Optimizer, *, rank0_only: bool = False
-    ) -> dict[str, Any]:
+    def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be without sharding, likewise. Collective."""
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be without sharding. Collective."""
+        return gather_all(self.gatherable_optimizer_state_dict(optimizer))
 
     @abstractmethod
     def load_full_optimizer_state_dict(

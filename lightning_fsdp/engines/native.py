@@ -345,19 +345,18 @@ class NativeEngine(Engine):
     # -- state ------------------------------------------------------------------------------------
 
     @override
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        return native_state.full_state_dict(self, rank0_only=rank0_only)
+    def gatherable_state_dict(self) -> dict[str, Any]:
+        return native_state.gatherable_state_dict(self)
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         native_state.load_full_state_dict(self, state, strict)
 
     @override
-    def full_optimizer_state_dict(
-        self, optimizer: Optimizer, *, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        names = list(self._of(optimizer))
-        return native_state.full_optimizer_state_dict(self, optimizer, names, rank0_only=rank0_only)
+    def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        return native_state.gatherable_optimizer_state_dict(
+            self, optimizer, list(self._of(optimizer))
+        )
 
     @override
     def load_full_optimizer_state_dict(

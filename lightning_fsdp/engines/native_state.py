@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.segment import Site
+from lightning_fsdp.engines.gatherable import Gatherable
 from lightning_fsdp.engines.module_form import ModuleForm
 
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
@@ -45,21 +46,18 @@ class Pieces(Protocol):
         """Whether this rank steps the parameter."""
 
 
-def full_state_dict(engine: Pieces, *, rank0_only: bool) -> dict[str, Any]:
-    """What the module's ``state_dict()`` would be without sharding, on the CPU. Collective."""
-    is_owner = not rank0_only or dist.get_rank() == 0
+def gatherable_state_dict(engine: Pieces) -> dict[str, Any]:
+    """What the module's ``state_dict()`` would be without sharding, to be made whole."""
 
-    def whole(name: str, parameter: Tensor) -> Tensor:
-        value = engine.whole(name, parameter).cpu()
-        return value if is_owner else value.new_empty(0)
+    def of_parameter(name: str, parameter: Tensor) -> Gatherable:
+        return _gatherable(engine, name, parameter.detach(), parameter.dtype)
 
-    full = state_dict_with(engine, whole, lambda buffer: buffer.cpu().clone())
-    return full if is_owner else {}
+    return state_dict_with(engine, of_parameter, lambda buffer: buffer.cpu().clone())
 
 
 def state_dict_with(
     engine: Pieces,
-    of_parameter: Callable[[str, Tensor], Tensor],
+    of_parameter: Callable[[str, Tensor], Any],
     of_buffer: Callable[[Tensor], Tensor],
     *,
     part: nn.Module | None = None,
@@ -72,7 +70,7 @@ def state_dict_with(
         of_buffer: Takes a buffer, detached.
         part: Of the module; by default all of it.
     """
-    values: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
     state: dict[str, Any] = {}
     for key, (name, value) in _keyed(engine, part).items():
         if name is not None and name not in values:
@@ -135,32 +133,35 @@ def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool)
                 engine.piece(parameter).copy_(mine)
 
 
-def full_optimizer_state_dict(
-    engine: Pieces, optimizer: Optimizer, names: Sequence[str], *, rank0_only: bool
+def gatherable_optimizer_state_dict(
+    engine: Pieces, optimizer: Optimizer, names: Sequence[str]
 ) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` would be without sharding, on the CPU. Collective.
+    """What ``optimizer.state_dict()`` would be without sharding, to be made whole. Collective.
 
     Args:
         engine: Has sharded the parameters.
         optimizer: Over all or some of them.
         names: Of its parameters, in its order.
-        rank0_only: Other ranks take part and get the groups alone.
     """
-    is_owner = not rank0_only or dist.get_rank() == 0
     state_dict: dict[str, Any] = optimizer.state_dict()
-    full: dict[int, dict[str, Any]] = {}
+    state: dict[int, dict[str, Any]] = {}
     for index, kinds in _kinds_on_any_rank(engine, state_dict["state"], names).items():
         name, mine = names[index], state_dict["state"].get(index, {})
-        values: dict[str, Any] = {}
+        state[index] = {}
         for key, (dtype, value) in kinds.items():
-            if dtype is not None:
-                # Nobody steps what has no element on this rank, so that it may have no state.
-                none = engine.parameters[name].new_empty(0, dtype=dtype)
-                value = engine.whole(name, mine.get(key, none))
-            values[key] = value.cpu() if isinstance(value, Tensor) else value
-        if is_owner:
-            full[index] = values
-    return {**state_dict, "state": full}
+            if dtype is None:
+                state[index][key] = value.cpu() if isinstance(value, Tensor) else value
+                continue
+            # Nobody steps what has no element on this rank, so that it may have no state.
+            none = engine.parameters[name].new_empty(0, dtype=dtype)
+            state[index][key] = _gatherable(engine, name, mine.get(key, none), dtype)
+    return {**state_dict, "state": state}
+
+
+def _gatherable(engine: Pieces, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:
+    return Gatherable(
+        name, engine.shapes[name], dtype, piece, functools.partial(engine.whole, name)
+    )
 
 
 def _kinds_on_any_rank(

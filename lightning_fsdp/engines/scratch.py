@@ -18,11 +18,13 @@ from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.weights import weights
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
+from lightning_fsdp.engines.gatherable import Gatherable
 from lightning_fsdp.engines.undo import give_back
 
 
@@ -102,20 +104,30 @@ class ScratchEngine(Engine):
             module.reshard()
 
     @override
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        return checkpoint.full_state_dict(
-            self.sharded_module("state"), rank0_only=rank0_only, cpu_offload=True
-        )
+    def gatherable_state_dict(self) -> dict[str, Any]:
+        known: dict[int, Gatherable] = {}  # tied parameters have one spec
+        state: dict[str, Any] = {}
+        for name, value in self.sharded_module("state").state_dict().items():
+            if isinstance(value, ShardedTensor):
+                value = known.setdefault(id(value.spec), _gatherable(value))
+            state[name] = _on_host(value)
+        return state
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         checkpoint.load_full_state_dict(self.sharded_module("state"), state, strict=strict)
 
     @override
-    def full_optimizer_state_dict(
-        self, optimizer: Optimizer, *, rank0_only: bool = False
-    ) -> dict[str, Any]:
-        return checkpoint.full_optimizer_state_dict(optimizer, rank0_only=rank0_only)
+    def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        state_dict: dict[str, Any] = optimizer.state_dict()
+        state = {
+            index: {
+                key: _gatherable(value) if isinstance(value, ShardedTensor) else _on_host(value)
+                for key, value in values.items()
+            }
+            for index, values in state_dict["state"].items()
+        }
+        return {**state_dict, "state": state}
 
     @override
     def load_full_optimizer_state_dict(
@@ -139,3 +151,15 @@ class ScratchEngine(Engine):
 
     def _all_units(self) -> list[Unit]:
         return [] if self.module is None else units_in(self.module)
+
+
+def _gatherable(tensor: ShardedTensor) -> Gatherable:
+    def make_whole(piece: Any) -> Tensor:
+        whole: Tensor = piece.full_tensor()
+        return whole
+
+    return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

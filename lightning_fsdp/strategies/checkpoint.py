@@ -1,41 +1,38 @@
 """Checkpoints of a strategy, in two kinds.
 
               a file (``"full"``)                               a folder (``"sharded"``)
-    saving    every rank takes part; rank 0 gets whole          every rank writes its slices
-              tensors on the CPU and writes
+    saving    every rank takes part; rank 0 gets one            every rank writes its slices
+              whole tensor after the other and writes
     loading   every rank maps the file and reads its slices     every rank reads its slices
     read by   plain ``torch.load``, any strategy                strategies of this package
 
-A file: on the ranks that do not write, ``checkpoint["state_dict"]`` holds the same names with
-tensors on the ``meta`` device: hooks that rename or drop entries (``on_save_checkpoint``) run on
-every rank, and would fail on an empty dict on all but one, while the others wait.
+A file: what hooks find in ``checkpoint["state_dict"]`` before it is written are stand-ins for whole
+tensors (``checkpoint/deferred.py``), the same on every rank. ``on_save_checkpoint`` runs on every
+rank, and may rename, drop and convert them; ``full_tensor()`` of one gives its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import state as sharded
 from lightning_fsdp.checkpoint.contents import NAMES
+from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
 
 
-def module_state(engine: Engine, module: nn.Module) -> dict[str, Any]:
-    """The state dict to save: whole on rank 0, names and shapes on the others. Collective."""
+def module_state(engine: Engine, module: nn.Module, deferred: DeferredCheckpoint) -> dict[str, Any]:
+    """The state dict to save, with stand-ins for what is sharded."""
     if engine.module is None:  # between two runs the module is whole
         return module.state_dict()
-    state: dict[str, Any] = engine.full_state_dict(rank0_only=True)
-    outline = [{name: _outline(value) for name, value in state.items()}]
-    dist.broadcast_object_list(outline, src=0)
-    return state if dist.get_rank() == 0 else outline[0]
+    return deferred.in_place_of(engine.gatherable_state_dict())
 
 
 def load_module_state(
@@ -72,11 +69,48 @@ def read_slices(
         load_module_state(engine, module, others, strict=False)
 
 
-def optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer of an unsharded run would save, on rank 0. Collective."""
+def optimizer_state(
+    engine: Engine, optimizer: Optimizer, deferred: DeferredCheckpoint
+) -> dict[str, Any]:
+    """What the optimizer of an unsharded run would save, with stand-ins. Collective."""
     if not _has_state_of_parameters(optimizer.state_dict()):
         return optimizer.state_dict()
-    return engine.full_optimizer_state_dict(optimizer, rank0_only=True)
+    return deferred.in_place_of(engine.gatherable_optimizer_state_dict(optimizer))
+
+
+def write(
+    deferred: DeferredCheckpoint,
+    checkpoint: dict[str, Any],
+    path: str | Path,
+    save: Callable[[dict[str, Any]], None],
+    *,
+    takes_stand_ins: bool,
+) -> None:
+    """Write a file on rank 0, with all ranks. Collective.
+
+    Args:
+        deferred: Made the stand-ins in the checkpoint.
+        checkpoint: The Trainer's.
+        path: For messages.
+        save: Writes it, on rank 0.
+        takes_stand_ins: Whether it does so by ``torch.save`` into a file, tensor by tensor; if not,
+            it is given whole tensors, all of them.
+    """
+
+    def write_with_all() -> None:
+        wholes: dict[int, Tensor] = {}  # tied tensors have one stand-in
+
+        def whole(tensor: DeferredTensor) -> Tensor:
+            if id(tensor) not in wholes:
+                wholes[id(tensor)] = tensor.when_written()
+            return wholes[id(tensor)]
+
+        content = checkpoint
+        if not takes_stand_ins:
+            content = apply_to_collection(checkpoint, DeferredTensor, whole)
+        save(content)
+
+    deferred.write(f"checkpoint {str(path)!r}", write_with_all)
 
 
 def load_optimizer_states(
@@ -127,7 +161,3 @@ def note_parameter_names(
 def _has_state_of_parameters(state: Mapping[str, Any]) -> bool:
     # Where configure_optimizers returns None, Lightning puts an optimizer with an empty state dict.
     return "state" in state
-
-
-def _outline(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value

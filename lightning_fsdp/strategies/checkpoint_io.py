@@ -31,12 +31,16 @@ class FullCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        if storage_options is not None or not _is_local(path):
+        if not self.streams(path, storage_options):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_for_torch(path, checkpoint)
+
+    def streams(self, path: str | Path, storage_options: Any) -> bool:
+        """Whether a file there is written tensor by tensor."""
+        return storage_options is None and _is_local(path)
 
     @override
     def load_checkpoint(

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
@@ -44,6 +45,20 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_fsdp.engines.torch_internals import let_go_of_groups
+
+
+def collect_checkpoints_inside(
+    trainer: pl.Trainer, context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Enter a context whenever the Trainer collects a checkpoint, which no hook tells of."""
+    connector = trainer._checkpoint_connector
+    collect = type(connector).dump_checkpoint
+
+    def collect_inside(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with context():
+            return collect(connector, *args, **kwargs)
+
+    connector.dump_checkpoint = collect_inside  # type: ignore[method-assign]
 
 
 def script_launcher(

@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from lightning_fsdp.checkpoint import background
 from lightning_fsdp.checkpoint import state as sharded
-from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.strategies import checkpoint as full
@@ -107,6 +107,7 @@ class ShardedStrategy(ProcessStrategy):
 
     engine: Engine
     saves_sharded: bool
+    _deferred: DeferredCheckpoint
     _precision: ShardedPrecision
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
@@ -156,6 +157,7 @@ class ShardedStrategy(ProcessStrategy):
         self._compiles = compile
         self.saves_sharded = checkpoint == "sharded"
         self._saves_in_background = async_save
+        self._deferred = DeferredCheckpoint()
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
@@ -288,6 +290,7 @@ class ShardedStrategy(ProcessStrategy):
         self.model_to_device()
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
+        lightning_internals.collect_checkpoints_inside(trainer, self._deferred.collected)
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -449,7 +452,7 @@ class ShardedStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         if self.saves_sharded:
             return self.engine.sharded_state(self.lightning_module).of_module()
-        return full.module_state(self.engine, self.lightning_module)
+        return full.module_state(self.engine, self.lightning_module, self._deferred)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -458,7 +461,7 @@ class ShardedStrategy(ProcessStrategy):
         if self.saves_sharded:
             state = self.engine.sharded_state(self.lightning_module)
             return sharded.optimizer_state(state, optimizer, self.optimizers.index(optimizer))
-        return full.optimizer_state(self.engine, optimizer)
+        return full.optimizer_state(self.engine, optimizer, self._deferred)
 
     @override
     def save_checkpoint(
@@ -483,10 +486,13 @@ class ShardedStrategy(ProcessStrategy):
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
         full.note_parameter_names(checkpoint, self.engine, self.lightning_module, optimizers)
-        save = super().save_checkpoint  # on rank 0; what fails there, fails on all
-        Ranks().on_first(
-            f"checkpoint {str(filepath)!r}",
-            lambda: save(checkpoint, str(filepath), storage_options),
+        io, save = self.checkpoint_io, super().save_checkpoint
+        full.write(
+            self._deferred,
+            checkpoint,
+            filepath,
+            lambda content: save(content, str(filepath), storage_options),
+            takes_stand_ins=type(io) is FullCheckpointIO and io.streams(filepath, storage_options),
         )
 
     @override

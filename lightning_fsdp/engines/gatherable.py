@@ -1,0 +1,60 @@
+"""A tensor that no rank has whole: what this rank holds of it, and how all make it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Gatherable:
+    """One tensor of a state dict. Names of a tied tensor have one in common.
+
+    Attributes:
+        name: For messages.
+        shape: Of the whole.
+        dtype: Of the whole.
+        piece: What this rank holds, in the engine's form; shares memory with what is trained.
+        make_whole: Turns every rank's piece into the whole. Collective.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    piece: Tensor
+    make_whole: Callable[[Tensor], Tensor]
+
+    def whole(self) -> Tensor:
+        """A plain tensor on the host that shares no memory with the module. Collective."""
+        with torch.no_grad():
+            return self.make_whole(self.piece).cpu()
+
+    def kept(self) -> Gatherable:
+        """The same with the values of now: with a copy of this rank's piece."""
+        return replace(self, piece=self.piece.detach().clone())
+
+
+def gather_all(state: Mapping[Any, Any], *, keeps: bool = True) -> dict[Any, Any]:
+    """A state dict with whole tensors. Collective.
+
+    Args:
+        state: Nested or not.
+        keeps: Otherwise this rank helps, and gets tensors on the meta device.
+    """
+    wholes: dict[int, Tensor] = {}
+
+    def whole(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: whole(each) for key, each in value.items()}
+        if not isinstance(value, Gatherable):
+            return value
+        if id(value) not in wholes:
+            made = value.whole()
+            wholes[id(value)] = made if keeps else made.to("meta")
+        return wholes[id(value)]
+
+    return {key: whole(value) for key, value in state.items()}
