@@ -116,8 +116,8 @@ def test_the_writer_holds_the_state_and_one_unit_and_others_less_than_two(tmp_pa
     largest = max(bytes_of([parameter]) for parameter in plain.parameters())
     for peak, kept in (first["file"], second["file"]):
         assert kept == 0
-        # torch's engines gather into memory beside the result.
-        assert largest <= peak <= (1 if strategy.startswith("scratch") else 3) * largest + 4096
+        # The one that is written, the next one, and what torch's engines gather it from.
+        assert largest <= peak <= 3 * largest + 4096
     assert (tmp_path / "file").stat().st_size >= 3 * total
 
 
