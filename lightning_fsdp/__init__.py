@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
     from lightning_fsdp.core.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.gradients import gradients as gradients
+    from lightning_fsdp.core.host_memory import leave_host_memory_alone as leave_host_memory_alone
     from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.weights import weights as weights
     from lightning_fsdp.data import DealtSampler as DealtSampler
@@ -78,6 +79,7 @@ _HOME = {
     "full_state_dict": "core.checkpoint",
     "fully_shard": "core.fully_shard",
     "gradients": "core.gradients",
+    "leave_host_memory_alone": "core.host_memory",
     "load_full_optimizer_state_dict": "core.checkpoint",
     "load_full_state_dict": "core.checkpoint",
     "load_pretrained": "checkpoint.pretrained",
@@ -102,6 +104,7 @@ __all__ = [
     "ShardedTensor",
     "register_forward_method",
     "share_comm_ctx",
+    "leave_host_memory_alone",
     "optimizers_follow",
     "full_state_dict",
     "load_full_state_dict",

@@ -1,12 +1,16 @@
 """What the C library does with host memory that tensors have freed: it keeps it, within bounds.
 
-Whole parameters are allocated and freed many times a step. glibc gives blocks above 32 MB back at
-once, and every page of a fresh one then costs a page fault. So it is told to keep freed memory. Not
-all of that can be used again: one small object in the middle of a hole is enough. A process that
-accumulates gradients grows by a tensor of logits per step, for want of a hole, whatever glibc
-is told. So pages that lie unused are given back, seldom.
+Whole parameters are allocated and freed many times a step. What is free at the end of glibc's heap
+goes back at once, and every page of it costs a page fault when it is asked for again; so glibc is
+told to keep it. Large blocks stay outside of the heap all the same and go back when they are freed:
+inside they would leave holes that nothing else fits into, and a process that trains a model of real
+size would hold much more than its tensors.
+
+Holes remain. A process that accumulates gradients grows by a tensor of logits per step, for want of
+a hole, whatever glibc is told. So pages that lie unused are given back, seldom.
 
 All of it is process-wide, for glibc alone: torch has no setting for its allocator on CPU.
+:func:`leave_host_memory_alone` switches it off.
 """
 
 from __future__ import annotations
@@ -20,22 +24,35 @@ from pathlib import Path
 MOST_GROWTH_BYTES = 2**29
 """Of the process, before pages are given back."""
 
-_MMAP_MAX, _TRIM_THRESHOLD = -4, -1  # of mallopt
+LARGE_BYTES = 2**25
+"""Blocks from here on have memory of their own; the most that glibc admits."""
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt
 _resident_at_best: list[int] = []  # bytes, when pages were last given back; empty at first
+_is_left_alone = False
+
+
+def leave_host_memory_alone() -> None:
+    """Change nothing about the C library's memory. Call it before anything is sharded.
+
+    For programs that set ``mallopt`` themselves, or run beside other users of the heap that do.
+    """
+    global _is_left_alone  # noqa: PLW0603 (of the process, as what it switches off)
+    _is_left_alone = True
 
 
 def keep_freed_memory() -> None:
-    """No block is mapped on its own any more, and 2 GiB may be free at the end of the heap."""
+    """Large blocks are mapped on their own, and 2 GiB may be free at the end of the heap."""
     libc = _glibc()
-    if libc is not None:
-        libc.mallopt(_MMAP_MAX, 0)
+    if libc is not None and not _is_left_alone:
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # the parameter is an int
 
 
 def return_unused_memory(most: int = MOST_GROWTH_BYTES) -> None:
     """Give unused pages back to the kernel once the process has grown by ``most`` bytes."""
     libc = _glibc()
-    if libc is None:
+    if libc is None or _is_left_alone:
         return
     if not _resident_at_best:
         _resident_at_best.append(_resident_bytes())

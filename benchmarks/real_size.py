@@ -1,0 +1,268 @@
+"""Seconds and process memory of training at sizes that people train, and of a full checkpoint.
+
+    python -m benchmarks.real_size                                  # GPT-2 medium, all engines
+    python -m benchmarks.real_size --size large --engines scratch_zero3 fsdp2_zero3
+    python -m benchmarks.real_size --size qwen2.5-0.5b --grad-accum 2 --clip
+
+Two gloo ranks with one thread each train through the Trainer on random tokens. Each arm runs in
+processes of its own, as what a process had in memory is known once; arms take turns. Per arm and
+rank: the median step, the most that the process had in memory (VmHWM) when it started, after its
+steps and after ``save_checkpoint`` of a full checkpoint, and what ``plan`` says of its tensors. An
+arm that would not fit into this machine's memory is said and not tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.tables import markdown_table
+
+SIZES = {
+    "small": "gpt2-small", "medium": "gpt2-medium", "large": "gpt2-large",
+    "qwen2.5-0.5b": "qwen2.5-0.5b",
+}  # fmt: skip
+STRATEGIES = {
+    "ddp": "ddp",
+    **{f"{e}_zero{s}": f"{e}_zero{s}" for e in ("fsdp1", "fsdp2") for s in (2, 3)},
+    **{f"scratch_zero{s}": f"scratch_fsdp_zero{s}" for s in (2, 3)},
+}
+DEFAULT = ("ddp", "fsdp1_zero3", "fsdp2_zero3", "fsdp2_zero2", "scratch_zero3", "scratch_zero2")
+NUM_RANKS = 2
+DDP_COPIES = 5  # whole fp32 copies that a rank of DDP holds: weights, gradients, buckets, 2 moments
+LIMIT_S = 3600.0
+
+
+def memory(what: str) -> int:
+    """Bytes of this process: ``VmHWM``, the most it ever had, or ``VmRSS``, what it has."""
+    status = Path("/proc/self/status").read_text()
+    return next(
+        1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(what)
+    )
+
+
+# -- one arm, in processes of its own --------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """Run on both ranks of an arm: Lightning starts the second."""
+    import lightning.pytorch as pl
+    import torch
+
+    import lightning_fsdp  # noqa: F401 (names its strategies)
+    from recipes.gpt2 import GPT2
+    from recipes.qwen import Qwen
+
+    torch.set_num_threads(1)
+    started = memory("VmRSS")
+    model_class, size = (GPT2, args.size) if SIZES[args.size].startswith("gpt2") else (Qwen, "0.5b")
+    tokens = args.batch * args.seq
+    data = torch.randint(0, 50_000, (1024, args.seq), generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(
+        [{"input_ids": row, "labels": row} for row in data], batch_size=args.batch
+    )
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            self.ready = {"peak": memory("VmHWM")}
+            self.ends.append(time.perf_counter())
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            if trainer.global_step == len(self.ends):
+                self.ends.append(time.perf_counter())
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            record = {
+                "rank": trainer.global_rank,
+                "steps_s": [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)],
+                "tokens": tokens,
+                "started_bytes": started,
+                "initialised_peak_bytes": self.ready["peak"],
+                "trained_peak_bytes": memory("VmHWM"),
+                "trained_bytes": memory("VmRSS"),
+            }
+            if args.checkpoint:
+                path = Path(args.record).parent / "checkpoint"
+                begin = time.perf_counter()
+                trainer.save_checkpoint(path)
+                record |= {
+                    "saved_s": time.perf_counter() - begin,
+                    "saved_peak_bytes": memory("VmHWM"),
+                    "saved_bytes": memory("VmRSS"),
+                    "file_bytes": path.stat().st_size,
+                }
+            Path(f"{args.record}.{trainer.global_rank}").write_text(json.dumps(record))
+
+    torch.manual_seed(0)
+    module = model_class(size=size, max_seq_len=1024)
+    pl.Trainer(
+        strategy=STRATEGIES[args.arm],
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        precision=args.precision,
+        max_steps=args.steps,
+        accumulate_grad_batches=args.grad_accum,
+        gradient_clip_val=1.0 if args.clip else None,
+        callbacks=[Clock()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, loader)
+
+
+# -- all of them -----------------------------------------------------------------------------------
+
+
+def plan_of(args: argparse.Namespace, arm: str) -> int | None:
+    """What ``plan`` says of a rank's tensors; it knows the core."""
+    from lightning_fsdp.plan.dry_run import Run, dry_run
+    from lightning_fsdp.plan.models import config_of
+
+    if not arm.startswith("scratch"):
+        return None
+    run = Run(
+        world_size=NUM_RANKS,
+        zero_stage=int(arm[-1]),
+        precision=args.precision,
+        batch_size=args.batch,
+        seq_len=args.seq,
+        grad_accum=args.grad_accum,
+        backend="gloo",
+    )
+    return dry_run(config_of(SIZES[args.size]), run).peak_bytes
+
+
+def needed_bytes(args: argparse.Namespace, arm: str) -> int:
+    """What all ranks of an arm are going to need at least."""
+    import torch
+
+    from lightning_fsdp.plan.models import build, config_of
+
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in build(config_of(SIZES[args.size])).parameters())
+    copies = DDP_COPIES * NUM_RANKS if arm == "ddp" else 4
+    return 4 * numel * copies
+
+
+def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
+    """One run of an arm: what its ranks wrote down, or why there is nothing."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    needed = needed_bytes(args, arm)
+    if needed > available:
+        return {
+            "arm": arm,
+            "failure": f"needs {format_bytes(needed)}, the machine has {format_bytes(available)}",
+        }
+    record = folder / "record"
+    for old in folder.iterdir():
+        old.unlink()
+    failure = run_command(
+        [sys.executable, "-m", "benchmarks.real_size", *sys.argv[1:], "--arm", arm,
+         "--record", str(record)],
+        log=folder / "log", timeout_s=LIMIT_S,
+    )  # fmt: skip
+    if failure is not None:
+        return {"arm": arm, "failure": failure.says}
+    ranks = [json.loads(Path(f"{record}.{rank}").read_text()) for rank in range(NUM_RANKS)]
+    return {"arm": arm, "ranks": ranks}
+
+
+def table_of(document: dict[str, Any]) -> str:
+    """The arms as Markdown; the higher rank's memory, medians over steps and repeats."""
+    gb = 1e9
+    body = []
+    for arm in document["arms"]:
+        runs = [run for run in document["runs"] if run["arm"] == arm]
+        failures = [run["failure"] for run in runs if "failure" in run]
+        if failures:
+            body.append([arm, failures[0], "", "", "", "", ""])
+            continue
+        ranks = [rank for run in runs for rank in run["ranks"]]
+        steps = [s for rank in ranks for s in rank["steps_s"][1:] or rank["steps_s"]]
+        planned = document["plans"][arm]
+        most = {
+            key: max(rank[key] for rank in ranks) / gb
+            for key in ("started_bytes", "initialised_peak_bytes", "trained_peak_bytes")
+        }
+        added = ""
+        if "saved_s" in ranks[0]:
+            grown = max(rank["saved_peak_bytes"] - rank["trained_peak_bytes"] for rank in ranks)
+            added = f"{grown / gb:.2f} in {max(rank['saved_s'] for rank in ranks):.1f} s"
+        body.append(
+            [
+                arm,
+                f"{statistics.median(steps):.2f}",
+                f"{most['started_bytes']:.2f}",
+                "" if planned is None else f"{planned / gb:.2f}",
+                f"{most['initialised_peak_bytes']:.2f}",
+                f"{most['trained_peak_bytes']:.2f}",
+                added,
+            ]
+        )
+    head = ["engine", "step, s", "at start, GB", "planned, GB", "initialised, GB", "peak, GB"]
+    head.append("a full checkpoint adds, GB")
+    return markdown_table(head, body)
+
+
+def main() -> int:
+    """Measure, print the table and write the JSON."""
+    args = _parser().parse_args()
+    if args.arm is not None:
+        train(args)
+        return 0
+    runs = []
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        for repeat in range(args.repeats):
+            for arm in args.engines:
+                runs.append(run_arm(args, arm, Path(folder)))
+                print(f"round {repeat + 1}: {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
+    document = {
+        **environment(),
+        "command": " ".join(["python", "-m", "benchmarks.real_size", *sys.argv[1:]]),
+        "arms": list(args.engines),
+        "plans": {arm: plan_of(args, arm) for arm in args.engines},
+        "runs": runs,
+    }
+    print(table_of(document))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    return int(all("failure" in run for run in runs))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="medium")
+    parser.add_argument("--engines", nargs="+", choices=STRATEGIES, default=list(DEFAULT))
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up")
+    parser.add_argument("--repeats", type=int, default=1, help="rounds over all engines")
+    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and micro-batch")
+    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument("--clip", action="store_true", help="the norm of gradients, to 1")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--checkpoint", action="store_true", help="write a full one at the end")
+    parser.add_argument("--scratch", help="where checkpoints are written; default: as tempfile")
+    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--record", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    exit_with(main)
