@@ -126,3 +126,37 @@ def run_taught(rank, world_size):
 
 def test_a_unit_that_is_computed_again_and_has_no_backward_is_freed():
     run_on_ranks(run_taught, 2)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in the backward")
+
+
+def fail_in_backward(rank, world_size):
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    x = torch.ones(2, 6)
+    model(x).backward()
+    handle = model.layers[0].register_forward_hook(lambda *event: Failing.apply(event[2]))
+    with pytest.raises(ValueError, match="in the backward"):
+        model(x).backward()
+    handle.remove()
+    with torch.no_grad():
+        model(x)
+    assert_nothing_is_whole(model)
+    for unit in units_in(model):
+        for segment in unit.segments:
+            assert not segment.is_in_flight, segment
+            assert not segment.has_local_gradients, segment
+
+
+def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
+    run_on_ranks(fail_in_backward, 2)

@@ -238,6 +238,22 @@ def test_full_state_dict_is_a_plain_file_and_loads_back(world_size, tmp_path):
     run_on_ranks(_full_round_trip, world_size, tmp_path)
 
 
+def _write_to_what_was_saved(rank, world_size):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    shard_model(model, ignored_params={model[1].weight})
+    state = full_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_full_state_shares_no_memory_with_the_module():
+    run_on_ranks(_write_to_what_was_saved, 2)
+
+
 def _full_state_in_little_memory(rank, world_size):
     """What a gather wrote to, on the way: that of one parameter at a time."""
     model = shard_model(tiny_gpt2(width=64, num_blocks=4))
