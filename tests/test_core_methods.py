@@ -216,9 +216,11 @@ def _full_round_trip(rank, world_size, folder):
         model = shard_model(build())
         state = full_state_dict(model)
         if rank == 0:
-            expected = build().state_dict()
+            expected = build().state_dict(keep_vars=True)
             assert list(state) == list(expected)
             for name, tensor in state.items():
+                same = [other for other in expected if expected[other] is expected[name]]
+                assert [other for other in state if state[other] is tensor] == same
                 assert type(tensor) is torch.Tensor, f"{name}: {type(tensor)}"
                 assert torch.equal(tensor, expected[name]), name
             torch.save(state, folder / f"{index}.pt")

@@ -134,6 +134,15 @@ def test_frozen_and_trainable_parameters_are_separate_segments():
     assert ["blocks.0.0.weight"] in names
 
 
+def test_parameters_of_two_dtypes_are_separate_segments():
+    model = LM()
+    model.blocks[0][0].bias.data = model.blocks[0][0].bias.data.double()
+    plans = plan_units(model, find_units(model, None), set(), set())
+    names = [segment.names for segment in cut_segments(plans)]
+    assert ["blocks.0.0.bias"] in names
+    assert ["blocks.0.0.weight"] in names
+
+
 @pytest.mark.parametrize(
     ("selector", "error", "message"),
     [
