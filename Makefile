@@ -34,7 +34,7 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench bench-full bench-optimizer compare guide gpu train test check format tensorboard clean distclean
+.PHONY: help install bench bench-full bench-optimizer compare guide gpu train test mutants check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -65,6 +65,9 @@ train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes; RECIPE=qw
 
 test: $(READY) ## Run the tests
 	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
+
+mutants: $(READY) ## Change the core in one place after another; a test must notice each. ARGS="--only hooks.py": some
+	$(RUN) tests.mutants $(ARGS)
 
 check: $(READY) ## Formatting, lint, types and import layers
 	$(RUN) ruff format --check .

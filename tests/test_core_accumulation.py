@@ -265,6 +265,34 @@ def test_a_parameter_frozen_between_micro_batches_keeps_the_gradient_that_it_has
     run_on_ranks(_freeze_between, 2, plan)
 
 
+def _fail_between(rank, world_size, plan):
+    model, reference = shard_model(mlp(), PLANS[plan]), mlp()
+
+    def fail(module, args):
+        raise ValueError("in the forward")
+
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    handle = model.last.register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="in the forward"):
+        mlp_loss(model, mlp_batch(0, 1, rank))
+    handle.remove()
+    mlp_loss(model, mlp_batch(0, 2, rank)).backward()
+    for micro_batch in (0, 2):
+        for each in range(world_size):
+            (mlp_loss(reference, mlp_batch(0, micro_batch, each)) / world_size).backward()
+    assert_same_tensors(
+        {name: whole(p.grad) for name, p in model.named_parameters()},
+        {name: whole(p.grad) for name, p in reference.named_parameters()},
+        atol=1e-7,
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_forward_that_fails_between_micro_batches_keeps_their_gradients(plan):
+    run_on_ranks(_fail_between, 2, plan)
+
+
 # Which ranks use ``bonus``, by step and micro-batch.
 USERS = [[{0}, {1}], [{0}, set()], [set(), {1}], [set(), set()], [{0, 1}, set()]]
 
@@ -416,12 +444,14 @@ def _use_unreduced(rank, world_size, how):
         model.clip_grad_norm_(1.0)
 
 
-@pytest.mark.parametrize("how", ["step", "clip"])
-def test_unreduced_gradients_are_refused(how):
+@pytest.mark.parametrize(
+    ("how", "what"), [("step", "an optimizer step"), ("clip", "clip_grad_norm_")]
+)
+def test_unreduced_gradients_are_refused(how, what):
     for error in errors_on_ranks(_use_unreduced, 2, how):
         assert error is not None, f"{how} on unreduced gradients went through"
         assert error.type_name == "RuntimeError"
-        assert "local" in error.message or "reduced" in error.message
+        assert f"expected a reduced gradient for {what}, got one rank's own" in error.message
 
 
 def _bonus_backward(model, rank, uses_bonus):

@@ -140,21 +140,31 @@ def test_ranks_agree_on_little_beside_the_data():
         assert counts["largest control"] < 1024
 
 
-def _count_without_gradients(rank, world_size):
-    from torch import no_grad
-
-    counts = {}
-    for plan in PLANS:
-        model = shard_model(causal_lm(**SIZES), PLANS[plan])
-        with no_grad(), CollectiveCounter() as counter:
+def _count_without_gradients(rank, world_size, plan):
+    model = shard_model(causal_lm(**SIZES), PLANS[plan])
+    with torch.no_grad(), CollectiveCounter() as counter:
+        for _ in range(3):
             lm_loss(model, token_batch(0, 0, rank))
-        counts[plan] = counter.num_gathers(world_size), counter.num_reductions(world_size)
-    return counts
+    return counter.num_gathers(world_size), counter.num_reductions(world_size)
 
 
-def test_a_forward_without_gradients_gathers_once():
-    for counts in run_on_ranks(_count_without_gradients, 2):
-        assert counts == {"zero2": (NUM_UNITS, 0), "zero3": (NUM_UNITS, 0)}
+@pytest.mark.parametrize("plan", PLANS)
+def test_forwards_without_gradients_gather_once_each(plan):
+    assert run_on_ranks(_count_without_gradients, 2, plan) == [(3 * NUM_UNITS, 0)] * 2
+
+
+def _count_evaluation_before_backward(rank, world_size):
+    model = shard_model(causal_lm(**SIZES), ZERO2)
+    with CollectiveCounter() as counter:
+        loss = lm_loss(model, token_batch(0, 0, rank))
+        with torch.no_grad():
+            lm_loss(model, token_batch(0, 1, rank))
+        loss.backward()
+    return counter.num_gathers(world_size)
+
+
+def test_an_evaluation_leaves_what_zero2_keeps_for_the_backward():
+    assert run_on_ranks(_count_evaluation_before_backward, 2) == [NUM_UNITS] * 2
 
 
 def _count_tied(rank, world_size, plan):

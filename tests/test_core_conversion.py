@@ -155,3 +155,16 @@ def _remove(rank, world_size):
 
 def test_the_hook_of_a_gradient_can_be_removed():
     run_on_ranks(_remove, 2)
+
+
+def _hook_before_conversion(rank, world_size):
+    model, called = fully_shard(mlp()), []
+    model.mix.register_post_accumulate_grad_hook(called.append)
+    model.double()
+    batch = mlp_batch(0, 0, rank)
+    mlp_loss(model, {name: value.double() for name, value in batch.items()}).backward()
+    assert called == [model.mix]
+
+
+def test_hooks_of_gradients_outlive_a_conversion():
+    run_on_ranks(_hook_before_conversion, 2)

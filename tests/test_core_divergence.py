@@ -139,9 +139,9 @@ class Forking(nn.Module):
         return self.units[which](self.inlet(x))
 
 
-def fork_on_known_ways(rank, world_size):
+def fork_on_known_ways(rank, world_size, backend, ways):
     torch.manual_seed(0)
-    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    group = torch.distributed.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     plain = Forking()
     model = Forking()
@@ -151,13 +151,15 @@ def fork_on_known_ways(rank, world_size):
     with torch.no_grad():
         for which in (0, 1, 2, 0, 2, 1) * 2:
             model(inputs, which)
-        message, _ = error_of(lambda: found.append(model(inputs, rank)))
-        is_right = [torch.allclose(output, plain(inputs, rank)) for output in found]
+        message, _ = error_of(lambda: found.append(model(inputs, ways[rank])))
+        is_right = [torch.allclose(output, plain(inputs, ways[rank])) for output in found]
     return message, is_right
 
 
-def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes():
-    outcomes = run_on_ranks(fork_on_known_ways, 2)
+@pytest.mark.parametrize("ways", [(0, 1), (0, 2)])  # after 1, which 2 and 0 have followed
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes(backend, ways):
+    outcomes = run_on_ranks(fork_on_known_ways, 2, backend, ways, backend=backend)
     messages = [message for message, _ in outcomes if message is not None]
     assert any("order of units" in message for message in messages)
     for message, is_right in outcomes:

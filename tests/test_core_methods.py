@@ -216,9 +216,11 @@ def _full_round_trip(rank, world_size, folder):
         model = shard_model(build())
         state = full_state_dict(model)
         if rank == 0:
-            expected = build().state_dict()
+            expected = build().state_dict(keep_vars=True)
             assert list(state) == list(expected)
             for name, tensor in state.items():
+                same = [other for other in expected if expected[other] is expected[name]]
+                assert [other for other in state if state[other] is tensor] == same
                 assert type(tensor) is torch.Tensor, f"{name}: {type(tensor)}"
                 assert torch.equal(tensor, expected[name]), name
             torch.save(state, folder / f"{index}.pt")
@@ -236,6 +238,22 @@ def _full_round_trip(rank, world_size, folder):
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_full_state_dict_is_a_plain_file_and_loads_back(world_size, tmp_path):
     run_on_ranks(_full_round_trip, world_size, tmp_path)
+
+
+def _write_to_what_was_saved(rank, world_size):
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    shard_model(model, ignored_params={model[1].weight})
+    state = full_state_dict(model)
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1)
+    for name, tensor in state.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_full_state_shares_no_memory_with_the_module():
+    run_on_ranks(_write_to_what_was_saved, 2)
 
 
 def _full_state_in_little_memory(rank, world_size):

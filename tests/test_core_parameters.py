@@ -26,6 +26,8 @@ def _look_at_parameters(rank, world_size, plan):
     for build in (mlp, causal_lm, tied_lm):
         model, reference = build(), build()
         before = dict(model.named_parameters())
+        for name, parameter in before.items():
+            parameter.mark = name
         assert shard_model(model, plan) is model
         _assert_sharded_like(model, reference, before, world_size)
     batch = token_batch(0, 0, rank)
@@ -48,6 +50,7 @@ def _assert_sharded_like(model, reference, before, world_size):
     for name, parameter in parameters.items():
         theirs = expected[name]
         assert parameter is before[name], f"{name}: another object"
+        assert parameter.mark == name, "what the user put on it"
         assert isinstance(parameter, nn.Parameter), name
         assert type(parameter).__name__ == "ShardedTensor", name
         assert parameter.shape == theirs.shape, name

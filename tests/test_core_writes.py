@@ -155,16 +155,17 @@ def test_a_write_between_micro_batches_is_what_the_next_one_computes_with(plan, 
 
 def _write_to_what_is_gathered_ahead(rank, world_size, plan):
     model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
-    for unit in (model, model.blocks[1]):
+    for unit in (model, model.blocks[1], model.head):  # the head's weight is the embedding's, too
         unit.unshard(async_op=True)
         for each in (model, reference):
             write_in_place(each)
         _validate(model, reference)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "late"])  # the second sees what nobody waits for
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_write_after_unshard_is_what_the_forward_computes_with(plan):
-    run_on_ranks(_write_to_what_is_gathered_ahead, 2, plan)
+def test_a_write_after_unshard_is_what_the_forward_computes_with(plan, backend):
+    run_on_ranks(_write_to_what_is_gathered_ahead, 2, plan, backend=backend)
 
 
 def _step_some_parameters(rank, world_size, plan):

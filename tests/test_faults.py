@@ -5,13 +5,13 @@ comparison that came out wrong: a crash or a hang would be noticed by any test.
 """
 
 import re
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from tests.support import ranks
 from tests.support.faults import FAULTS
+from tests.support.junit import Case, cases_in
 from tests.support.ranks import run_snippet
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -120,16 +120,6 @@ def _as_reported(message):
     return "\n".join(f"E   {line}" for line in message.splitlines())
 
 
-class Case:
-    """A test as pytest's report has it."""
-
-    def __init__(self, element: ET.Element) -> None:
-        self.name = element.get("name")
-        outcome = next((e for e in element if e.tag in ("failure", "error", "skipped")), None)
-        self.kind = "passed" if outcome is None else outcome.tag
-        self.text = "" if outcome is None else outcome.text or ""
-
-
 def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Case], str]:
     """Exit status of a pytest with ``--fault``, its cases, and what it printed."""
     report = folder / "report.xml"
@@ -145,7 +135,7 @@ def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Cas
     )
     output = ended.stdout[-8000:] + ended.stderr[-2000:]
     assert report.exists(), output
-    return ended.returncode, [Case(e) for e in ET.parse(report).iter("testcase")], output
+    return ended.returncode, cases_in(report), output
 
 
 def is_wrong_comparison(text: str) -> bool:

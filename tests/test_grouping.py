@@ -81,6 +81,20 @@ def test_a_model_without_blocks_is_cut_at_what_holds_parameters():
     assert list(units_of(model)) == ["a", "b.0"]
 
 
+def test_leftovers_on_both_sides_of_blocks_are_two_units():
+    model = nn.ModuleDict(
+        {
+            "inlet": nn.Linear(3, 4),
+            "blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]),
+            "norm": nn.LayerNorm(4),
+            "head": nn.Linear(4, 5),
+        }
+    )
+    units = units_of(model)
+    assert list(units) == ["blocks.0", "blocks.1", "inlet", "norm"]
+    assert units["norm"] == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+
+
 def test_a_module_with_parameters_and_children_stays_together():
     model = nn.Module()
     model.attention = nn.MultiheadAttention(4, 2)
@@ -114,6 +128,15 @@ def test_ignored_parameters_belong_to_no_unit():
 def test_frozen_and_trainable_parameters_are_separate_segments():
     model = LM()
     model.blocks[0][0].bias.requires_grad_(False)
+    plans = plan_units(model, find_units(model, None), set(), set())
+    names = [segment.names for segment in cut_segments(plans)]
+    assert ["blocks.0.0.bias"] in names
+    assert ["blocks.0.0.weight"] in names
+
+
+def test_parameters_of_two_dtypes_are_separate_segments():
+    model = LM()
+    model.blocks[0][0].bias.data = model.blocks[0][0].bias.data.double()
     plans = plan_units(model, find_units(model, None), set(), set())
     names = [segment.names for segment in cut_segments(plans)]
     assert ["blocks.0.0.bias"] in names

@@ -93,7 +93,7 @@ class SegmentLayout:
         """The part of a parameter that a rank owns, in elements of that parameter."""
         shard_start, shard_stop = self.shard_range(shard_rank)
         start = min(max(shard_start - slot.offset, 0), slot.numel)
-        stop = min(max(shard_stop - slot.offset, 0), slot.numel)
+        stop = min(shard_stop - slot.offset, slot.numel)
         return FlatSlice(slot.shape, start, max(start, stop))
 
     def offset_in_shard(self, slot: Slot, shard_rank: int) -> int:

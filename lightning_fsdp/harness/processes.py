@@ -31,13 +31,16 @@ class Failure:
     says: str
 
 
-def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> Failure | None:
+def run_command(
+    command: Sequence[str], *, log: Path, timeout_s: float, cwd: Path | None = None
+) -> Failure | None:
     """Run a command; nothing that it started outlives the call.
 
     Args:
         command: Program and arguments.
         log: File for everything that its processes print.
         timeout_s: Wall time after which all of them are ended.
+        cwd: Folder that it runs in; default: that of this process.
 
     Returns:
         Why it failed, or ``None``.
@@ -50,6 +53,7 @@ def run_command(command: Sequence[str], *, log: Path, timeout_s: float) -> Failu
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            cwd=cwd,
             env=_environment(),
         )
         try:

@@ -1,0 +1,162 @@
+"""A pass that ends early, or where nobody announces it, leaves no unit whole and no leaf behind.
+
+After each forward and each backward of ZeRO-3, every unit is sharded, and modules hold the user's
+own parameters.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fsdp import fully_shard
+from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from tests.support.ranks import run_on_ranks
+
+
+def assert_nothing_is_whole(model):
+    for unit in units_in(model):
+        assert unit.parameter_state is ParameterState.SHARDED, unit
+        for segment in unit.segments:
+            assert segment.buffer.flat.untyped_storage().nbytes() == 0, segment
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, ShardedTensor), name
+
+
+class Layers(nn.Module):
+    """Runs layers ``[first, last)``; no gradient goes to those below ``first_trained``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x, last=4, first_trained=0):
+        for index in range(last):
+            x = self.layers[index](x)
+            if index + 1 == first_trained:
+                x = x.detach()
+        return x.sum()
+
+
+def end_early(rank, world_size):
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    x = torch.ones(2, 6)
+    model(x).backward()  # each unit is followed by the next from now on
+    for number in (3, 2, 1):
+        with torch.no_grad():
+            model(x, number)
+        assert_nothing_is_whole(model)
+        loss = model(x, number)
+        assert_nothing_is_whole(model)
+        loss.backward()
+    for first in (1, 2, 3):
+        model(x).backward()
+        model(x, first_trained=first).backward()
+        assert_nothing_is_whole(model)
+
+
+def test_what_was_gathered_ahead_for_units_that_do_not_run_is_freed():
+    run_on_ranks(end_early, 2)
+
+
+class Halves(nn.Module):
+    """Two modules of one unit: only one of them runs, or is computed again."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.how = how
+
+    def forward(self, x):
+        if self.how == "one":
+            return self.first(x).sum()
+        return checkpoint(self.second, self.first(x), use_reentrant=False).sum()
+
+
+def run_halves(rank, world_size, how):
+    model = Halves(how)
+    fully_shard([model.first, model.second], reshard_after_forward=True)
+    fully_shard(model)
+    for x in (torch.ones(2, 6), torch.ones(2, 6, requires_grad=True)):
+        for _ in range(2):
+            with torch.no_grad():
+                model(x)
+            assert_nothing_is_whole(model)
+            loss = model(x)
+            assert_nothing_is_whole(model)
+            loss.backward()
+            assert_nothing_is_whole(model)
+
+
+@pytest.mark.parametrize("how", ["one", "recomputed"])
+def test_a_unit_of_several_modules_is_freed_without_all_of_them(how):
+    run_on_ranks(run_halves, 2, how)
+
+
+class Taught(nn.Module):
+    """The teacher is computed again with the student, and has no backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def body(self, x):
+        return self.student(x) * self.teacher(x).detach()
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False).sum()
+
+
+def run_taught(rank, world_size):
+    model = Taught()
+    for module in (model.student, model.teacher):
+        fully_shard(module)
+    fully_shard(model, reshard_after_forward=True)
+    for _ in range(2):
+        loss = model(torch.ones(2, 6))
+        assert_nothing_is_whole(model)
+        loss.backward()
+        assert_nothing_is_whole(model)
+
+
+def test_a_unit_that_is_computed_again_and_has_no_backward_is_freed():
+    run_on_ranks(run_taught, 2)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("in the backward")
+
+
+def fail_in_backward(rank, world_size):
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    x = torch.ones(2, 6)
+    model(x).backward()
+    handle = model.layers[0].register_forward_hook(lambda *event: Failing.apply(event[2]))
+    with pytest.raises(ValueError, match="in the backward"):
+        model(x).backward()
+    handle.remove()
+    with torch.no_grad():
+        model(x)
+    assert_nothing_is_whole(model)
+    for unit in units_in(model):
+        for segment in unit.segments:
+            assert not segment.is_in_flight, segment
+            assert not segment.has_local_gradients, segment
+
+
+def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
+    run_on_ranks(fail_in_backward, 2)

@@ -1,0 +1,109 @@
+"""The list of mutants holds what it says of the core, and the command tells what survives.
+
+``python -m tests.mutants`` runs all of them. Here each is only looked at, and a few are run.
+"""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import pytest
+
+from lightning_fsdp.harness.command_line import INTERRUPTED
+from tests import mutants as command
+from tests.support.mutants import CORE, REPOSITORY, Mutant, load_mutants, try_out
+
+MUTANTS = load_mutants()
+LAYOUT = "test_layout.py::test_every_element_is_owned_by_exactly_one_rank"
+RUN_HERE = [
+    "a slot of exactly the least size is no run of its own",
+    "a leaf that was freed answers operations",
+]
+
+
+def test_there_are_enough_of_them_of_all_parts():
+    assert len(MUTANTS) >= 60
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    files = Counter(mutant.file for mutant in MUTANTS)
+    assert len(files) >= 15
+    assert files["schedule.py"] == max(files.values())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.file}: {mutant.name}")
+def test_each_changes_one_place_of_a_file_and_is_held_by_tests_or_has_a_reason(mutant):
+    source = (REPOSITORY / CORE / mutant.file).read_text()
+    changed = ast.dump(ast.parse(mutant.applied()))
+    assert changed != ast.dump(ast.parse(source)), "it changes no more than layout and comments"
+    assert bool(mutant.noticed_by) != bool(mutant.changes_nothing)
+
+
+def test_the_tests_that_are_named_exist():
+    named = {test for mutant in MUTANTS for test in mutant.noticed_by}
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(f"tests/{test}" for test in sorted(named))],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def test_a_place_that_is_not_there_or_not_the_only_one_is_refused():
+    for before in ("no such text", "return"):
+        mutant = Mutant("nothing", "layout.py", before, "")
+        with pytest.raises(ValueError, match=r"'nothing': expected its text once in layout\.py"):
+            mutant.applied()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_a_mutant_is_noticed(name):
+    (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
+    outcome = try_out(mutant, mutant.noticed_by, timeout_s=100)
+    assert outcome.verdict == "noticed", outcome
+    assert outcome.says.startswith(mutant.noticed_by[0])
+
+
+@pytest.mark.slow
+def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
+    inside = "yield from within_row(last, start, stop)\n        return"
+    harmless = Mutant(
+        "says it otherwise", "layout.py", inside, inside.replace("last", "first - 1"), [LAYOUT]
+    )
+    harmful = Mutant("cuts a row too early", "layout.py", inside, "return")
+    monkeypatch.setattr(command, "load_mutants", lambda: [harmless, harmful])
+    assert command.main(["--only", "says it"]) == 1
+    assert re.search(
+        r"^\| layout.py \| says it otherwise \| survived", capsys.readouterr().out, re.MULTILINE
+    )
+    monkeypatch.setattr(command, "SEARCHED", ["lifecycle", "layout"])
+    assert command.main(["--search", "--only", "too early"]) == 0
+    assert "noticed | test_layout.py::test_boxes_" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_behind_when_the_command_is_ended(kind, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.mutants", "--only", RUN_HERE[-1]],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("mutant-*/log.txt")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(kind)
+    assert process.wait(30) == INTERRUPTED
+    assert list(tmp_path.iterdir()) == []
