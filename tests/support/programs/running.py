@@ -202,7 +202,7 @@ class Sharded(Side):
         found = gradients(self.model)
         return {
             name: found[name].local().double()
-            if name in found.names() and found[name].state == "local"
+            if name in found and found[name].state == "local"
             else None
             for name, _ in self.model.named_parameters()
         }
