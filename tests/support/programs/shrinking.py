@@ -34,7 +34,7 @@ def smaller(value: Any) -> Iterator[Any]:
                 yield replace(value, **{each.name: simplest})
 
 
-def shrink(program: Program, fails: Callable[[Program], bool], *, max_tries: int = 200) -> Program:
+def shrink(program: Program, fails: Callable[[Program], bool], *, max_tries: int = 60) -> Program:
     """A program as small as steps of :func:`smaller` lead to that fails as well."""
     found_one = True
     while found_one and max_tries > 0:
