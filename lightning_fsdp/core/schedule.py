@@ -229,9 +229,15 @@ class Schedule:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """The backward reaches a unit's outputs: make it whole, start the gather of the next."""
+    def before_backward(self, unit: Unit | None) -> None:
+        """The backward reaches a unit's outputs: make it whole, start the gather of the next.
+
+        One through a module without a unit is a backward, too: gradients of earlier ones may wait
+        for it, whatever units it leaves out.
+        """
         self._open_backward()
+        if unit is None:
+            return
         step = self._step
         is_first = unit not in step.entered
         self._touch(unit)
