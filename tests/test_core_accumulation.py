@@ -2,6 +2,7 @@
 are dropped.
 """
 
+import copy
 import itertools
 
 import pytest
@@ -379,6 +380,74 @@ def _accumulate_with_detours(rank, world_size):
 
 def test_a_unit_may_be_left_out_of_some_micro_batches():
     run_on_ranks(_accumulate_with_detours, 2)
+
+
+class _TiedBeside(nn.Module):
+    """A unit outside of the graph, and a layer with its weight that one rank leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.aside, self.tied = (nn.Linear(7, 7) for _ in range(3))
+        self.tied.weight = self.aside.weight
+
+    def forward(self, inputs, uses_tied):
+        hidden = self.first(inputs)
+        hidden = hidden + self.aside(hidden).detach()
+        return (hidden + self.tied(hidden) if uses_tied else hidden).tanh()
+
+
+def _use_tied_on_one_rank(rank, world_size):
+    torch.manual_seed(1)
+    model = _TiedBeside()
+    plain = copy.deepcopy(model)
+    for module in (model.first, model.aside, model):
+        fully_shard(module)
+    for step in range(2):
+        inputs = [mlp_batch(step, 0, r)["inputs"] for r in range(world_size)]
+        model(inputs[rank], rank == 0).sum().backward()
+        for r, each in enumerate(inputs):
+            (plain(each, r == 0).sum() / world_size).backward()
+        ours, theirs = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in (model, plain))
+        assert_same_tensors(ours, theirs, atol=1e-6, what=f"step {step}")
+        for each in (model, plain):
+            each.zero_grad()
+
+
+def test_a_tied_weight_may_be_used_by_one_rank_while_its_other_unit_has_no_backward():
+    run_on_ranks(_use_tied_on_one_rank, 2)
+
+
+class _DetourOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.detour = nn.Linear(7, 7)
+
+    def forward(self, inputs, takes_detour):
+        return (self.detour(inputs) if takes_detour else inputs).tanh()
+
+
+def _end_without_units(rank, world_size, plan):
+    torch.manual_seed(1)
+    model = _DetourOnly()
+    plain = copy.deepcopy(model)
+    shard_model(model, PLANS[plan])
+    for step in range(2):
+        inputs = [mlp_batch(step, 0, r)["inputs"].requires_grad_() for r in range(world_size)]
+        with model.no_sync():
+            model(inputs[rank], True).sum().backward()
+        model(inputs[rank], False).sum().backward()
+        for each in inputs:
+            (plain(each, True).sum() / world_size).backward()
+        ours, theirs = ({n: whole(p.grad) for n, p in m.named_parameters()} for m in (model, plain))
+        assert_same_tensors(ours, theirs, atol=1e-6, what=f"step {step}")
+        for each in (model, plain):
+            each.zero_grad()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_last_micro_batch_may_use_no_unit_at_all(plan):
+    """What the others left is reduced, as where it leaves out some."""
+    run_on_ranks(_end_without_units, 2, plan)
 
 
 class _Scale(nn.Module):

@@ -1,19 +1,33 @@
-"""Random programs train sharded as they do in plain torch; see ``tests/support/programs.py``.
+"""Random programs train sharded as they do in plain torch; see ``tests/support/programs``.
 
-More of them: ``pytest tests/test_core_programs.py --programs 3000 --first-program 1000``.
+More of them: ``pytest tests/test_core_programs.py --programs 3000 --first-program 1000``. That takes
+40 to 50 minutes on two cores, 0.2 s (one rank) to 2 s (four) for each. A run of 50 fails under
+``--fault no_division_by_world_size``, and under others that change values.
 """
 
 import re
-import traceback
 
 import pytest
 
-from tests.support import programs
-from tests.support.programs import Call, MicroBatch, Part, Program, Step, draw_program, shrink
-from tests.support.ranks import RanksFailed, run_on_ranks
+from tests.support import ranks
+from tests.support.programs.drawing import (
+    Call,
+    MicroBatch,
+    Part,
+    Program,
+    Setup,
+    Step,
+    draw_program,
+)
+from tests.support.programs.running import NotAProgram, run_program
+from tests.support.programs.shrinking import shrink
+from tests.support.ranks import PLAIN, RanksFailed, run_on_ranks
 
-PER_RUN = 25
-WAYS = [(1, "gloo"), (2, "gloo"), (2, "mixed"), (3, "late")]
+PER_RUN = 20
+WAYS = [
+    *((2, "gloo"), (2, "mixed"), (3, "late"), (2, "early"), (1, "gloo")),
+    *((2, "late"), (4, "gloo"), (2, PLAIN), (3, "gloo"), (2, "mixed"), (4, "mixed")),
+]
 
 
 def pytest_generate_tests(metafunc):
@@ -25,43 +39,51 @@ def pytest_generate_tests(metafunc):
 
 
 def _run_each(rank, world_size, each):
-    """What was wrong, by seed or number."""
-    wrong = {}
-    for key, program in each.items():
+    """How many of them plain torch refused."""
+    num_refused = 0
+    for program in each:
         try:
-            programs.run_program(rank, world_size, program)
-        except Exception:  # noqa: BLE001 (any error of a program that plain torch runs)
-            wrong[key] = traceback.format_exc()
-    return wrong
+            run_program(rank, world_size, program)
+        except NotAProgram:
+            num_refused += 1
+    return num_refused
 
 
-def _fails_alike(program, world_size, backend, text):
-    """Whether another program ends in the same type of error, not one of its own making."""
+def _failure_of(program, world_size, backend):
     try:
-        wrong = run_on_ranks(_run_each, world_size, {0: program}, backend=backend)[0]
-    except RanksFailed:  # it hangs, or ends the process
-        return False
-    return bool(wrong) and _type_of(wrong[0]) == _type_of(text)
+        run_on_ranks(_run_each, world_size, [program], backend=backend, timeout_s=30.0)
+    except RanksFailed as failed:
+        return str(failed)
+    return ""
 
 
-def _type_of(text):
-    return re.findall(r"^([\w.]+):", text, re.MULTILINE)[-1:]
+def _kind_of(failure):
+    """The type of the error that the first rank with one raised; nothing for a hang."""
+    return re.findall(r"^([\w.]+): ", failure, re.MULTILINE)[:1]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_programs_train_as_in_plain_torch(seeds):
-    world_size, backend = WAYS[seeds[0] // PER_RUN % len(WAYS)]
+    way = WAYS[seeds[0] // PER_RUN % len(WAYS)]
+    world_size, backend = way
     drawn = {seed: draw_program(seed) for seed in seeds}
-    by_rank = run_on_ranks(_run_each, world_size, drawn, backend=backend, timeout_s=300.0)
-    wrong = {seed: text for found in by_rank for seed, text in found.items()}
-    if wrong:
-        seed = min(wrong)
-        how = world_size, backend, wrong[seed]
-        least = shrink(drawn[seed], lambda program: _fails_alike(program, *how))
-        pytest.fail(
-            f"{len(wrong)} of {len(seeds)} programs on {world_size} ranks over {backend}: "
-            f"{sorted(wrong)}. Program {seed}, made smaller:\n{least}\n\n{wrong[seed]}"
+    try:
+        refused = run_on_ranks(
+            _run_each, world_size, [*drawn.values()], backend=backend, timeout_s=300.0
         )
+    except RanksFailed as failed:
+        failures = ((seed, _failure_of(drawn[seed], *way)) for seed in seeds)
+        seed, failure = next((each for each in failures if each[1]), (None, ""))
+        if seed is None:
+            raise  # it needs the programs before it
+        kind, least = _kind_of(failure), drawn[seed]
+        if kind and ranks.active_fault is None:
+            least = shrink(least, lambda program: _kind_of(_failure_of(program, *way)) == kind)
+        pytest.fail(
+            f"Program {seed} on {world_size} ranks over {backend}, made smaller:\n{least}\n\n"
+            f"{failure}\n\nFound in:\n{failed}"
+        )
+    assert refused[0] <= len(seeds) // 5, "plain torch refuses too many"
 
 
 def test_a_failing_program_is_made_smaller():
@@ -73,9 +95,10 @@ def test_a_failing_program_is_made_smaller():
     def fails(each):
         return any(child.calls == (calls,) for child in each.root.children)
 
-    least = shrink(Program(root, program.steps, "adamw", reshards=True), fails, max_tries=500)
+    drawn = Program(root, program.steps, Setup("adamw", stage="zero2", is_meta=True))
+    least = shrink(drawn, fails, max_tries=500)
     assert fails(least)
     assert least.root.calls == ()
-    assert least.optimizer == "sgd"
-    only_backward = MicroBatch(syncs=True, num_backwards=1, evaluates=False)
-    assert least.steps == (Step((only_backward,), sets_to_none=True, event="nothing"),)
+    only_backward = MicroBatch(syncs=True, num_backwards=1)
+    assert least.steps == (Step((only_backward,), sets_to_none=True),)
+    assert least.setup == Setup()

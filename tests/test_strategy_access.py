@@ -408,6 +408,31 @@ def test_zero_grad_leaves_nothing_over(tmp_path):
         torch.testing.assert_close(found, expected, msg=lambda text, s=strategy: f"{s}: {text}")
 
 
+# -- frozen parameters -----------------------------------------------------------------------------
+
+
+class _LooksForFrozen(pl.Callback):
+    def on_train_start(self, trainer, module):
+        gradients, weights = trainer.strategy.gradients, trainer.strategy.weights
+        frozen = [name for name in weights if name not in gradients]
+        assert frozen == ["inlet.weight"]
+        assert [name for name in weights if name in gradients] == list(gradients)
+        assert "nowhere" not in gradients
+        with pytest.raises(GradientUnavailable, match="Unfreeze"):
+            gradients[frozen[0]]
+
+
+def _frozen(rank, world_size, strategy, folder):
+    module = seeded(Regressor)
+    module.get_parameter("inlet.weight").requires_grad_(False)
+    make_trainer(strategy, Path(folder), callbacks=[_LooksForFrozen()]).fit(module, make_loader())
+
+
+def test_a_frozen_parameter_is_not_among_the_gradients(tmp_path):
+    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
+        on_trainer_ranks(_frozen, 2, strategy, str(tmp_path))
+
+
 # -- outside of a run ------------------------------------------------------------------------------
 
 

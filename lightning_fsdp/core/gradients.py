@@ -153,6 +153,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
             raise frozen(name)
         return Gradient(name, parameter)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 

@@ -114,12 +114,11 @@ class ModuleHooks:
 
     def _on_success(self, output: Any) -> Any:
         unit = self.unit
-        if unit is not None:
-            if unit.policy.output_dtype is not None:
-                cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
-                output = map_tensors(output, cast)
-            if torch.is_grad_enabled() and not torch_internals.is_in_backward():
-                self._announce_backward([output, self._kept_tensors()])
+        if unit is not None and unit.policy.output_dtype is not None:
+            cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
+            output = map_tensors(output, cast)
+        if torch.is_grad_enabled() and not torch_internals.is_in_backward():
+            self._announce_backward([output, self._kept_tensors()])
         self._leave(failed=False)
         return output
 
@@ -176,7 +175,6 @@ _ENDING_HERE = object()  # a key of a node's metadata
 
 def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
     for hooks in ending:
-        assert hooks.unit is not None, "only units have a backward of their own"
         hooks.schedule.before_backward(hooks.unit)
 
 

@@ -229,9 +229,15 @@ class Schedule:
 
     # -- backward --------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit) -> None:
-        """The backward reaches a unit's outputs: make it whole, start the gather of the next."""
+    def before_backward(self, unit: Unit | None) -> None:
+        """The backward reaches a unit's outputs: make it whole, start the gather of the next.
+
+        One through a module without a unit is a backward, too: gradients of earlier ones may wait
+        for it, whatever units it leaves out.
+        """
         self._open_backward()
+        if unit is None:
+            return
         step = self._step
         is_first = unit not in step.entered
         self._touch(unit)
@@ -282,8 +288,10 @@ class Schedule:
     def _note_arrival(self, segment: Segment) -> None:
         self._open_backward()
         self._step.unsettled.setdefault(segment)
-        for unit in self._users[segment]:
-            self._step.touched.setdefault(unit)
+        users = dict.fromkeys(self._users[segment])
+        # Of a tied weight's users, one was entered on every rank; others may have no backward.
+        if users.keys().isdisjoint(self._step.touched):
+            self._step.touched.update(users)
 
     def _settle(self, segments: Iterable[Segment]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""

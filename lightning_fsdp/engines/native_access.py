@@ -126,6 +126,9 @@ class NativeGradients(Mapping[str, NativeGradient]):
             raise frozen(name)
         return NativeGradient(self._engine, name)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
 
