@@ -1,7 +1,7 @@
 """Random programs train sharded as they do in plain torch; see ``tests/support/programs``.
 
-More of them: ``pytest tests/test_core_programs.py --programs 3000 --first-program 200``. They take
-40 to 50 minutes on two cores, 0.2 s (one rank) to 2 s (four) each. One of 50 fails under ``--fault
+More of them: ``pytest tests/test_core_programs.py --programs 3000 --first-program 1000``. They take
+about 40 minutes on two cores, each 0.2 s (one rank) to 2 s (four). Fifty fail under ``--fault
 no_division_by_world_size``, and under others that change values.
 """
 

@@ -23,6 +23,11 @@ from dataclasses import dataclass
 PARTS = ("linear", "linear", "norm", "scale", "empty", "double", "tied", "frozen", "shared")
 HOWS = ("plain", "plain", "plain", "recomputed", "reentrant", "no_grad", "detached", "in place")
 OUTPUTS = ("tensor", "tensor", "tuple", "dict", "none")
+WHENS = (
+    *(("always",),) * 7,
+    ("always", "in every other micro-batch"),
+    *(("always", "in every other micro-batch", "on every other rank"),) * 2,
+)
 STAGES = ("zero3", "zero3", "zero2", "kept until the backward", "default", "mixed")
 OPTIMIZERS = ("sgd", "adamw", "fused adamw", "rmsprop")
 EVALUATIONS = ("none",) * 6 + ("no_grad", "inference_mode")
@@ -108,10 +113,16 @@ class Program:
 def draw_program(seed: int) -> Program:
     """The same program for the same seed, on every machine."""
     draw = random.Random(seed)
-    is_conditional, has_penalties = draw.random() < 0.3, draw.random() < 0.15
-    hows = tuple(how for how in HOWS if how != "reentrant" or not has_penalties)
+    whens = draw.choice(WHENS)
+    has_penalties = draw.random() < 0.15
+    is_conditional = len(whens) > 1
+    hows = set(HOWS)
+    if has_penalties:
+        hows -= {"reentrant"}  # torch refuses it
+    if "on every other rank" in whens:
+        hows -= {"recomputed", "reentrant"}  # in there, ranks use the same parameters
     return Program(
-        root=_Tree(draw, hows, is_conditional=is_conditional).group(depth=0),
+        root=_Tree(draw, tuple(how for how in HOWS if how in hows), whens).group(depth=0),
         steps=tuple(_draw_step(draw, has_penalties) for _ in range(draw.randint(1, 3))),
         setup=Setup(
             optimizer=draw.choice(OPTIMIZERS),
@@ -135,7 +146,7 @@ def draw_program(seed: int) -> Program:
 class _Tree:
     draw: random.Random
     hows: tuple[str, ...]
-    is_conditional: bool
+    whens: tuple[str, ...]
 
     def group(self, depth: int) -> Part:
         draw = self.draw
@@ -159,12 +170,10 @@ class _Tree:
         return Part(kind, draw.random() < 0.4, is_compiled=draw.random() < 0.01)
 
     def _when(self, child: Part) -> str:
-        if not self.is_conditional or self.draw.random() < 0.6:
-            return "always"
+        when = self.draw.choice(self.whens)
         # Ranks agree on each unit that is called.
-        if child.is_unit or child.kind in ("group", "shared") or self.draw.random() < 0.4:
-            return "in every other micro-batch"
-        return "on every other rank"
+        may_differ = not child.is_unit and child.kind not in ("group", "shared")
+        return when if may_differ or when != "on every other rank" else "always"
 
 
 def _draw_step(draw: random.Random, has_penalties: bool) -> Step:

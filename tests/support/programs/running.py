@@ -29,6 +29,7 @@ from tests.support.programs.steps import (
     input_of,
     make_optimizers,
     named_parameters,
+    write,
 )
 
 ATOL = 2e-5  # sums may come in another order
@@ -239,10 +240,12 @@ class Sharded(Side):
     def after_step(self, event: str) -> Values:
         if event == "whole state dict":
             state = full_state_dict(self.model)
+            write(self.model)  # and what is loaded takes it back
             load_full_state_dict(self.model, state)
             return state
         if event == "whole optimizer's state dict":
             states = [full_optimizer_state_dict(o) for o in self.optimizers]
+            self.optimizers = make_optimizers(self.program, self.model)
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 load_full_optimizer_state_dict(optimizer, state)
             return _states_of(states)

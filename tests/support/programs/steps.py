@@ -144,8 +144,10 @@ class Side:
         elif event == "state dict":
             self.model.load_state_dict(self.model.state_dict())
         elif event == "optimizer's state dict":
-            for optimizer in self.optimizers:
-                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            states = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
+            self.optimizers = make_optimizers(self.program, self.model)
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                optimizer.load_state_dict(state)
         elif event == "copy":
             return named_parameters(copy.deepcopy(self.model))
         return {}
