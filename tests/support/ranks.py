@@ -78,14 +78,16 @@ def run_on_ranks(
     """Call ``fn(rank, world_size, *args)`` on every rank and return what each returned.
 
     Args:
-        fn: A function at the top level of a module. What it returns must be picklable. world_size:
-        Number of ranks. args: Further picklable arguments. timeout_s: Seconds for everything, after
-        which all ranks are killed and the test fails with their stacks. backend: Of the default
-        process group; None starts no group, ``PLAIN`` is gloo that does not say so, others are
-        those of ``tests/support/transports.py``. env:
-        Environment variables to set on every rank. group_timeout_s: Timeout of the process group,
-        seconds. Beyond ``timeout_s`` by default, so that a hang is
-            shown as a hang, with stacks.
+        fn: A function at the top level of a module. What it returns must be picklable.
+        world_size: Number of ranks.
+        args: Further picklable arguments.
+        timeout_s: Seconds for everything, after which all ranks are killed and the test fails with
+            their stacks.
+        backend: Of the default process group; None starts no group, ``PLAIN`` is gloo that does not
+            say so, others are those of ``tests/support/transports.py``.
+        env: Environment variables to set on every rank.
+        group_timeout_s: Timeout of the process group, seconds. Beyond ``timeout_s`` by default, so
+            that a hang is shown as a hang, with stacks.
 
     Raises:
         RanksFailed: With the report of every rank.
