@@ -87,6 +87,14 @@ def enter_as_sharded(module: nn.Module) -> None:
     registry["fully_shard"] = RegistryItem()
 
 
+def leave_as_plain(module: nn.Module) -> None:
+    """Take :func:`enter_as_sharded` back."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry.pop("fully_shard", None)
+    if not registry:
+        module.__dict__.pop(REGISTRY_KEY, None)
+
+
 def wrap_without_storage(
     cls: type[Tensor], shape: tuple[int, ...], like: Tensor, requires_grad: bool
 ) -> Tensor:

@@ -33,6 +33,7 @@ def give_back(module: nn.Module) -> None:
             hooks.remove()
         if isinstance(inner, ShardedModule):
             inner.__class__ = type(inner).__mro__[2]
+            torch_internals.leave_as_plain(inner)
         for name in _OWN_OF_MODULE:
             inner.__dict__.pop(name, None)
 
