@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import lightning_fsdp
 from lightning_fsdp.core import host_memory
@@ -69,6 +71,54 @@ def test_large_blocks_leave_no_holes():
     assert left <= 12 * MIB
 
 
+HUGE = """
+import torch
+from lightning_fsdp.core import host_memory
+from lightning_fsdp.core.flat_buffer import FlatBuffer
+
+def huge():
+    rows = [row.split() for row in open("/proc/self/smaps")]
+    return sum(1024 * int(row[1]) for row in rows if row[0] == "AnonHugePages:")
+
+{call}
+host_memory.keep_freed_memory()
+flat = FlatBuffer({numel}, torch.float32, torch.device("cpu"))
+before, seen = huge(), []
+for _ in range(2):
+    flat.free()
+    seen.append(huge() - before)
+    flat.allocate()
+    flat.flat.fill_(1.0)
+    seen.append(huge() - before)
+print(*seen)
+"""
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(
+    not MODE.exists() or "[madvise]" not in MODE.read_text(),
+    reason="of kernels that give huge pages to who asks for them",
+)
+@pytest.mark.parametrize(
+    ("call", "numel", "asked"),
+    [
+        ("", 2**24, True),
+        ("", 2**20, False),  # in the heap, with other things
+        ("host_memory.leave_host_memory_alone()", 2**24, False),
+    ],
+)
+def test_large_whole_copies_are_backed_by_huge_pages(call, numel, asked):
+    done = subprocess.run(
+        [sys.executable, "-c", HUGE.format(call=call, numel=numel)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    freed, whole, freed_again, whole_again = map(int, done.stdout.split())
+    assert freed == freed_again == 0
+    for seen in (whole, whole_again):
+        assert (seen >= 4 * numel - 2 * host_memory.HUGE_PAGE_BYTES) if asked else (seen == 0)
+
+
 @pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
 def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
     class Libc:
@@ -79,7 +129,11 @@ def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(host_memory, "_is_left_alone", False)
     with pytest.raises(AssertionError, match="mallopt was called"):
         host_memory.keep_freed_memory()
+    large = torch.empty(host_memory.LARGE_BYTES, dtype=torch.uint8)
+    with pytest.raises(AssertionError, match="madvise was called"):
+        host_memory.ask_for_huge_pages(large)
     lightning_fsdp.leave_host_memory_alone()
     host_memory.keep_freed_memory()
+    host_memory.ask_for_huge_pages(large)
     host_memory.return_unused_memory(0)
     host_memory.return_unused_memory(0)

@@ -50,7 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.agreement import ControlGroup
 from lightning_fsdp.core.layout import complement
 
@@ -331,6 +331,7 @@ class Communicator:
         mine = shards[self.rank]
         received = {peer: pieces[0].data.new_empty(shard_numel) for peer in self._peers()}
         for row in received.values():
+            host_memory.ask_for_huge_pages(row)
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
         sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.layout import Slot
 
 
@@ -45,6 +45,7 @@ class FlatBuffer:
         self._guard.allow_access()
         if self.can_be_freed:
             self.flat.untyped_storage().resize_(self._nbytes)
+            host_memory.ask_for_huge_pages(self.flat)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

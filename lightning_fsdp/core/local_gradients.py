@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core import host_memory
 from lightning_fsdp.core.collectives import Piece
 from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
@@ -170,6 +171,7 @@ class LocalGradients:
             run.buffer = gradient.view(-1)
             return
         run.buffer = torch.empty(run.stop - run.start, dtype=dtype, device=self._device)
+        host_memory.ask_for_huge_pages(run.buffer)
         for start, stop in self._layout.padding(run.start, run.stop):
             run.buffer[start - run.start : stop - run.start].zero_()
         while kept:  # each is freed as soon as it is copied
