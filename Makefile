@@ -64,7 +64,7 @@ train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes; RECIPE=qw
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
 
 test: $(READY) ## Run the tests
-	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
+	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
 
 mutants: $(READY) ## Change the core in one place after another; a test must notice each. ARGS="--only hooks.py": some
 	$(RUN) tests.mutants $(ARGS)

@@ -314,6 +314,20 @@ def test_the_command_writes_the_table_and_the_file(tmp_path, folder, capsys):
     assert document["search"]["limit"].startswith("1: takes ")
 
 
+def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsys, monkeypatch):
+    monkeypatch.setattr(plan_command, "bytes_at_start", lambda: 400_000_000)
+    out = tmp_path / "plan.json"
+    arguments = ["--model", str(folder), "--world", "2", "--seq-len", "32", "--json", str(out)]
+    assert main([*arguments, "--backend", "gloo"]) == 0
+    document = json.loads(out.read_text())
+    assert document["process_at_start_bytes"] == 400_000_000
+    together = (document["plan"]["peak_bytes"] + 400_000_000) / 1e6
+    assert f"a process holds at least {together:.1f} MB" in capsys.readouterr().out
+    assert main(arguments) == 0
+    assert "CUDA context" in capsys.readouterr().out
+    assert json.loads(out.read_text())["process_at_start_bytes"] is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

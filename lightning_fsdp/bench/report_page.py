@@ -40,7 +40,8 @@ def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table that a person reads, in Markdown."""
     head = [
         "arm", "ranks", "loss first", "loss last", "tokens/s", "step ms (quartiles)",
-        "peak MB per rank", "resting MB per rank", "collectives per step", "MB per step",
+        "peak MB per rank", "resting MB per rank", "process MB per rank", "collectives per step",
+        "MB per step",
     ]  # fmt: skip
     return markdown_table(head, [_cells(row) for row in rows])
 
@@ -76,7 +77,7 @@ def page(results: Results) -> str:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     get = row.get
     if get("tokens_per_s") is None:
-        return [row["arm"], str(row["num_processes"]), "FAILED", *[""] * 7]
+        return [row["arm"], str(row["num_processes"]), "FAILED", *[""] * 8]
     calls = get("collectives")
     listed = (
         _UNKNOWN
@@ -93,6 +94,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{median} ({low}..{high})",
         _megabytes(get("peak_bytes")),
         _megabytes(get("resting_bytes")),
+        _megabytes(get("peak_rss_bytes")),
         listed or "none",
         _number(get("payload_bytes"), ".1f", unit=1e6),
     ]

@@ -12,7 +12,8 @@ from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
-from lightning_fsdp.plan.report import as_json, format_plan, format_search
+from lightning_fsdp.plan.process import bytes_at_start
+from lightning_fsdp.plan.report import as_json, format_plan, format_rest, format_search
 from lightning_fsdp.strategies.precision import POLICIES
 
 _MAX_BATCH_SIZE = 1024
@@ -50,16 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             search, plan = largest_batch(config, run, device_bytes=args.device_memory, cap=cap)
     except ValueError as error:
         parser.error(str(error))
+    at_start = bytes_at_start() if args.backend == "gloo" else None
     if plan is not None:
         print(format_plan(args.model, plan))
     if search is not None:
         print(f"\n{format_search(search, args.device_memory)}")
-    print(
-        "\nTensors only. Leave room beside them for the CUDA context, buffers of NCCL, workspaces "
-        "of kernels and the allocator's fragments."
-    )
+    print(f"\n{format_rest(plan, args.backend, at_start)}")
     if args.json is not None:
-        content = json.dumps(as_json(args.model, plan, search), indent=1) + "\n"
+        content = json.dumps(as_json(args.model, plan, search, at_start), indent=1) + "\n"
         try:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(content)

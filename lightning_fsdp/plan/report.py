@@ -38,10 +38,31 @@ def format_search(search: Search, device_bytes: int) -> str:
     return f"Largest batch on {device}: {search.largest} per rank; not more, as {search.limit}"
 
 
-def as_json(model: str, plan: Plan | None, search: Search | None) -> dict[str, Any]:
-    """Everything in bytes; ``plan`` is null where nothing fits, ``search`` where none was made."""
+def format_rest(plan: Plan | None, backend: str, at_start: int | None) -> str:
+    """What a process holds beside the tensors of the table, as far as it can be told."""
+    if backend == "nccl" or at_start is None or plan is None:
+        return (
+            "Tensors only. Leave room beside them for the CUDA context, buffers of NCCL, "
+            "workspaces of kernels and the allocator's fragments."
+        )
+    return (
+        f"On CPU a process holds at least {format_bytes(plan.peak_bytes + at_start)}: these "
+        f"tensors, and {format_bytes(at_start)} that it has before it trains (Python, torch, "
+        "Lightning, transformers; measured here). What lies free between blocks comes on top: up "
+        "to a fifth at the sizes that were measured (benchmarks/results/real_size)."
+    )
+
+
+def as_json(
+    model: str, plan: Plan | None, search: Search | None, at_start: int | None = None
+) -> dict[str, Any]:
+    """Everything in bytes; ``plan`` is null where nothing fits, ``search`` where none was made.
+
+    ``process_at_start_bytes`` is what a process on CPU holds before it trains, null on CUDA.
+    """
     return {
         "model": model,
         "plan": None if plan is None else plan.as_json(),
+        "process_at_start_bytes": at_start,
         "search": None if search is None else {**asdict(search), "limit": search.limit},
     }

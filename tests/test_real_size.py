@@ -1,0 +1,32 @@
+"""What ``benchmarks/real_size.py`` measures, in its small form, against what ``plan`` says."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lightning_fsdp.plan.process import bytes_at_start
+
+LIMIT = 1.12  # of the tensors and what a process has before it trains
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_process_holds_what_the_plan_says(tmp_path):
+    out = tmp_path / "real_size.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.real_size", "--size", "small", "--engines",
+         "scratch_zero3", "--steps", "3", "--checkpoint", "--scratch", str(tmp_path),
+         "--json", str(out)],
+        check=True, timeout=380, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    document = json.loads(out.read_text())
+    planned = document["plans"]["scratch_zero3"]
+    (run,) = document["runs"]
+    for rank in run["ranks"]:
+        expected = planned + rank["started_bytes"]
+        assert expected < rank["trained_peak_bytes"] < LIMIT * expected
+        assert rank["saved_peak_bytes"] < rank["trained_peak_bytes"] + 0.05 * rank["file_bytes"]
+        # What the plan's command adds for a process is what one of this run had.
+        assert bytes_at_start() == pytest.approx(rank["started_bytes"], rel=0.1)
