@@ -6,9 +6,11 @@
 
 Two gloo ranks with one thread each train through the Trainer on random tokens. Each arm runs in
 processes of its own, as what a process had in memory is known once; arms take turns. Per arm and
-rank: the median step, the most that the process had in memory (VmHWM) when it started, after its
-steps and after ``save_checkpoint`` of a full checkpoint, and what ``plan`` says of its tensors. An
-arm that would not fit into this machine's memory is said and not tried.
+rank: the median step, the most that the process had in memory (VmHWM) when it started and after its
+steps, and what ``plan`` says of its tensors. With ``--checkpoint`` also what ``save_checkpoint`` of
+a full one adds to that, its seconds beside those of ``dd`` for as many bytes, and the same of new
+processes that go on from it. An arm that would not fit into this machine's memory is said and not
+tried.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +56,11 @@ def memory(what: str) -> int:
     )
 
 
+def page_faults() -> int:
+    """So far, of this process: what fresh memory costs."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 # -- one arm, in processes of its own --------------------------------------------------------------
 
 
@@ -78,25 +87,29 @@ def train(args: argparse.Namespace) -> None:
             self.ends: list[float] = []
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self.ready = {"peak": memory("VmHWM")}
+            self.ready_s, self.ready_peak = time.perf_counter() - begun, memory("VmHWM")
+            self.first = trainer.global_step
+            self.faults = [page_faults()]
             self.ends.append(time.perf_counter())
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-            if trainer.global_step == len(self.ends):
+            if trainer.global_step - self.first == len(self.ends):
                 self.ends.append(time.perf_counter())
+                self.faults.append(page_faults())
 
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             record = {
                 "rank": trainer.global_rank,
                 "steps_s": [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)],
+                "page_faults": [b - a for a, b in zip(self.faults, self.faults[1:], strict=False)],
                 "tokens": tokens,
                 "started_bytes": started,
-                "initialised_peak_bytes": self.ready["peak"],
+                "ready_s": self.ready_s,
+                "initialised_peak_bytes": self.ready_peak,
                 "trained_peak_bytes": memory("VmHWM"),
                 "trained_bytes": memory("VmRSS"),
             }
-            if args.checkpoint:
-                path = Path(args.record).parent / "checkpoint"
+            if args.checkpoint and not path.exists():
                 begin = time.perf_counter()
                 trainer.save_checkpoint(path)
                 record |= {
@@ -105,8 +118,12 @@ def train(args: argparse.Namespace) -> None:
                     "saved_bytes": memory("VmRSS"),
                     "file_bytes": path.stat().st_size,
                 }
+                if trainer.is_global_zero:
+                    record["disk_s"] = seconds_of_disk(path.with_name("dd"), record["file_bytes"])
             Path(f"{args.record}.{trainer.global_rank}").write_text(json.dumps(record))
 
+    path, begun = Path(args.record).parent / "checkpoint", time.perf_counter()
+    resumes = path.exists()
     torch.manual_seed(0)
     module = model_class(size=size, max_seq_len=1024)
     pl.Trainer(
@@ -114,7 +131,7 @@ def train(args: argparse.Namespace) -> None:
         accelerator="cpu",
         devices=NUM_RANKS,
         precision=args.precision,
-        max_steps=args.steps,
+        max_steps=args.steps + resumes,
         accumulate_grad_batches=args.grad_accum,
         gradient_clip_val=1.0 if args.clip else None,
         callbacks=[Clock()],
@@ -122,7 +139,17 @@ def train(args: argparse.Namespace) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(module, loader)
+    ).fit(module, loader, ckpt_path=path if resumes else None)
+
+
+def seconds_of_disk(path: Path, num_bytes: int) -> float:
+    """What ``dd`` takes to write as many bytes, in blocks of 16 MiB."""
+    begin = time.perf_counter()
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=16M", "iflag=count_bytes"]
+    subprocess.run([*command, f"count={num_bytes}"], check=True, capture_output=True)
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
 
 
 # -- all of them -----------------------------------------------------------------------------------
@@ -168,17 +195,31 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
             "arm": arm,
             "failure": f"needs {format_bytes(needed)}, the machine has {format_bytes(available)}",
         }
-    record = folder / "record"
     for old in folder.iterdir():
         old.unlink()
-    failure = run_command(
-        [sys.executable, "-m", "benchmarks.real_size", *sys.argv[1:], "--arm", arm,
-         "--record", str(record)],
-        log=folder / "log", timeout_s=LIMIT_S,
-    )  # fmt: skip
-    if failure is not None:
-        return {"arm": arm, "failure": failure.says}
-    ranks = [json.loads(Path(f"{record}.{rank}").read_text()) for rank in range(NUM_RANKS)]
+
+    def run(name: str) -> list[dict[str, Any]] | str:
+        failure = run_command(
+            [sys.executable, "-m", "benchmarks.real_size", *sys.argv[1:], "--arm", arm,
+             "--record", str(folder / name)],
+            log=folder / "log", timeout_s=LIMIT_S,
+        )  # fmt: skip
+        if failure is not None:
+            return failure.says
+        return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(NUM_RANKS)]
+
+    ranks = run("record")
+    if isinstance(ranks, str):
+        return {"arm": arm, "failure": ranks}
+    if args.checkpoint:
+        resumed = run("resumed")
+        if isinstance(resumed, str):
+            return {"arm": arm, "failure": f"resuming: {resumed}"}
+        for rank, again in zip(ranks, resumed, strict=True):
+            rank |= {
+                "resumed_s": again["ready_s"],
+                "resumed_peak_bytes": again["trained_peak_bytes"],
+            }
     return {"arm": arm, "ranks": ranks}
 
 
@@ -190,7 +231,7 @@ def table_of(document: dict[str, Any]) -> str:
         runs = [run for run in document["runs"] if run["arm"] == arm]
         failures = [run["failure"] for run in runs if "failure" in run]
         if failures:
-            body.append([arm, failures[0], "", "", "", "", ""])
+            body.append([arm, failures[0], *[""] * 7])
             continue
         ranks = [rank for run in runs for rank in run["ranks"]]
         steps = [s for rank in ranks for s in rank["steps_s"][1:] or rank["steps_s"]]
@@ -199,10 +240,15 @@ def table_of(document: dict[str, Any]) -> str:
             key: max(rank[key] for rank in ranks) / gb
             for key in ("started_bytes", "initialised_peak_bytes", "trained_peak_bytes")
         }
-        added = ""
+        saved = ["", "", ""]
         if "saved_s" in ranks[0]:
             grown = max(rank["saved_peak_bytes"] - rank["trained_peak_bytes"] for rank in ranks)
-            added = f"{grown / gb:.2f} in {max(rank['saved_s'] for rank in ranks):.1f} s"
+            of_disk = statistics.median(r["saved_s"] / r["disk_s"] for r in ranks if "disk_s" in r)
+            saved = [
+                f"{grown / gb:.2f}",
+                f"{max(rank['saved_s'] for rank in ranks):.1f} ({of_disk:.2f})",
+                f"{max(rank['resumed_peak_bytes'] for rank in ranks) / gb:.2f}",
+            ]
         body.append(
             [
                 arm,
@@ -211,11 +257,11 @@ def table_of(document: dict[str, Any]) -> str:
                 "" if planned is None else f"{planned / gb:.2f}",
                 f"{most['initialised_peak_bytes']:.2f}",
                 f"{most['trained_peak_bytes']:.2f}",
-                added,
+                *saved,
             ]
         )
     head = ["engine", "step, s", "at start, GB", "planned, GB", "initialised, GB", "peak, GB"]
-    head.append("a full checkpoint adds, GB")
+    head += ["a checkpoint adds, GB", "saved in s (of dd's time)", "peak after resuming, GB"]
     return markdown_table(head, body)
 
 

@@ -329,9 +329,11 @@ class Communicator:
         """Every rank sends each other rank that one's shard; the owner sums in rank order."""
         shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
         mine = shards[self.rank]
-        received = {peer: pieces[0].data.new_empty(shard_numel) for peer in self._peers()}
+        sent_dtype, device = pieces[0].data.dtype, pieces[0].data.device
+        received = {
+            peer: host_memory.empty(shard_numel, sent_dtype, device) for peer in self._peers()
+        }
         for row in received.values():
-            host_memory.ask_for_huge_pages(row)
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
         sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]

@@ -31,7 +31,7 @@ class FlatBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         # Outside of inference mode: an inference tensor could never be written to in training.
         with torch.inference_mode(False):
-            self.flat = torch.empty(numel, dtype=dtype, device=device)
+            self.flat = host_memory.empty(numel, dtype, device)
         self._nbytes = self.flat.untyped_storage().nbytes()
         self._guard = torch_internals.AccessGuard(self.flat)
 
@@ -44,8 +44,7 @@ class FlatBuffer:
         """Give the storage its memory; the content is undefined."""
         self._guard.allow_access()
         if self.can_be_freed:
-            self.flat.untyped_storage().resize_(self._nbytes)
-            host_memory.ask_for_huge_pages(self.flat)
+            host_memory.allocate(self.flat.untyped_storage(), self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

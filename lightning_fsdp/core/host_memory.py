@@ -7,10 +7,12 @@ inside they would leave holes that nothing else fits into, and a process that tr
 size would hold much more than its tensors.
 
 Each page of a large block costs a fault whenever it comes back, a good part of a step at a real
-size. So the kernel is asked to back those of the core by pages of 2 MiB.
+size. So those of the core are backed by pages of 2 MiB, and are kept out of the heap when half as
+large already.
 
-Holes remain. A process that accumulates gradients grows by a tensor of logits per step, for want of
-a hole, whatever glibc is told. So pages that lie unused are given back, seldom.
+Holes remain. Activations leave them in a backward, and the gradients that come are larger; so the
+process would hold most at its end, when neither are needed. Unused pages are given back when it is
+about to hold more than it needs at any time.
 
 All of it is process-wide, for glibc alone: torch has no setting for its allocator on CPU.
 :func:`leave_host_memory_alone` switches it off.
@@ -24,19 +26,28 @@ import mmap
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-MOST_GROWTH_BYTES = 2**29
-"""Of the process, before pages are given back."""
+SLACK_BYTES = 2**27
+"""What a process may hold beyond the most that was in use, before pages are given back."""
+
+LOOK_AFTER_BYTES = 2**25
+"""Of gradients written, before the process is looked at again."""
 
 LARGE_BYTES = 2**25
 """Blocks from here on have memory of their own; the most that glibc admits."""
 
+OWN_BYTES = 2**24
+"""The same for what the core allocates."""
+
 HUGE_PAGE_BYTES = 2**21
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt
-_resident_at_best: list[int] = []  # bytes, when pages were last given back; empty at first
+_written = 0  # bytes of gradients, since the process was last looked at
+_most_in_use = 0  # bytes of the process, right after pages were given back
 _is_left_alone = False
+_keeps_freed_memory = False
 
 
 def leave_host_memory_alone() -> None:
@@ -50,38 +61,65 @@ def leave_host_memory_alone() -> None:
 
 def keep_freed_memory() -> None:
     """Large blocks are mapped on their own, and 2 GiB may be free at the end of the heap."""
+    global _keeps_freed_memory  # noqa: PLW0603 (of the process)
     libc = _glibc()
     if libc is not None and not _is_left_alone:
+        _keeps_freed_memory = True
         libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # the parameter is an int
 
 
-def ask_for_huge_pages(tensor: Tensor) -> None:
-    """Of a tensor that was just allocated and not written to: a fault for 2 MiB, not for 4 KiB.
+def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.empty((numel,))``; much of it on the host has memory of its own, in huge pages."""
+    flat = torch.empty(0, dtype=dtype, device=device)
+    storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
+    if not _is_own(storage, num_bytes):
+        return torch.empty(numel, dtype=dtype, device=device)
+    allocate(storage, num_bytes)
+    return flat.resize_(numel)
 
-    Advice, for large blocks on the host alone; a kernel without huge pages passes over it.
-    """
-    storage = tensor.untyped_storage()
-    if storage.nbytes() < LARGE_BYTES or storage.device.type != "cpu":
-        return
+
+def allocate(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Give an empty storage its bytes, as :func:`empty` does."""
     libc = _glibc()
-    if libc is None or _is_left_alone:
+    if libc is None or not _is_own(storage, num_bytes):
+        storage.resize_(num_bytes)
         return
+    libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
+    try:
+        storage.resize_(num_bytes)
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+    # Pages that are the block's alone.
     begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    stop = (storage.data_ptr() + storage.nbytes()) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
 
 
-def return_unused_memory(most: int = MOST_GROWTH_BYTES) -> None:
-    """Give unused pages back to the kernel once the process has grown by ``most`` bytes."""
-    libc = _glibc()
-    if libc is None or _is_left_alone:
+def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
+    return _keeps_freed_memory and num_bytes >= OWN_BYTES and storage.device.type == "cpu"
+
+
+def return_unused_memory(written: int | None = None, slack: int = SLACK_BYTES) -> None:
+    """Give unused pages back to the kernel, if the process has too many.
+
+    That is ``slack`` bytes beyond the most that was in use at any such moment: pages that the next
+    step is going to need are seldom given back.
+
+    Args:
+        written: Bytes of gradients that were just written; looks each ``LOOK_AFTER_BYTES`` of them.
+            None looks at once.
+        slack: Bytes.
+    """
+    global _written, _most_in_use  # noqa: PLW0603 (of the process, as what they tell)
+    _written += LOOK_AFTER_BYTES if written is None else written
+    if _written < LOOK_AFTER_BYTES:
         return
-    if not _resident_at_best:
-        _resident_at_best.append(_resident_bytes())
-    elif _resident_bytes() > _resident_at_best[0] + most:
+    _written = 0
+    libc = _glibc()
+    if libc is not None and _keeps_freed_memory and _resident_bytes() > _most_in_use + slack:
         libc.malloc_trim(0)
-        _resident_at_best[0] = _resident_bytes()
+        _most_in_use = max(_most_in_use, _resident_bytes())
 
 
 def _resident_bytes() -> int:

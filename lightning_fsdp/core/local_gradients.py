@@ -170,8 +170,7 @@ class LocalGradients:
             (gradient,) = kept.values()
             run.buffer = gradient.view(-1)
             return
-        run.buffer = torch.empty(run.stop - run.start, dtype=dtype, device=self._device)
-        host_memory.ask_for_huge_pages(run.buffer)
+        run.buffer = host_memory.empty(run.stop - run.start, dtype, self._device)
         for start, stop in self._layout.padding(run.start, run.stop):
             run.buffer[start - run.start : stop - run.start].zero_()
         while kept:  # each is freed as soon as it is copied

@@ -495,6 +495,8 @@ class Schedule:
                 )
                 usage.is_used |= is_used
         self._step.reducing += segments
+        if self.communicator.device.type == "cpu":
+            host_memory.return_unused_memory(sum(s.shard.nbytes for s in segments))
 
     def _advance_reductions(self) -> None:
         """Let each reduction take a step: to the mean over replicas, to the host, to its end."""
