@@ -145,3 +145,35 @@ def test_neither_recipes_nor_tests_are_installed(python, tmp_path):
     where, *found = run(python, "-c", code, cwd=tmp_path).stdout.split()
     assert Path(where).is_relative_to(python.parent.parent)
     assert found == ["None"] * 3
+
+
+@pytest.mark.parametrize("command", ["bench", "bench optimizer", "compare", "convert", "plan"])
+def test_every_command_has_its_help_without_extras(python, command, tmp_path):
+    told = run(python, "-m", *f"lightning_fsdp.{command} --help".split(), cwd=tmp_path).stdout
+    assert told.startswith(f"usage: python -m lightning_fsdp.{command} ")
+
+
+@pytest.mark.parametrize(
+    ("command", "extra", "missing"),
+    [
+        ("bench", "bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
+        ("bench optimizer", "bench", "matplotlib, psutil, transformers"),
+        ("bench plot .", "bench", "matplotlib, pydantic, tensorboard"),
+        ("plan --model gpt2-nano --world 2", "recipes", "transformers"),
+    ],
+)
+def test_a_command_names_the_extra_that_is_missing(python, command, extra, missing, tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
+    done = run(python, "-m", *f"lightning_fsdp.{command}".split(), cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: expected the extra {extra!r}, got no {missing}")
+    assert done.stderr.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_benchmark_asks_for_a_checkout(python, tmp_path):
+    done = run(python, "-m", "lightning_fsdp.bench", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "expected a checkout, whose recipes are trained" in last
+    assert last.endswith("pip install 'lightning-fsdp[bench]'")
