@@ -147,6 +147,14 @@ def test_neither_recipes_nor_tests_are_installed(python, tmp_path):
     assert found == ["None"] * 3
 
 
+def test_the_version_is_that_of_the_metadata_and_of_a_checkout(python, tmp_path):
+    code = "import lightning_fsdp; print(lightning_fsdp.__version__)"
+    assert run(python, "-c", code, cwd=tmp_path).stdout.strip() == VERSION
+    # Without site-packages, so with the metadata of no installation.
+    plain = run(sys.executable, "-S", "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert plain.stdout.strip() == VERSION
+
+
 @pytest.mark.parametrize("command", ["bench", "bench optimizer", "compare", "convert", "plan"])
 def test_every_command_has_its_help_without_extras(python, command, tmp_path):
     told = run(python, "-m", *f"lightning_fsdp.{command} --help".split(), cwd=tmp_path).stdout
