@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_fsdp.strategies.registry import register
 
 if TYPE_CHECKING:
+    __version__: str
     from lightning_fsdp.callbacks.gradient_access import GradientAccessProbe as GradientAccessProbe
     from lightning_fsdp.callbacks.memory import MemoryProbe as MemoryProbe
     from lightning_fsdp.callbacks.microbatch_isolation import (
@@ -131,15 +132,32 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name == "__version__":
+        value: Any = _version()
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, "__version__"})
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("lightning-fsdp")
+    except metadata.PackageNotFoundError:  # a checkout that nobody installed
+        import tomllib
+        from pathlib import Path
+
+        text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+        version: str = tomllib.loads(text)["project"]["version"]
+        return version
 
 
 register()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from lightning_fsdp.bench import modes, optimizer, output
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.options import parse
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import exit_with, require_extra
 from lightning_fsdp.harness.environment import environment
+
+_OF_PICTURES = ("matplotlib", "pydantic", "tensorboard")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,10 +24,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["optimizer"]:
+        from lightning_fsdp.bench import optimizer
+
         return optimizer.main(given[1:])
     if given[:1] == ["plot"]:
+        require_extra("bench", *_OF_PICTURES)
+        from lightning_fsdp.bench import output
+
         return output.main(given[1:])
     parser, args = parse(given)
+    require_extra("bench", *_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
+    from lightning_fsdp.bench import modes
+
     workload = Workload(
         config=args.config,
         num_ranks=args.nproc,

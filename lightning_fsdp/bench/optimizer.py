@@ -28,7 +28,7 @@ from lightning_fsdp.bench.optimizer_outcome import (
     choose_arms,
     engine_of,
 )
-from lightning_fsdp.harness.command_line import folder_argument
+from lightning_fsdp.harness.command_line import folder_argument, require_extra
 from lightning_fsdp.harness.environment import describe, environment
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
@@ -44,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.nproc < 2 or args.steps < 1:
         parser.error("--nproc: at least 2; --steps: at least 1")
+    require_extra("bench", "matplotlib", "psutil", "transformers")
     arms = choose_arms(args.engines)
     outcomes: dict[str, list[Outcome]] = {}
     failures: dict[str, str] = {}

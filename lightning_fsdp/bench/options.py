@@ -122,7 +122,12 @@ def _recipe(name: str) -> Path:
     """The YAML file of a recipe, by its name or as itself."""
     # Where they lie; to import them is for those above this package.
     found = importlib.util.find_spec("recipes")
-    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            "expected a checkout, whose recipes are trained, got an installed package alone. "
+            "Run it in a checkout, after: pip install 'lightning-fsdp[bench]'"
+        )
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
     paths = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     for path in paths:
         if path.stem == name:

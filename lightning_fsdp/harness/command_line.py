@@ -1,8 +1,9 @@
-"""What command lines share: folders as options, and the exit code, also after Ctrl-C."""
+"""What command lines share: folders as options, extras, and the exit code, also after Ctrl-C."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,21 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         sys.stderr.write("\ninterrupted; nothing is left running\n")
         code = INTERRUPTED
     sys.exit(code)
+
+
+def require_extra(extra: str, *modules: str) -> None:
+    """End the process where modules of an extra are not installed, and say how to have them.
+
+    Args:
+        extra: As in ``pip install 'lightning-fsdp[EXTRA]'``.
+        modules: What the command imports of it.
+    """
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(
+            f"error: expected the extra {extra!r}, got no {', '.join(missing)}. "
+            f"Install it: pip install 'lightning-fsdp[{extra}]'"
+        )
 
 
 def folder_argument(text: str) -> Path:

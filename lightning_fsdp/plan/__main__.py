@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_fsdp.harness.amounts import bytes_argument
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import exit_with, require_extra
 from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--max-batch-size: expected --device-memory with it, as it ends a search")
     if args.json is not None and (why := _why_not_a_file(args.json)) is not None:
         parser.error(_no_file(args.json, why))
+    require_extra("recipes", "transformers")
     cap = _MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size
     search = plan = None
     try:

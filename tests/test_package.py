@@ -1,0 +1,187 @@
+"""What people install: built as it is published, and used where no checkout is.
+
+The environment holds the wheel and what its own metadata demands, linked from the one that runs the
+tests; so a dependency that is not declared is missing there, and so is every extra.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+pytest.importorskip("hatchling", reason="hatchling, of the extra 'dev', is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parent.parent
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+NAME = f"lightning_fsdp-{VERSION}"
+QUICK_START = """
+from pathlib import Path
+import lightning as L
+import lightning_fsdp
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    trainer = L.Trainer(strategy="scratch_fsdp", accelerator="cpu", devices=2, max_steps=3)
+    trainer.fit(BoringModel())
+    Path(f"rank{trainer.global_rank}").write_text(f"{trainer.strategy} {trainer.global_step}")
+"""
+
+
+def run(*command, cwd, check=True, **environment):
+    """A command that sees nothing of the checkout."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=ROOT)
+    return folder / f"{NAME}.tar.gz"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """Built from the sdist, so that all that it takes is in there."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index")
+    run(*pip, "-w", folder, sdist, cwd=folder)
+    return folder / f"{NAME}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of a new environment, with the wheel and what it needs."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
+    run(*pip, wheel, cwd=folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    needed = Distribution.at(site / f"{NAME}.dist-info").requires
+    for found in distributions(map(Requirement, needed)):
+        for top in {path.parts[0] for path in found.files} - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(found.locate_file(top))
+    return python
+
+
+def distributions(requirements, *, extra="", seen=None):
+    """What is installed here of some requirements, and of theirs."""
+    seen = set() if seen is None else seen
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for each in {"", *requirement.extras}:
+            if (requirement.name, each) not in seen:
+                seen.add((requirement.name, each))
+                found = distribution(requirement.name)
+                yield found
+                inner = map(Requirement, found.requires or ())
+                yield from distributions(inner, extra=each, seen=seen)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_sdist_is_the_repository_without_what_runs_leave_behind(sdist):
+    listed = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).stdout
+    if not listed:
+        pytest.skip("no repository")
+    with tarfile.open(sdist) as archive:
+        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames()}
+    assert names == {*listed.split(), "PKG-INFO"} - {".ci/run"}
+    for name in ("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "docs/design.md"):
+        assert name in names
+    assert "benchmarks/core_step.py" in names
+
+
+def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
+    with ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"{NAME}.dist-info/METADATA").decode()
+    of_package = {name for name in names if not name.startswith(f"{NAME}.dist-info/")}
+    sources = (ROOT / "lightning_fsdp").rglob("*")
+    there = {str(path.relative_to(ROOT)) for path in sources if path.is_file()}
+    assert of_package == {path for path in there if "__pycache__" not in path}
+    assert "lightning_fsdp/py.typed" in names
+    assert f"{NAME}.dist-info/licenses/LICENSE" in names
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+
+
+def test_the_quick_start_trains_where_no_checkout_is(python, tmp_path):
+    (tmp_path / "train.py").write_text(QUICK_START)
+    done = run(python, "train.py", cwd=tmp_path)
+    assert "Starting with 2 processes" in done.stderr
+    for rank in range(2):
+        told = (tmp_path / f"rank{rank}").read_text()
+        assert told.startswith("<ScratchFSDPStrategy")
+        assert told.endswith("> 3")
+
+
+def test_neither_recipes_nor_tests_are_installed(python, tmp_path):
+    code = "from importlib.util import find_spec as find\nimport lightning_fsdp as package\n"
+    code += "names = 'recipes', 'tests', 'benchmarks'\n"
+    code += "print(package.__file__, *map(find, names))"
+    where, *found = run(python, "-c", code, cwd=tmp_path).stdout.split()
+    assert Path(where).is_relative_to(python.parent.parent)
+    assert found == ["None"] * 3
+
+
+def test_the_version_is_that_of_the_metadata_and_of_a_checkout(python, tmp_path):
+    code = "import lightning_fsdp; print(lightning_fsdp.__version__)"
+    assert run(python, "-c", code, cwd=tmp_path).stdout.strip() == VERSION
+    # Without site-packages, so with the metadata of no installation.
+    plain = run(sys.executable, "-S", "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert plain.stdout.strip() == VERSION
+
+
+@pytest.mark.parametrize("command", ["bench", "bench optimizer", "compare", "convert", "plan"])
+def test_every_command_has_its_help_without_extras(python, command, tmp_path):
+    told = run(python, "-m", *f"lightning_fsdp.{command} --help".split(), cwd=tmp_path).stdout
+    assert told.startswith(f"usage: python -m lightning_fsdp.{command} ")
+
+
+@pytest.mark.parametrize(
+    ("command", "extra", "missing"),
+    [
+        ("bench", "bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
+        ("bench optimizer", "bench", "matplotlib, psutil, transformers"),
+        ("bench plot .", "bench", "matplotlib, pydantic, tensorboard"),
+        ("plan --model gpt2-nano --world 2", "recipes", "transformers"),
+    ],
+)
+def test_a_command_names_the_extra_that_is_missing(python, command, extra, missing, tmp_path):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
+    done = run(python, "-m", *f"lightning_fsdp.{command}".split(), cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: expected the extra {extra!r}, got no {missing}")
+    assert done.stderr.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_benchmark_asks_for_a_checkout(python, tmp_path):
+    done = run(python, "-m", "lightning_fsdp.bench", cwd=tmp_path, check=False)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert "expected a checkout, whose recipes are trained" in last
+    assert last.endswith("pip install 'lightning-fsdp[bench]'")
