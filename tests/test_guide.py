@@ -313,6 +313,11 @@ def _correction_of(block: str) -> Correction:
     return found
 
 
+def test_every_block_of_the_page_is_run():
+    assert SNIPPET.findall(PAGE) == [*STEPS, *WRONG]
+    assert len(STEPS) == 3 * len(ENGINE_NAMES) + 1
+
+
 def test_every_correction_is_on_the_page():
     assert len({id(_correction_of(block)) for block in WRONG}) == len(WRONG) == len(CORRECTIONS)
     for block in WRONG:
