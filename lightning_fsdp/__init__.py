@@ -115,6 +115,8 @@ __all__ = [
     "load_sharded",
     "save_pretrained",
     "load_pretrained",
+    "ResumableLoader",
+    "DealtSampler",
     "gradients",
     "weights",
     "GradientUnavailable",
