@@ -28,7 +28,7 @@ from tests.support.trainer import Regressor, make_loader, on_trainer_ranks, seed
 PAGE = GUIDE.read_text()
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 _before, _steps = PAGE.split("## Migrate in three steps")
-_steps, _wrong = _steps.split("## Seen in the wild, and wrong")
+_steps, _wrong = _steps.split("## Common mistakes")
 STEPS = SNIPPET.findall(_steps)
 WRONG = SNIPPET.findall(_wrong)
 ENGINE_NAMES = ("FSDP1", "FSDP2", "here")
