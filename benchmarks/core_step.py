@@ -1,6 +1,6 @@
 """Time one training step of the core beside torch's FSDP2, FSDP1 and DDP, in one run.
 
-    python benchmarks/core_step.py                        # both cases of the README
+    python benchmarks/core_step.py                        # both cases of the table
     python benchmarks/core_step.py --batch 1 --seq 32 --arms scratch_zero3 fsdp2_zero3
 
 Two gloo ranks with one thread each train the same GPT-2 (6 layers, width 512, V=8192) on the same

@@ -1,4 +1,4 @@
-"""Put measured tables between the markers of README.md and docs/design.md, and pictures beside.
+"""Put measured tables between the markers of README.md and of docs/, and pictures beside.
 
 make bench && python benchmarks/update_tables.py bench runs/bench/report.md
 make bench-full && python benchmarks/update_tables.py sweep runs/bench-full/report.md
@@ -31,7 +31,7 @@ from typing import Any
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "design.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 GUIDE = ROOT / "docs" / "fsdp1-vs-fsdp2.md"  # written by `make guide`
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -150,6 +150,12 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 }
 
 
+def page_of(name: str) -> Path:
+    """The page that has the markers of a table."""
+    (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
+    return page
+
+
 def split(page: str, name: str) -> tuple[str, str, str]:
     """What is before, between and after ``<!-- NAME:begin -->`` and ``<!-- NAME:end -->``."""
     before, rest = page.split(f"<!-- {name}:begin -->\n")
@@ -178,8 +184,7 @@ def main() -> None:
     for picture in SHOWN.get(name, ()):
         PICTURES.mkdir(exist_ok=True)
         shutil.copy(source.parent / picture, PICTURES)
-    (page,) = (page for page in PAGES if f"<!-- {name}:begin -->" in page.read_text())
-    put(page, name, table)
+    put(page_of(name), name, table)
 
 
 if __name__ == "__main__":

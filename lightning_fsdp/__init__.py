@@ -116,6 +116,8 @@ __all__ = [
     "load_sharded",
     "save_pretrained",
     "load_pretrained",
+    "ResumableLoader",
+    "DealtSampler",
     "gradients",
     "weights",
     "GradientUnavailable",

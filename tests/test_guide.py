@@ -28,7 +28,7 @@ from tests.support.trainer import Regressor, make_loader, on_trainer_ranks, seed
 PAGE = GUIDE.read_text()
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 _before, _steps = PAGE.split("## Migrate in three steps")
-_steps, _wrong = _steps.split("## Seen in the wild, and wrong")
+_steps, _wrong = _steps.split("## Common mistakes")
 STEPS = SNIPPET.findall(_steps)
 WRONG = SNIPPET.findall(_wrong)
 ENGINE_NAMES = ("FSDP1", "FSDP2", "here")
@@ -311,6 +311,11 @@ def _expected(correction: Correction, code: str) -> dict[str, Tensor]:
 def _correction_of(block: str) -> Correction:
     (found,) = [c for part, c in CORRECTIONS.items() if part in block]
     return found
+
+
+def test_every_block_of_the_page_is_run():
+    assert SNIPPET.findall(PAGE) == [*STEPS, *WRONG]
+    assert len(STEPS) == 3 * len(ENGINE_NAMES) + 1
 
 
 def test_every_correction_is_on_the_page():

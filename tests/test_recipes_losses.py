@@ -1,4 +1,4 @@
-"""The losses that the README records: the same under every strategy, and fallen."""
+"""The losses that docs/recipes.md records: the same under every strategy, and fallen."""
 
 import json
 import math
@@ -22,7 +22,7 @@ def _rows(**changed: float) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_readme_shows_the_record_and_the_record_is_right() -> None:
+def test_the_page_shows_the_record_and_the_record_is_right() -> None:
     document = json.loads(RECORD.read_text())
     rows = document["rows"]
     strategies = {recipe_losses.SINGLE, *recipe_losses.STRATEGIES}
@@ -31,7 +31,7 @@ def test_the_readme_shows_the_record_and_the_record_is_right() -> None:
     }
     assert recipe_losses.mistakes(rows) == []
     table = "\n".join([describe(document), "", *update_tables.losses_table(document)])
-    _, shown, _ = update_tables.split((ROOT / "README.md").read_text(), "losses")
+    _, shown, _ = update_tables.split(update_tables.page_of("losses").read_text(), "losses")
     assert shown == table
 
 

@@ -71,9 +71,9 @@ def test_a_precision_that_does_not_work_is_refused_by_the_trainer(tmp_path, prec
         make_trainer(STRATEGY, tmp_path, precision=precision)
 
 
-def test_what_is_refused_by_name_is_in_the_readme():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    listed = readme.split("## What is refused")[1]
+def test_what_is_refused_by_name_is_in_the_limits():
+    page = (Path(__file__).parents[1] / "docs" / "limits.md").read_text()
+    listed = page.split("## What is refused")[1]
     for name in (
         *("64-true", "16-true", "BaseFinetuning", "ModelPruning", "EMA", "SWA"),
         *("LBFGS", "Adafactor", "Muon", "CAME", "StableAdamW", "Prodigy", "Kron", "LAMB"),

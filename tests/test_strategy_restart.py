@@ -7,7 +7,7 @@ import torch
 
 from tests.support.jobs import Job
 
-# The part between the lines is what the README tells.
+# The part between the lines is what docs/checkpoints.md tells.
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path

@@ -31,7 +31,7 @@ Scenario = Callable[[str, Path, int], Mapping[str, Any]]
 
 
 def not_under(*engines: str, reason: str) -> Callable[[Scenario], Scenario]:
-    """Leave engines out of a scenario, for a limit of torch's that the README tells."""
+    """Leave engines out of a scenario, for a limit of torch's that docs/limits.md tells."""
     assert reason
 
     def mark(scenario: Scenario) -> Scenario:

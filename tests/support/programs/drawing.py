@@ -13,8 +13,8 @@
              ways to clear gradients, clipping, an overflow
     events   between micro-batches and between steps: see MICRO_BATCH_EVENTS and STEP_EVENTS
 
-What the core refuses by name (README, "What is refused", and docs/design.md, "Limits") is not
-drawn: a unit that takes part in the loss on some ranks only, for one.
+What the core refuses by name (docs/limits.md) is not drawn: a unit that takes part in the loss on
+some ranks only, for one.
 """
 
 import random

@@ -1,4 +1,9 @@
-"""What the README says is what the project does."""
+"""Every block of Python on a page runs, and does what the page says.
+
+A test names its block by the page and a part of it (``runs``); a block that no test names fails.
+Those of docs/fsdp1-vs-fsdp2.md are run by ``test_guide.py``, which finds out as well that it runs
+all of them.
+"""
 
 import contextlib
 import io
@@ -7,63 +12,51 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
+import warnings
 
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import lightning_fsdp
-from lightning_fsdp import shard_model
-from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp import ShardedTensor, full_state_dict, shard_model
 from lightning_fsdp.plan import __main__ as plan
 from recipes.gpt2 import GPT2
 from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.pages import PAGES, ROOT, blocks, python_blocks
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer import (
     Regressor,
+    make_data,
     make_loader,
     on_trainer_ranks,
     seeded,
     weights_of,
 )
 
-ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+_named: list[str] = []  # the blocks that tests of this file run
 
 
-def test_every_file_that_the_readme_names_exists():
-    links = re.findall(r"\]\(([^)#]+)\)", README)
-    named = re.findall(r"recipes/[a-z0-9_]+\.yaml", README)
-    assert links
-    assert named
-    for path in {*links, *named}:
-        assert (ROOT / path).exists(), path
+def runs(page: str, part: str, name: str = "code") -> pytest.MarkDecorator:
+    """Give a test the block of a page that has this part, as the argument ``name``."""
+    (code,) = [code for code in python_blocks(page) if part in code]
+    _named.append(code)
+    return pytest.mark.parametrize(name, [pytest.param(code, id=page)])
 
 
-def test_every_make_target_that_the_readme_names_exists():
-    targets = set(re.findall(r"\bmake ([a-z-]+)", README))
-    makefile = (ROOT / "Makefile").read_text()
-    assert {"bench", "test", "train", "tensorboard"} <= targets
-    for target in targets:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
-
-
-def test_every_refused_method_of_fsdp2_is_in_the_readme():
-    listed = re.findall(r"`(set_[a-z_]+)`", README)
-    for name in listed:
-        method = getattr(ShardedModule, name)
-        assert method.__doc__.startswith("Refused."), name
+def test_every_block_of_python_is_run():
+    pages = PAGES.keys() - {"docs/fsdp1-vs-fsdp2.md"}
+    assert {language for page in pages for language, _ in blocks(page)} == {"", "python"}
+    assert sorted(_named) == sorted(code for page in pages for code in python_blocks(page))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_quick_start_script_trains(tmp_path):
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (script,) = [code for code in scripts if "trainer.fit(GPT2(" in code]
-    assert "trainer.fit" in script
-    (tmp_path / "train.py").write_text(script.replace("max_steps=100", "max_steps=3"))
+@runs("README.md", "trainer.fit(GPT2(")
+def test_the_quick_start_script_trains(tmp_path, code):
+    (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
     finished = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path,
@@ -89,9 +82,8 @@ def _run_gradient_snippet(rank, world_size, code):
     return printed.getvalue()
 
 
-def test_the_gradient_snippet_prints_what_it_says():
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "on_local" in code]
+@runs("docs/access.md", "on_local")
+def test_the_gradient_snippet_prints_what_it_says(code):
     first, second = run_on_ranks(_run_gradient_snippet, 2, code)
     lines = first.splitlines()
     assert re.fullmatch(r"tensor\([\d.]+\) tensor\([\d.]+, dtype=torch.float64\)", lines[0])
@@ -111,9 +103,8 @@ def _run_optimizer_snippet(rank, world_size, code):
     assert all(hasattr(parameter, "full_tensor") for parameter in held)
 
 
-def test_the_optimizer_snippet_works():
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "optimizers_follow" in code]
+@runs("docs/optimizers.md", "optimizers_follow")
+def test_the_optimizer_snippet_works(code):
     run_on_ranks(_run_optimizer_snippet, 2, code)
 
 
@@ -130,11 +121,10 @@ def _run_watch_snippet(rank, world_size, code, folder):
     names["trainer"].fit(model, loader)
 
 
-def test_the_watching_snippet_fills_tensorboard(tmp_path):
+@runs("docs/access.md", "MemoryProbe")
+def test_the_watching_snippet_fills_tensorboard(tmp_path, code):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "MemoryProbe" in code]
     on_trainer_ranks(_run_watch_snippet, 2, code, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "watched" / "version_0")).Reload()
     scalars = events.Tags()["scalars"]
@@ -151,11 +141,12 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_plan_prints_what_the_readme_shows(capsys):
-    blocks = re.findall(
-        r"```\n\$ python -m lightning_fsdp\.plan (.*?)\n(.*?)```", README, re.DOTALL
+def test_the_plan_prints_what_the_page_shows(capsys):
+    page = PAGES["docs/planning.md"]
+    (found,) = re.findall(
+        r"```\n\$ python -m lightning_fsdp\.plan (.*?)\n(.*?)```", page, re.DOTALL
     )
-    ((arguments, shown),) = blocks
+    arguments, shown = found
     assert plan.main(shlex.split(arguments)) == 0
     assert capsys.readouterr().out == shown
 
@@ -183,9 +174,9 @@ def _run_moving_snippet(rank, world_size, code, folder):
     return start.step, start.weights, names["trainer"].global_step, weights_of(names["model"])
 
 
-def test_the_run_that_moves_continues_where_it_was(tmp_path):
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    start, finish = [code for code in scripts if "torchrun --nproc_per_node" in code]
+@runs("docs/checkpoints.md", "start.py", "start")
+@runs("docs/checkpoints.md", "finish.py", "finish")
+def test_the_run_that_moves_continues_where_it_was(tmp_path, start, finish):
     *_, step, saved = on_trainer_ranks(_run_moving_snippet, 4, start, str(tmp_path))[0]
     assert step == 1
     begun, read, step, _ = on_trainer_ranks(_run_moving_snippet, 2, finish, str(tmp_path))[0]
@@ -207,9 +198,8 @@ def _run_background_snippet(rank, world_size, code, folder):
     return names["keep"].best_model_path, weights_of(names["model"])
 
 
-def test_the_snippet_that_saves_in_the_background_leaves_the_last_checkpoint(tmp_path):
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "async_save=True" in code]
+@runs("docs/checkpoints.md", "async_save=True")
+def test_the_snippet_that_saves_in_the_background_leaves_the_last_checkpoint(tmp_path, code):
     path, weights = on_trainer_ranks(_run_background_snippet, 2, code, str(tmp_path))[0]
     assert [str(each) for each in tmp_path.iterdir()] == [path]
     read = seeded(Regressor, seed=9)
@@ -224,9 +214,8 @@ def _run_sharded_snippet(rank, world_size, code, folder):
     return names["step"]
 
 
-def test_the_snippet_without_lightning_saves_and_loads(tmp_path):
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "save_sharded(" in code]
+@runs("docs/checkpoints.md", "save_sharded(")
+def test_the_snippet_without_lightning_saves_and_loads(tmp_path, code):
     assert run_on_ranks(_run_sharded_snippet, 2, code, str(tmp_path / "run")) == [100, 100]
 
 
@@ -238,16 +227,86 @@ def _run_transformers_snippet(rank, world_size, code, folder, trained):
     exec(code.replace('"trained"', repr(trained)), names)
 
 
-def test_the_transformers_snippet_goes_there_and_back(tmp_path):
+@runs("docs/checkpoints.md", "load_pretrained")
+def test_the_transformers_snippet_goes_there_and_back(tmp_path, code):
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=2, n_head=2)
     config.bos_token_id = config.eos_token_id = 0
     model = seeded(lambda: GPT2LMHeadModel(config))
     model.save_pretrained(tmp_path / "start")
-    scripts = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    (code,) = [code for code in scripts if "load_pretrained" in code]
     folders = str(tmp_path / "start"), str(tmp_path / "trained")
     run_on_ranks(_run_transformers_snippet, 2, code, *folders)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     torch.testing.assert_close(dict(found.state_dict()), dict(model.state_dict()), atol=0, rtol=0)
+
+
+def _run_import_snippet(rank, world_size, code):
+    names = {"model": causal_lm(), "torch": torch}
+    exec(code, names)
+    model, optimizer = names["model"], names["optimizer"]
+    before = full_state_dict(model)
+    lm_loss(model, token_batch(0, 0, rank)).backward()
+    optimizer.step()
+    assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+    return [name for name, value in full_state_dict(model).items() if value.equal(before[name])]
+
+
+@runs("docs/training.md", "fully_shard  # was")
+def test_the_snippet_with_one_changed_import_trains_every_weight(code):
+    assert run_on_ranks(_run_import_snippet, 2, code) == [[], []]
+
+
+def _run_meta_snippet(rank, world_size, code):
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=2, n_head=2)
+    names = {"torch": torch, "shard_model": shard_model, "config": config}
+    names["GPT2LMHeadModel"] = GPT2LMHeadModel
+    torch.manual_seed(0)
+    exec(code, names)
+    held = sum(parameter.to_local().numel() for parameter in names["model"].parameters())
+    return held, full_state_dict(names["model"])["transformer.wte.weight"]
+
+
+@runs("docs/training.md", 'torch.device("meta")')
+def test_the_meta_snippet_gives_the_same_values_on_any_number_of_ranks(code):
+    ((all_of_it, expected),) = run_on_ranks(_run_meta_snippet, 1, code)
+    assert expected.std() > 0
+    for held, weight in run_on_ranks(_run_meta_snippet, 2, code):
+        assert held <= 0.6 * all_of_it
+        torch.testing.assert_close(weight, expected, atol=0, rtol=0)
+
+
+def _run_fp16_snippet(rank, world_size, code):
+    model = causal_lm()
+    names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    names |= {"torch": torch, "loss_of": lm_loss, "batch": token_batch(0, 0, rank)}
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    exec(code.replace('"cuda"', '"cpu", init_scale=256.0'), names)
+    after = full_state_dict(model)
+    return [name for name, value in after.items() if value.equal(before[name])]
+
+
+@runs("docs/training.md", "GradScaler")
+def test_the_fp16_snippet_trains(code):
+    unchanged, _ = run_on_ranks(_run_fp16_snippet, 2, code)
+    assert unchanged == []
+
+
+def _run_resuming_snippet(rank, world_size, code, folder, num_steps):
+    warnings.filterwarnings("ignore", ".*there is no last checkpoint")  # at the first time
+    code = code.replace('"checkpoints"', repr(folder)).replace("steps=100", "steps=1")
+    code = code.replace("devices=2", "devices=2, **options").replace("[keep]", "[keep, start]")
+    start = _SeesTheStart()
+    options = {"accelerator": "cpu", "max_steps": num_steps, "logger": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False}
+    names = {"options": options, "start": start, "dataset": make_data(64)}
+    names["model"] = seeded(Regressor)
+    exec(code, names)
+    return start.step, names["loader"].num_batches_read
+
+
+@runs("docs/checkpoints.md", "ResumableLoader")
+def test_the_resuming_snippet_begins_and_then_goes_on(tmp_path, code):
+    folder = str(tmp_path)
+    assert on_trainer_ranks(_run_resuming_snippet, 2, code, folder, 1) == [(0, 1)] * 2
+    assert on_trainer_ranks(_run_resuming_snippet, 2, code, folder, 3) == [(1, 3)] * 2
