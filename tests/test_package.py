@@ -5,6 +5,7 @@ tests; so a dependency that is not declared is missing there, and so is every ex
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,17 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 ROOT = Path(__file__).parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NAME = f"lightning_fsdp-{VERSION}"
-QUICK_START = """
-from pathlib import Path
-import lightning as L
-import lightning_fsdp
-from lightning.pytorch.demos.boring_classes import BoringModel
-
-if __name__ == "__main__":
-    trainer = L.Trainer(strategy="scratch_fsdp", accelerator="cpu", devices=2, max_steps=3)
-    trainer.fit(BoringModel())
-    Path(f"rank{trainer.global_rank}").write_text(f"{trainer.strategy} {trainer.global_step}")
-"""
 
 
 def run(*command, cwd, check=True, **environment):
@@ -79,12 +69,28 @@ def python(wheel, tmp_path_factory):
     pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
     run(*pip, wheel, cwd=folder)
     (site,) = folder.glob("lib/python*/site-packages")
-    needed = Distribution.at(site / f"{NAME}.dist-info").requires
-    for found in distributions(map(Requirement, needed)):
-        for top in {path.parts[0] for path in found.files} - {"..", "__pycache__"}:
-            if not (site / top).exists():
-                (site / top).symlink_to(found.locate_file(top))
+    link(distributions(requirements_in(site)), site)
     return python
+
+
+@pytest.fixture(scope="module")
+def recipes_extra(python, tmp_path_factory):
+    """A folder for ``PYTHONPATH`` with what the extra adds."""
+    (site,) = python.parent.parent.glob("lib/python*/site-packages")
+    folder = tmp_path_factory.mktemp("extra")
+    link(distributions(requirements_in(site), extra="recipes"), folder)
+    return folder
+
+
+def requirements_in(site):
+    return map(Requirement, Distribution.at(site / f"{NAME}.dist-info").requires)
+
+
+def link(found, folder):
+    for each in found:
+        for top in {path.parts[0] for path in each.files} - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(each.locate_file(top))
 
 
 def distributions(requirements, *, extra="", seen=None):
@@ -128,14 +134,14 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
 
 
-def test_the_quick_start_trains_where_no_checkout_is(python, tmp_path):
-    (tmp_path / "train.py").write_text(QUICK_START)
-    done = run(python, "train.py", cwd=tmp_path)
+def test_the_first_example_of_the_readme_trains_where_no_checkout_is(
+    python, recipes_extra, tmp_path
+):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
+    done = run(python, "train.py", cwd=tmp_path, PYTHONPATH=str(recipes_extra))
     assert "Starting with 2 processes" in done.stderr
-    for rank in range(2):
-        told = (tmp_path / f"rank{rank}").read_text()
-        assert told.startswith("<ScratchFSDPStrategy")
-        assert told.endswith("> 3")
+    assert "`max_steps=3` reached" in done.stderr
 
 
 def test_neither_recipes_nor_tests_are_installed(python, tmp_path):
