@@ -1,21 +1,23 @@
 """Put measured tables between the markers of README.md and of docs/, and pictures beside.
 
-make bench && python benchmarks/update_tables.py bench runs/bench/report.md
-make bench-full && python benchmarks/update_tables.py sweep runs/bench-full/report.md
-python benchmarks/update_tables.py scaling runs/scaling/scaling.md
+make bench && python -m benchmarks.update_tables bench runs/bench/report.md
+make bench-full && python -m benchmarks.update_tables sweep runs/bench-full/report.md
+python -m benchmarks.update_tables scaling runs/scaling/scaling.md
 python benchmarks/core_step.py --out benchmarks/results/core_step.json
-python benchmarks/update_tables.py core benchmarks/results/core_step.json
+python -m benchmarks.update_tables core benchmarks/results/core_step.json
 python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
-python benchmarks/update_tables.py host benchmarks/results/host_cost.json
+python -m benchmarks.update_tables host benchmarks/results/host_cost.json
 python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
-python benchmarks/update_tables.py counters benchmarks/results/exact_counters.json
+python -m benchmarks.update_tables counters benchmarks/results/exact_counters.json
 python benchmarks/recipe_losses.py --out benchmarks/results/recipe_losses.json
-python benchmarks/update_tables.py losses benchmarks/results/recipe_losses.json
+python -m benchmarks.update_tables losses benchmarks/results/recipe_losses.json
 python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
-python benchmarks/update_tables.py simulation benchmarks/results/simulation_check.md
+python -m benchmarks.update_tables simulation benchmarks/results/simulation_check.md
 python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
-python benchmarks/update_tables.py checkpoint benchmarks/results/checkpoint_speed.json
-make bench-optimizer && python benchmarks/update_tables.py optimizer runs/optimizer/report.md
+python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_speed.json
+make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
+python -m benchmarks.real_size --checkpoint --json benchmarks/results/real_size/medium.json
+python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import real_size
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -141,12 +144,18 @@ def losses_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def real_size_table(document: dict[str, Any]) -> list[str]:
+    """The arms of ``real_size.py``."""
+    return real_size.table_of(document).splitlines()
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "core": core_table,
     "host": host_table,
     "counters": counters_table,
     "checkpoint": checkpoint_table,
     "losses": losses_table,
+    **dict.fromkeys(("medium", "large", "qwen"), real_size_table),
 }
 
 
