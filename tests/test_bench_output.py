@@ -388,7 +388,7 @@ def test_damaged_results_are_refused_with_the_place_of_the_damage(
         del of[name]
     else:
         of[name] = value
-    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    assert output.redraw(folder_of(results, tmp_path)) == 1
     told = capsys.readouterr().err
     start = f"error: {tmp_path}/results.json: expected the results of `python -m lightning_fsdp."
     assert told.startswith(start)
@@ -400,7 +400,7 @@ def test_results_without_timed_steps_are_refused(tmp_path, capsys):
     results = results_of(**SMALL)
     for rank in results.document["runs"][2]["ranks"]:
         rank.update(step_s=[], step_tokens=[])
-    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    assert output.redraw(folder_of(results, tmp_path)) == 1
     expected = "runs[2, ddp_b2_a1].ranks[0].step_s (without a timed step)"
     assert expected in capsys.readouterr().err
 

@@ -483,8 +483,8 @@ def test_a_figure_that_a_scaling_study_lacks_is_not_drawn(tmp_path):
 )
 def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main(["--simulate-world", *arguments])
-    assert f"--simulate-world: {message}" in capsys.readouterr().err
+        main(["scaling", "--ranks", *arguments])
+    assert f"--ranks: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -492,8 +492,9 @@ def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, me
 def test_the_command_runs_arms_among_simulated_ranks(tmp_path):
     code = main(
         [
-            *("--engines", "scratch", "--stages", "3", "--batch-sizes", "2", "--repeats", "1"),
-            *("--steps", "2", "--warmup", "1", "--simulate-world", "64", "--out", str(tmp_path)),
+            *("scaling", "--ranks", "64", "--engines", "scratch", "--stages", "3"),
+            *("--batch-sizes", "2", "--repeats", "1", "--steps", "2", "--warmup", "1"),
+            *("--out", str(tmp_path)),
         ]
     )
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]

@@ -31,8 +31,8 @@ from lightning_fsdp.compare.__main__ import main as compare
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.harness.environment import environment
 
-COMPARE = ["--engines", "fsdp1", "fsdp2", "scratch", "--world-sizes", "2", "--dtypes", "fp32"]
-BENCH = ["--engines", "fsdp1", "fsdp2", "scratch", "--stages", "3", "2"]
+COMPARE = ["--engines", "fsdp1", "fsdp2", "scratch", "--ranks", "2", "--dtypes", "fp32"]
+BENCH = ["run", "--engines", "fsdp1", "fsdp2", "scratch", "--stages", "3", "2"]
 BENCH += ["--steps", "10", "--warmup", "3", "--repeats", "2"]
 Part = dict[str, Any]
 
