@@ -437,7 +437,13 @@ def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
     (tmp_path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
     assert main(["plot", str(tmp_path)]) == 0
     assert "scaling.png" in capsys.readouterr().out
-    assert "scratch ZeRO-3" in (tmp_path / "scaling.svg").read_text()
+    drawn = (tmp_path / "scaling.svg").read_text()
+    assert "scratch ZeRO-3" in drawn
+    assert "FSDP2" not in drawn
+    fsdp2 = {**asdict(point), "engine": "fsdp2"}
+    (tmp_path / "scaling.json").write_text(json.dumps({"points": [fsdp2]}))
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "FSDP2 deals out rows of each parameter" in (tmp_path / "scaling.svg").read_text()
 
 
 POINT = {
