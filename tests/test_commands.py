@@ -1,5 +1,6 @@
 """Every command and sub-command: what its help says, earlier spellings, and what --help needs."""
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -8,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import real_size
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.guide import __main__ as guide
 from lightning_fsdp.bench import options
 from lightning_fsdp.compare import __main__ as compare
 from lightning_fsdp.convert import __main__ as convert
@@ -15,24 +19,32 @@ from lightning_fsdp.harness.command_line import at_least, positive
 from lightning_fsdp.plan import __main__ as plan
 
 ROOT = Path(__file__).parent.parent
-PARSERS = {
+PACKAGED = {
     "lightning_fsdp.bench": options.overview,
     **{f"lightning_fsdp.bench {name}": make for name, make in options.PARSERS.items()},
     "lightning_fsdp.compare": compare.make_parser,
     "lightning_fsdp.convert": convert.make_parser,
     "lightning_fsdp.plan": plan.make_parser,
 }
+PARSERS = {
+    **PACKAGED,
+    "benchmarks.gpu": gpu.make_parser,
+    "benchmarks.guide": guide.make_parser,
+    "benchmarks.real_size": real_size.make_parser,
+}
 
 
 def test_no_command_is_left_out():
-    found = {path.parent.name for path in ROOT.glob("lightning_fsdp/**/__main__.py")}
-    assert found == {command.split()[0].partition(".")[2] for command in PARSERS}
+    found = {path.parent.name for path in ROOT.glob("[lb]*/**/__main__.py")}
+    assert found <= {command.split()[0].partition(".")[2] for command in PARSERS}
 
 
 @pytest.mark.parametrize("command", PARSERS)
 def test_each_option_says_what_it_takes_and_its_default_or_that_it_is_required(command):
     parser = PARSERS[command]()
     for action in parser._actions[1:]:  # but -h
+        if action.help == argparse.SUPPRESS:  # of processes that the command starts itself
+            continue
         says = parser._get_formatter()._expand_help(action)
         name = f"{command} {action.dest}: {says}"
         assert re.search(r"default: \S|required", says), name
@@ -150,7 +162,7 @@ EXTRAS = f"{OF_NOBODY_ELSE} matplotlib tensorboard tokenizers transformers"
     ("extras", "is_bench"), [(EXTRAS, True), (OF_NOBODY_ELSE, False)], ids=["bench", "others"]
 )
 def test_help_needs_no_extra(extras, is_bench):
-    commands = [command for command in PARSERS if ("bench" in command) == is_bench]
+    commands = [command for command in PACKAGED if ("bench" in command) == is_bench]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_EXTRAS, extras, *commands],
         cwd=ROOT, capture_output=True, text=True, check=False,
