@@ -42,10 +42,10 @@ help: ## Show this list
 install: $(READY) ## Create .venv and install the pinned versions into it
 
 bench: $(READY) ## Compare the engines on two CPU processes; report and pictures in runs/bench
-	$(RUN) lightning_fsdp.bench --out runs/bench $(BENCH_ARGS)
+	$(RUN) lightning_fsdp.bench run --out runs/bench $(BENCH_ARGS)
 
 bench-full: $(READY) ## The same over batch sizes and accumulations; in runs/bench-full
-	$(RUN) lightning_fsdp.bench --out runs/bench-full --batch-sizes 1 2 4 8 \
+	$(RUN) lightning_fsdp.bench run --out runs/bench-full --batch-sizes 1 2 4 8 \
 	    --grad-accum 1 2 $(BENCH_ARGS)
 
 bench-optimizer: $(READY) ## Optimizers built before and after sharding; table, JSON, picture in runs/optimizer

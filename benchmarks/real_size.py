@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.harness.amounts import format_bytes
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import CommandParser, exit_with
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
@@ -76,10 +76,12 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     started = memory("VmRSS")
     model_class, size = (GPT2, args.size) if SIZES[args.size].startswith("gpt2") else (Qwen, "0.5b")
-    tokens = args.batch * args.seq
-    data = torch.randint(0, 50_000, (1024, args.seq), generator=torch.Generator().manual_seed(0))
+    tokens = args.batch_size * args.seq_len
+    data = torch.randint(
+        0, 50_000, (1024, args.seq_len), generator=torch.Generator().manual_seed(0)
+    )
     loader = torch.utils.data.DataLoader(
-        [{"input_ids": row, "labels": row} for row in data], batch_size=args.batch
+        [{"input_ids": row, "labels": row} for row in data], batch_size=args.batch_size
     )
 
     class Clock(pl.Callback):
@@ -166,8 +168,8 @@ def plan_of(args: argparse.Namespace, arm: str) -> int | None:
         world_size=NUM_RANKS,
         zero_stage=int(arm[-1]),
         precision=args.precision,
-        batch_size=args.batch,
-        seq_len=args.seq,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
         grad_accum=args.grad_accum,
         backend="gloo",
     )
@@ -267,7 +269,7 @@ def table_of(document: dict[str, Any]) -> str:
 
 def main() -> int:
     """Measure, print the table and write the JSON."""
-    args = _parser().parse_args()
+    args = make_parser().parse(None)
     if args.arm is not None:
         train(args)
         return 0
@@ -285,26 +287,40 @@ def main() -> int:
         "runs": runs,
     }
     print(table_of(document))
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(document, indent=1) + "\n")
+    if args.out is not None:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     return int(all("failure" in run for run in runs))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="medium")
-    parser.add_argument("--engines", nargs="+", choices=STRATEGIES, default=list(DEFAULT))
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        "benchmarks.real_size",
+        __doc__.partition("\n")[0],
+        examples=["--size large --engines scratch_zero3 fsdp2_zero3", "--size qwen2.5-0.5b --clip"],
+        old={"--batch": "--batch-size", "--seq": "--seq-len", "--json": "--out"},
+    )
+    parser.add_argument("--size", choices=list(SIZES), default="medium", help="of the model")
+    parser.add_argument(
+        "--engines", nargs="+", choices=list(STRATEGIES), default=list(DEFAULT), help="in turns"
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up")
     parser.add_argument("--repeats", type=int, default=1, help="rounds over all engines")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per rank and micro-batch")
-    parser.add_argument("--seq", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--grad-accum", type=int, default=1)
+    parser.add_argument(
+        "--batch-size", type=int, default=1, help="sequences per rank and micro-batch"
+    )
+    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--clip", action="store_true", help="the norm of gradients, to 1")
-    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--checkpoint", action="store_true", help="write a full one at the end")
-    parser.add_argument("--scratch", help="where checkpoints are written; default: as tempfile")
-    parser.add_argument("--json", type=Path, help="write everything there")
+    parser.add_argument(
+        "--scratch", help="where checkpoints are written (default: as tempfile does)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON with everything (default: not written)"
+    )
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     return parser

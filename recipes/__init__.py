@@ -16,5 +16,6 @@ Read it in the order of a run::
     sample.py     text that the model writes at the end
     monitor.py    tokens per second and memory of every rank; stopping with Ctrl-C
     train.py      the command line
+    options.py    its parser: a wrong option in one line, with the choices
     errors.py     a mistake of the user, shown without a traceback
 """

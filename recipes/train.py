@@ -15,7 +15,7 @@ import sys
 import warnings
 
 import lightning as L
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
@@ -25,6 +25,7 @@ from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error
 from recipes.monitor import GracefulStop, Throughput
+from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
 
 
 class RecipeCLI(LightningCLI):
@@ -46,6 +47,12 @@ class RecipeCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Give the model as many tokens as the data has."""
         parser.link_arguments("data.vocab_size", "model.init_args.vocab_size")
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Refuse a strategy that there is not."""
+        super().parse_arguments(parser, args)
+        refuse_unknown_strategy(self.config[self.config.subcommand].trainer.strategy)
 
     def before_fit(self) -> None:
         """Prepare the data; refuse what cannot work."""
@@ -107,6 +114,8 @@ def main() -> None:
             TextData,
             subclass_mode_model=True,
             trainer_defaults={"callbacks": [Throughput(), GracefulStop()]},
+            parser_class=OptionParser,
+            parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
     except ValueError as error:

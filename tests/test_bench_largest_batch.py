@@ -108,8 +108,16 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
 @pytest.mark.timeout(400)
 def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys):
     # One sequence takes 41 MB under DDP and 23 MB here, two take 36 MB.
-    arguments = ["--largest-batch", "4", "--device-memory", "30MB", "--steps", "2", "--warmup", "0"]
-    arguments += ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
+    arguments = [
+        "largest-batch",
+        "--max-batch-size",
+        "4",
+        "--device-memory",
+        "30MB",
+        "--steps",
+        "2",
+    ]
+    arguments += ["--warmup", "0", "--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
     assert main(arguments) == 1
     printed = capsys.readouterr()
     assert "error: ddp_a1: no batch fits; 1: takes 4" in printed.err

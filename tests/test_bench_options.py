@@ -10,43 +10,38 @@ from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.harness.processes import Failure
 
-SEARCH = ["--largest-batch", "8", "--device-memory", "1GB"]
-SIMULATE = ["--simulate-world", "8"]
+SEARCH = ["largest-batch", "--max-batch-size", "8", "--device-memory", "1GB"]
+SIMULATE = ["scaling", "--ranks", "8"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engines", "fsdp9"], "expected some of"),
+        (["--engines", "fsdp9"], "argument --engines: invalid choice: 'fsdp9' (choose from "),
         (["--out", "n" * 300], "--out: expected a folder, got 'nnn"),
-        (["--stages", "1"], "expected 2 or 3, got 1"),
-        (["--batch-sizes", "0"], "expected positive numbers, got 0"),
+        (["--stages", "1"], "argument --stages: invalid choice: 1 (choose from 2, 3)"),
+        (["--batch-sizes", "0"], "argument --batch-sizes: expected 1 or more, got '0'"),
         (["--recipe", "nowhere"], "expected one of gpt2_xl_zero3, gpt2_zero2, "),
-        (["--steps", "1"], "--steps: at least 2"),
+        (["--steps", "1"], "argument --steps: expected 2 or more, got '1'"),
         (["--precision", "fp8"], "invalid choice: 'fp8'"),
-        (["--peak-flops", "0"], "--peak-flops: expected more than 0, got 0.0"),
-        (["--snapshot", "--warmup", "0"], "expected --accelerator cuda and --warmup"),
-        (["--precision", "16-mixed"], "--precision 16-mixed: expected --accelerator cuda with it"),
-        (["--accelerator", "cuda"], "expected a CUDA device per rank, so 2, got 0"),
-        ([*SIMULATE, "--accelerator", "cuda"], "expected a CUDA device per rank, so 1, got 0"),
-        (["--largest-batch", "8"], "--largest-batch: expected --device-memory with it"),
-        (["--device-memory", "1GB"], "--device-memory: expected --largest-batch with it"),
-        (["--largest-batch", "0", *SEARCH[2:]], "expected at least 1, got 0"),
-        ([*SEARCH[:2], "--device-memory", "x"], "expected an amount of memory"),
-        ([*SEARCH, *SIMULATE], "--simulate-world and --largest-batch: expected one of them"),
-        ([*SEARCH, "--batch-sizes", "4"], "--batch-sizes: cannot be combined with --largest-batch"),
-        ([*SEARCH, "--repeats", "2"], "--repeats: cannot be combined with --largest-batch"),
-        ([*SEARCH, "--profile"], "--profile: cannot be combined with --largest-batch"),
-        ([*SIMULATE, "--profile"], "--profile: cannot be combined with --simulate-world"),
-        ([*SIMULATE, "--peak-flops", "1"], "--peak-flops: cannot be combined with --simulate"),
-        (["--bandwidth", "1"], "--bandwidth: expected --simulate-world with it"),
-        ([*SEARCH, "--latency", "1"], "--latency: expected --simulate-world with it"),
-        (["--hosts", "2"], "--hosts: expected --simulate-world with it"),
-        (["--host-bandwidth", "2"], "--host-bandwidth: expected --simulate-world with it"),
-        ([*SIMULATE, "--nproc", "4"], "--nproc: cannot be combined with --simulate-world"),
+        (["--peak-flops", "0"], "--peak-flops: expected more than 0, got '0'"),
+        (["--snapshot", "--warmup", "0"], "expected --device cuda and --warmup"),
+        (["--precision", "16-mixed"], "--precision 16-mixed: expected --device cuda with it"),
+        (["--device", "cuda"], "expected a CUDA device per rank, so 2, got 0"),
+        ([*SIMULATE, "--device", "cuda"], "expected a CUDA device per rank, so 1, got 0"),
+        (SEARCH[:3], "--device-memory: expected an amount of memory, or --device cuda"),
+        ([*SEARCH, "--max-batch-size", "0"], "--max-batch-size: expected 1 or more, got '0'"),
+        ([*SEARCH[:3], "--device-memory", "x"], "expected an amount of memory"),
+        (["--simulate-world", "8", "--largest-batch", "8"], "unrecognized arguments: --largest-b"),
+        (["--simulate-world", "8", "--nproc", "4"], "unrecognized arguments: --nproc 4"),
+        ([*SEARCH, "--batch-sizes", "4"], "unrecognized arguments: --batch-sizes 4"),
+        ([*SIMULATE, "--profile"], "unrecognized arguments: --profile"),
+        (["--bandwidth", "1"], "unrecognized arguments: --bandwidth 1"),
         ([*SIMULATE, "--host-bandwidth", "2"], "--host-bandwidth: expected --hosts of 2 or more"),
-        (["--nproc", "0"], "--nproc and --repeats: at least 1"),
-        (["--timeout", "0"], "--timeout: expected more than 0, got 0.0"),
+        (["scaling"], "the following arguments are required: --ranks"),
+        (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
+        (["optimizer", "--ranks", "1"], "argument --ranks: expected 2 or more, got '1'"),
+        (["--timeout", "0"], "--timeout: expected more than 0, got '0'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message, capsys):
@@ -57,19 +52,18 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 
 
 def test_what_is_not_given_has_its_default():
-    _, args = parse([*SIMULATE, "--hosts", "2"])
+    _, _, args = parse([*SIMULATE, "--hosts", "2"])
     assert (args.bandwidth, args.latency, args.hosts, args.repeats) == (10.0, 10.0, 2, 2)
-    assert {arm.batch_size for arm in args.arms} == {4}
-    assert not args.profile
+    assert args.batch_sizes == [4]
     assert args.config.read_text().startswith("# GPT-2 nano under ZeRO-3")
 
 
 def test_a_recipe_is_named_or_is_a_file(tmp_path):
-    _, args = parse(["--recipe", "qwen_zero2"])
+    _, _, args = parse(["--recipe", "qwen_zero2"])
     assert args.config.parts[-2:] == ("recipes", "qwen_zero2.yaml")
     mine = tmp_path / "mine.yaml"
     mine.touch()
-    _, args = parse(["--recipe", str(mine)])
+    _, _, args = parse(["--recipe", str(mine)])
     assert args.config == mine
 
 

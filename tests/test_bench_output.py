@@ -10,7 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lightning_fsdp.bench import modes, output, plots
+from lightning_fsdp.bench import modes, output, plots, tensorboard
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.plots import PICTURES
@@ -244,6 +244,12 @@ def hparams(reader):
     return {name: value.string_value or value.number_value for name, value in info.hparams.items()}
 
 
+def metrics_of(reader):
+    content = reader.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    info = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    return {metric.name.tag for metric in info.metric_infos}
+
+
 def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "PICTURES", {"losses": PICTURES["losses"]})
     output.derive(
@@ -252,23 +258,29 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
         )
     )
     board = tmp_path / "tensorboard"
-    assert {run.name for run in board.iterdir()} == {arm.name for arm in arms()} | {"pictures"}
+    runs = {"single_b2", "ddp_b2", "scratch-3_b2", "pictures"}
+    assert {run.name for run in board.iterdir()} == runs
     arm = arms()[2]
-    reader = events(board / arm.name)
-    assert [event.value for event in reader.Scalars("loss")] == pytest.approx(
+    reader = events(board / "scratch-3_b2")
+    losses = reader.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(5))
+    assert [event.value for event in losses] == pytest.approx(
         [8.305 - 0.05 * step for step in range(5)]
     )
-    assert reader.Scalars("timed_step/ms")[0].value == pytest.approx(step_ms(arm))
-    speed = tokens_per_s(arm, workload())
-    assert reader.Scalars("timed_step/tokens_per_s")[2].value == pytest.approx(speed)
+    assert reader.Scalars("throughput/step_ms")[0].value == pytest.approx(step_ms(arm))
+    speeds, speed = reader.Scalars("throughput/tokens_per_s"), tokens_per_s(arm, workload())
+    assert [event.step for event in speeds] == [1, 2, 3]  # after a warm-up step
+    assert speeds[2].value == pytest.approx(speed)
     assert reader.Scalars("result/tokens_per_s")[0].value == pytest.approx(speed)
     assert reader.Scalars("result/parts/exposed_ms")[0].value == pytest.approx(0.1 * step_ms(arm))
     assert "result/cuda_peak_reserved_bytes" not in reader.Tags()["scalars"]
     assert hparams(reader) == {
-        "engine": "scratch", "zero_stage": "3", "batch_size": 2, "grad_accum": 1,
-        "num_processes": 2, "failure": "none",
+        "engine": "scratch", "stage": "3", "batch": 2, "accumulation": 1, "ranks": 2,
+        "failure": "none",
     }  # fmt: skip
-    failed = events(board / "ddp_b2_a1")
+    failed = events(board / "ddp_b2")
+    assert "result/tokens_per_s" in metrics_of(failed), "any run may be asked for the columns"
+    assert metrics_of(failed) == metrics_of(reader)
     assert failed.Tags()["scalars"] == [], "nothing measured is no scalar, never 0"
     assert hparams(failed)["failure"] == "out of memory"
     assert events(board / "pictures").Tags()["images"] == ["losses"]
@@ -277,8 +289,15 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
 def test_redrawing_leaves_no_run_of_an_arm_that_is_gone(tmp_path, no_pictures):
     output.derive(folder_of(results_of(**SMALL), tmp_path))
     output.derive(folder_of(without(results_of(**SMALL), "ddp_b2_a1"), tmp_path))
-    assert not (tmp_path / "tensorboard" / "ddp_b2_a1").exists()
-    assert len(events(tmp_path / "tensorboard" / "single_b2_a1").Scalars("loss")) == 5
+    assert not (tmp_path / "tensorboard" / "ddp_b2").exists()
+    assert len(events(tmp_path / "tensorboard" / "single_b2").Scalars("train/loss")) == 5
+
+
+def test_runs_have_short_names_that_tell_all_arms_apart():
+    results = results_of()
+    names = [tensorboard.run_name(arm) for arm in results.arms]
+    assert len(set(names)) == len(names)
+    assert names[-1] == "fsdp2-3_b4_a2"
 
 
 def test_values_of_rows_that_are_not_numbers_count_as_not_measured():
@@ -388,7 +407,7 @@ def test_damaged_results_are_refused_with_the_place_of_the_damage(
         del of[name]
     else:
         of[name] = value
-    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    assert output.redraw(folder_of(results, tmp_path)) == 1
     told = capsys.readouterr().err
     start = f"error: {tmp_path}/results.json: expected the results of `python -m lightning_fsdp."
     assert told.startswith(start)
@@ -400,7 +419,7 @@ def test_results_without_timed_steps_are_refused(tmp_path, capsys):
     results = results_of(**SMALL)
     for rank in results.document["runs"][2]["ranks"]:
         rank.update(step_s=[], step_tokens=[])
-    assert output.main([str(folder_of(results, tmp_path))]) == 1
+    assert output.redraw(folder_of(results, tmp_path)) == 1
     expected = "runs[2, ddp_b2_a1].ranks[0].step_s (without a timed step)"
     assert expected in capsys.readouterr().err
 

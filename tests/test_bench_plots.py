@@ -188,17 +188,44 @@ def test_the_heat_map_has_the_mean_of_all_samples_of_all_ranks():
     assert texts[3 * 4 : 4 * 4] == ["68", "failed", "68", "68"]
 
 
-def test_memory_over_time_is_the_time_line_of_rank_0():
-    figure = PICTURES["memory_over_time"](results_of(**SMALL))
-    for axes, shape in zip(figure.axes, [(1, 1), (2, 1), (1, 2), (2, 2)], strict=False):
-        assert axes.get_title() == f"batch {shape[0]} x {shape[1]}"
-        for arm in arms_of():
-            if (arm.batch_size, arm.grad_accum) == shape:
-                xs, ys = line_of(axes, label_of(arm)).get_data()
-                expected = timeline(arm)
-                assert xs == pytest.approx([x for x, _ in expected])
-                assert ys == pytest.approx([y / 1e6 for _, y in expected])
-        assert axes.get_ylim()[0] == 0
+def test_utilization_of_one_batch_shape_is_shown_in_bars():
+    results = results_of(**{**SMALL, "batch_sizes": [2], "accums": [1]}, failures=FAILURES)
+    (axes,) = PICTURES["utilization"](results).axes
+    assert not axes.images
+    assert axes.get_xlabel() == "CPU time of a rank, percent of one core"
+    assert [text.get_text() for text in axes.texts] == [
+        "62",
+        "68",
+        "68",
+        "out of memory",
+        "68",
+        "68",
+    ]
+    assert bars(axes, "cpu")[1] == pytest.approx(67.5)
+
+
+def test_memory_over_time_has_a_panel_per_arm_with_the_time_line_of_rank_0():
+    results = results_of(**SMALL, failures=FAILURES)
+    figure = PICTURES["memory_over_time"](results)
+    panels = np.reshape(figure.axes, (len(results.kinds), len(results.shapes)))
+    for arm in arms_of():
+        row = results.kinds.index((arm.engine, arm.zero_stage))
+        axes = panels[row, results.shapes.index((arm.batch_size, arm.grad_accum))]
+        (said,) = [text.get_text() for text in axes.texts]
+        if arm.name in FAILURES:
+            assert (said, len(axes.lines)) == ("failed", 0)
+            continue
+        (line,) = axes.lines
+        expected = timeline(arm)
+        assert line.get_xdata() == pytest.approx([x for x, _ in expected])
+        assert line.get_ydata() == pytest.approx([y / 1e6 for _, y in expected])
+        assert said == f"{peak_bytes(arm) / 1e6:.3g}"
+    assert [axes.get_title() for axes in panels[0]] == [
+        "batch 1 x 1", "batch 2 x 1", "batch 1 x 2", "batch 2 x 2",
+    ]  # fmt: skip
+    assert [row[0].get_ylabel() for row in panels] == list(map(kind_label, results.kinds))
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    assert figure.axes[0].get_ylim()[0] == 0
 
 
 def test_losses_are_means_over_ranks_and_micro_batches_and_a_lost_one_is_a_gap():

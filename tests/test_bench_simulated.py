@@ -437,7 +437,13 @@ def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
     (tmp_path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
     assert main(["plot", str(tmp_path)]) == 0
     assert "scaling.png" in capsys.readouterr().out
-    assert "scratch ZeRO-3" in (tmp_path / "scaling.svg").read_text()
+    drawn = (tmp_path / "scaling.svg").read_text()
+    assert "scratch ZeRO-3" in drawn
+    assert "FSDP2" not in drawn
+    fsdp2 = {**asdict(point), "engine": "fsdp2"}
+    (tmp_path / "scaling.json").write_text(json.dumps({"points": [fsdp2]}))
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "FSDP2 deals out rows of each parameter" in (tmp_path / "scaling.svg").read_text()
 
 
 POINT = {
@@ -483,8 +489,8 @@ def test_a_figure_that_a_scaling_study_lacks_is_not_drawn(tmp_path):
 )
 def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main(["--simulate-world", *arguments])
-    assert f"--simulate-world: {message}" in capsys.readouterr().err
+        main(["scaling", "--ranks", *arguments])
+    assert f"--ranks: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -492,8 +498,9 @@ def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, me
 def test_the_command_runs_arms_among_simulated_ranks(tmp_path):
     code = main(
         [
-            *("--engines", "scratch", "--stages", "3", "--batch-sizes", "2", "--repeats", "1"),
-            *("--steps", "2", "--warmup", "1", "--simulate-world", "64", "--out", str(tmp_path)),
+            *("scaling", "--ranks", "64", "--engines", "scratch", "--stages", "3"),
+            *("--batch-sizes", "2", "--repeats", "1", "--steps", "2", "--warmup", "1"),
+            *("--out", str(tmp_path)),
         ]
     )
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]

@@ -81,12 +81,18 @@ def test_every_moment_is_recorded_with_its_states_and_norms(tmp_path, strategy):
 
     on_trainer_ranks(_seen, 2, strategy, str(tmp_path))
     events = EventAccumulator(str(tmp_path / "run")).Reload()
-    assert [e.value for e in events.Scalars("gradient_access/before_step/accessible")] == [16]
-    assert [e.value for e in events.Scalars("gradient_access/after_zero_grad/accessible")] == [0]
-    assert set(events.Tags()["histograms"]) == {f"gradient_norms/{layer}" for layer in LAYERS}
-    (histogram,) = events.Histograms("gradient_norms/blocks.0")
+    assert [e.value for e in events.Scalars("probes/gradient_access/before_step/accessible")] == [
+        16
+    ]
+    assert [
+        e.value for e in events.Scalars("probes/gradient_access/after_zero_grad/accessible")
+    ] == [0]
+    assert set(events.Tags()["histograms"]) == {
+        f"probes/gradient_norms/{layer}" for layer in LAYERS
+    }
+    (histogram,) = events.Histograms("probes/gradient_norms/blocks.0")
     assert histogram.histogram_value.num == 6  # a norm per parameter of the block
-    assert all(e.value > 0 for e in events.Scalars("gradient_norm/blocks.0"))
+    assert all(e.value > 0 for e in events.Scalars("probes/gradient_norm/blocks.0"))
 
 
 class _Poisoned(Regressor):

@@ -32,7 +32,7 @@ def test_every_cell_of_one_configuration_is_right(tmp_path, capsys):
     code, report = compare(
         tmp_path,
         *("--engines", "scratch", "fsdp1", "fsdp2", "--stages", "3", "--dtypes", "fp32"),
-        *("--models", "mlp", "--world-sizes", "2", "--width", "6", "--depth", "2"),
+        *("--models", "mlp", "--ranks", "2", "--width", "6", "--depth", "2"),
     )
     assert report["problems"] == []
     assert code == 0
@@ -63,7 +63,7 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, capsys):
 @pytest.mark.timeout(400)
 def test_everything_is_as_recorded_on_one_rank_and_on_two(tmp_path):
     """What ``make compare`` judges, but for four ranks, by the record that users have."""
-    code, report = compare(tmp_path, "--world-sizes", "1", "2")
+    code, report = compare(tmp_path, "--ranks", "1", "2")
     assert report["problems"] == []
     assert code == 0
     assert len(report["cells"]) == 2 * len(ROWS) * 3 * 2 * 3 * 2
@@ -75,7 +75,7 @@ def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
     code, report = compare(
         tmp_path,
         *("--engines", "fsdp2", "--stages", "3", "--dtypes", "fp32", "--models", "mlp"),
-        *("--world-sizes", "1", "--tests", "initial", "reduced-once"),
+        *("--ranks", "1", "--tests", "initial", "reduced-once"),
         *("--expected", str(tmp_path / "nothing.json")),
     )
     assert code == 1
@@ -89,7 +89,7 @@ def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path):
     code, report = compare(
         tmp_path,
         *("--engines", BROKEN + "Trouble", "nowhere.at.all:Engine", "--models", "mlp"),
-        *("--world-sizes", "2", "--tests", "initial", "synced", "--timeout", "16"),
+        *("--ranks", "2", "--tests", "initial", "synced", "--timeout", "16"),
     )
     assert code == 1
     cells = {
@@ -117,7 +117,7 @@ def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path):
 
 def test_missing_gpus_are_said(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    code, report = compare(tmp_path, "--device", "cuda", "--world-sizes", "2", "--tests", "initial")
+    code, report = compare(tmp_path, "--device", "cuda", "--ranks", "2", "--tests", "initial")
     assert code == 1
     assert {cell["status"] for cell in report["cells"]} == {"skipped"}
     assert "W=2 needs 2 GPUs, this machine has 0" in capsys.readouterr().out
@@ -130,7 +130,7 @@ def test_a_broken_engine_turns_every_row_red_that_should_be(tmp_path, engine):
     code, report = compare(
         tmp_path,
         *("--engines", BROKEN + engine, "--dtypes", "fp32", "--stages", "3"),
-        *("--world-sizes", "2"),
+        *("--ranks", "2"),
     )
     assert code == 1
     for model in ("mlp", "transformer"):

@@ -179,11 +179,11 @@ def test_what_is_no_engine_is_refused():
     ("arguments", "message"),
     [
         (["--engines", "fsdp9"], "or module:Class, got 'fsdp9'"),
-        (["--stages", "1"], "--stages: expected some of [2, 3], got 1"),
-        (["--dtypes", "fp8"], "--dtypes: expected some of"),
-        (["--models", "gpt"], "--models: expected some of"),
-        (["--world-sizes", "0"], "--world-sizes: at least 1"),
-        (["--width", "0"], "--width and --depth: expected at least 1"),
+        (["--stages", "1"], "argument --stages: invalid choice: 1"),
+        (["--dtypes", "fp8"], "argument --dtypes: invalid choice: 'fp8'"),
+        (["--models", "gpt"], "argument --models: invalid choice: 'gpt'"),
+        (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
+        (["--width", "0"], "argument --width: expected 1 or more, got '0'"),
         (["--expected", "nowhere.json"], "no file 'nowhere.json'"),
     ],
 )

@@ -129,8 +129,8 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path, code):
     events = EventAccumulator(str(tmp_path / "watched" / "version_0")).Reload()
     scalars = events.Tags()["scalars"]
     for tag in (
-        "gradient_access/before_step/accessible",
-        "micro_batch/1/cosine",
+        "probes/gradient_access/before_step/accessible",
+        "probes/micro_batch/1/cosine",
         "noise_scale/noise",
         "memory/backward/peak_bytes/rank1",
         "throughput/mfu",

@@ -298,7 +298,7 @@ def test_a_search_over_activations_takes_four_plans():
 
 def test_the_command_writes_the_table_and_the_file(tmp_path, folder, capsys):
     out = tmp_path / "out" / "plan.json"
-    arguments = ["--model", str(folder), "--world", "8", "--seq-len", "32", "--json", str(out)]
+    arguments = ["--model", str(folder), "--ranks", "8", "--seq-len", "32", "--out", str(out)]
     assert main([*arguments, "--device-memory", "30MB", "--max-batch-size", "3"]) == 0
     printed = capsys.readouterr().out
     assert "Largest batch on 30.0 MB: 3 per rank" in printed
@@ -332,7 +332,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
     ("changes", "message"),
     [
         ({"--model": "gpt9"}, "expected one of gpt2-nano, .* or a folder"),
-        ({"--world": "0"}, "world_size: expected at least 1, got 0"),
+        ({"--ranks": "0"}, "world_size: expected at least 1, got 0"),
         ({"--stage": "4"}, "zero_stage: expected 2 .* or 3 .*, got 4"),
         ({"--precision": "16-mixed"}, "expected one without a gradient scaler"),
         ({"--precision": "half"}, "precision: expected one of '32-true'"),
@@ -349,7 +349,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
     ],
 )
 def test_wrong_arguments_are_named(changes, message, capsys):
-    options = {"--model": next(iter(MODELS)), "--world": "2", **changes}
+    options = {"--model": next(iter(MODELS)), "--ranks": "2", **changes}
     with pytest.raises(SystemExit) as raised:
         main([word for option in options.items() for word in option])
     assert raised.value.code == 2
@@ -375,9 +375,9 @@ def test_a_file_that_cannot_be_written_is_named_before_the_plan(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "sealed")
     monkeypatch.setattr(plan_command, "dry_run", lambda *_: pytest.fail("the plan was made"))
     with pytest.raises(SystemExit) as raised:
-        main(["--model", "gpt2-nano", "--world", "2", "--json", str(tmp_path / name)])
+        main(["--model", "gpt2-nano", "--ranks", "2", "--out", str(tmp_path / name)])
     assert raised.value.code == 2
-    said = rf"error: --json: expected a file to write, got '{tmp_path}.*' \({why}\)\. Name another"
+    said = rf"error: --out: expected a file to write, got '{tmp_path}.*' \({why}\)\. Name another"
     assert re.search(said, capsys.readouterr().err)
     assert not list((tmp_path / "sealed").iterdir())
 
@@ -386,8 +386,8 @@ def test_a_file_that_cannot_be_written_after_all_is_named(tmp_path, folder, caps
     path = tmp_path / "plan.json"
     monkeypatch.setattr(plan_command, "format_plan", lambda *_: path.mkdir())
     with pytest.raises(SystemExit):
-        main(["--model", str(folder), "--world", "2", "--seq-len", "32", "--json", str(path)])
-    assert "error: --json: expected a file to write" in capsys.readouterr().err
+        main(["--model", str(folder), "--ranks", "2", "--seq-len", "32", "--out", str(path)])
+    assert "error: --out: expected a file to write" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_a_config_with_a_field_of_a_wrong_type_is_refused(folder, field, message
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | field))
     with pytest.raises(SystemExit) as raised:
-        main(["--model", str(folder), "--world", "2"])
+        main(["--model", str(folder), "--ranks", "2"])
     assert raised.value.code == 2
     said = f"error: --model: expected one of .*{folder}.*{message}.*Correct its config.json"
     assert re.search(said, capsys.readouterr().err)

@@ -3,6 +3,8 @@
 import csv
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -136,6 +138,73 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     assert str(stopped.value.code).startswith("error: ")
     assert message in str(stopped.value.code)
     assert "\n" not in str(stopped.value.code)
+
+
+NAMES = (
+    "scratch_fsdp, scratch_fsdp_zero3, scratch_fsdp_zero2, fsdp1_zero3, fsdp1_zero2, fsdp2_zero3"
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--config=nope.yaml"],
+            "--config: expected one of .*gpt2_zero3.yaml, .*got '.*nope.yaml'",
+        ),
+        (
+            ["--model.size=nope"],
+            "--model.size: expected one of nano, small, medium, large, xl, got 'nope'",
+        ),
+        (
+            ["--model=nope"],
+            "--model: expected one of recipes.gpt2.GPT2, recipes.qwen.Qwen, or .* 'nope'",
+        ),
+        (
+            ["--trainer.strategy=nope"],
+            f"--trainer.strategy: expected one of {NAMES}, .* ddp, .* 'nope'",
+        ),
+        (
+            ["--trainer.precision=nope"],
+            "--trainer.precision: expected one of .*16-mixed, .* got 'nope'",
+        ),
+        (
+            ["--trainer.max_steps=nope"],
+            'Parser key "trainer.max_steps": Expected .*int.* value: nope',
+        ),
+        (["--nope=1"], "unrecognized arguments: --nope=1"),
+    ],
+)
+def test_a_name_that_does_not_exist_is_one_line_with_the_choices(
+    options: list[str],
+    message: str,
+    command_line: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command_line(_arguments(tmp_path, *options))
+    said = capsys.readouterr().err + (f"{stopped.value.code}\n" if stopped.value.code != 2 else "")
+    assert re.fullmatch(f"error: {message}.*\n", said), said
+
+
+@pytest.mark.parametrize("subcommand", ["", "fit", "validate"])
+def test_a_help_ends_with_two_examples_whose_options_parse(
+    subcommand: str,
+    command_line: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        command_line([*subcommand.split(), "--help"])
+    title, *examples = capsys.readouterr().out.splitlines()[-3:]
+    assert title == "examples:"
+    monkeypatch.chdir(REPOSITORY)
+    for example in examples:
+        assert example.startswith(f"  python -m recipes.train {subcommand}".rstrip() + " ")
+        with pytest.raises(SystemExit) as stopped:
+            command_line([*shlex.split(example)[3:], "--print_config"])
+        assert stopped.value.code == 0
 
 
 def test_without_validation_data_there_is_training_alone(

@@ -22,7 +22,12 @@ from benchmarks.gpu.cases import all_cases, assumptions, small_cases
 from benchmarks.gpu.jobs import describe_session, preload
 from benchmarks.gpu.record import AS_WHOLE, FAILED, Record
 from benchmarks.gpu.table import count_failures, write_table
-from lightning_fsdp.harness.command_line import exit_with, folder_argument
+from lightning_fsdp.harness.command_line import (
+    CommandParser,
+    exit_with,
+    folder_argument,
+    positive,
+)
 from lightning_fsdp.harness.environment import is_installed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,12 +56,8 @@ def main() -> int:
         Exit code: 0 if nothing failed of what could be run.
     """
     began = time.monotonic()
-    parser = _parser()
-    args = parser.parse_args()
-    if args.budget <= 0:
-        parser.error(f"--budget: expected more than 0 seconds, got {args.budget:g}")
-    if not args.peak_tflops > 0:
-        parser.error(f"--peak-tflops: expected more than 0, got {args.peak_tflops:g}")
+    parser = make_parser()
+    args = parser.parse(None)
     _set_environment(args.device)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what was started, too
     parts = list(PARTS) if args.part == "all" else [args.part]
@@ -126,21 +127,26 @@ def _set_environment(device: str) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0]
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        "benchmarks.gpu",
+        __doc__.splitlines()[0],
+        examples=["--part speed --out runs/gpu", "--device cpu"],
     )
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: in small")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="to run")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: in small")
     parser.add_argument("--out", type=folder_argument, default="runs/gpu", help="goes on in there")
-    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds per part")
+    parser.add_argument("--budget", type=positive, default=BUDGET_S, help="seconds per part")
     parser.add_argument(
         "--peak-tflops",
-        type=float,
+        type=positive,
         default=PEAK_TFLOPS,
-        help="of the device in bfloat16, assumed for the MFU (default: %(default)s, H100 and H200)",
+        help="of the device in bfloat16, assumed for the MFU; the default is that of H100 and H200",
     )
-    parser.add_argument("--commit", help="of this checkout, where git cannot tell it")
+    parser.add_argument(
+        "--commit", help="of this checkout, where git cannot tell it (default: what git tells)"
+    )
     parser.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu", help="for pytest")
     return parser
 

@@ -13,7 +13,6 @@ Each writes ``benchmarks/results/guide/PART.json``; the page's tables are made o
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import tempfile
@@ -29,10 +28,11 @@ from benchmarks.update_tables import GUIDE, put
 from lightning_fsdp.bench.__main__ import main as bench
 from lightning_fsdp.compare.__main__ import main as compare
 from lightning_fsdp.compare.rows import ROWS
+from lightning_fsdp.harness.command_line import CommandParser
 from lightning_fsdp.harness.environment import environment
 
-COMPARE = ["--engines", "fsdp1", "fsdp2", "scratch", "--world-sizes", "2", "--dtypes", "fp32"]
-BENCH = ["--engines", "fsdp1", "fsdp2", "scratch", "--stages", "3", "2"]
+COMPARE = ["--engines", "fsdp1", "fsdp2", "scratch", "--ranks", "2", "--dtypes", "fp32"]
+BENCH = ["run", "--engines", "fsdp1", "fsdp2", "scratch", "--stages", "3", "2"]
 BENCH += ["--steps", "10", "--warmup", "3", "--repeats", "2"]
 Part = dict[str, Any]
 
@@ -92,9 +92,7 @@ def main() -> int:
     Returns:
         Exit code: 0 if the benchmark and the suite had nothing to complain about.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    args = parser.parse_args()
+    args = make_parser().parse(None)
     codes = []
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in args.parts:
@@ -109,6 +107,19 @@ def main() -> int:
         put(GUIDE, name, table())
     print(f"tables written to {GUIDE}")
     return max(codes)
+
+
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        "benchmarks.guide",
+        __doc__.splitlines()[0],
+        examples=["--parts behaviours", "--parts access counters"],
+    )
+    parser.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="to measure again"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""Command line of the benchmarks; see ``--help``, ``optimizer --help`` and ``plot --help``."""
+"""Command line of the benchmarks; see ``--help``, and that of each sub-command."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness.command_line import exit_with, require_extra
-from lightning_fsdp.harness.environment import environment
 
 _OF_PICTURES = ("matplotlib", "pydantic", "tensorboard")
+_NEEDED = {"plot": _OF_PICTURES, "optimizer": ("matplotlib", "psutil", "transformers")}
+_NEEDED_TO_TRAIN = (*_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,40 +26,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 if all of it ran and holds.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["optimizer"]:
-        from lightning_fsdp.bench import optimizer
+    name, parser, args = parse(given)
+    require_extra("bench", *_NEEDED.get(name, _NEEDED_TO_TRAIN))
+    # Pictures, tables and recipes need what --help works without.
+    from lightning_fsdp.bench import modes, optimizer, output
+    from lightning_fsdp.harness.environment import environment
 
-        return optimizer.main(given[1:])
-    if given[:1] == ["plot"]:
-        require_extra("bench", *_OF_PICTURES)
-        from lightning_fsdp.bench import output
+    if name == "plot":
+        return output.redraw(args.folder)
+    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
+    document: dict[str, Any] = {"command": command, **environment()}
+    if name == "optimizer":
+        return optimizer.compare(args, document)
+    workload = _workload(name, args)
+    document["workload"] = {key: _plain(value) for key, value in asdict(workload).items()}
+    if name == "scaling":
+        return modes.simulate(parser, args, workload, document)
+    if name == "largest-batch":
+        return modes.search(args, workload, document)
+    return modes.compare(args, workload, document)
 
-        return output.main(given[1:])
-    parser, args = parse(given)
-    require_extra("bench", *_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
-    from lightning_fsdp.bench import modes
 
-    workload = Workload(
+def _workload(name: str, args: Namespace) -> Workload:
+    return Workload(
         config=args.config,
-        num_ranks=args.nproc,
-        accelerator=args.accelerator,
+        num_ranks=1 if name == "scaling" else args.ranks,
+        accelerator=args.device,
         precision=args.precision,
         warmup_steps=args.warmup,
         timed_steps=args.steps,
-        profiled_steps=2,
+        profiled_steps=2 if name == "run" else 0,
         observed_steps=2,
-        writes_traces=args.profile,
-        writes_snapshots=args.snapshot,
+        writes_traces=name == "run" and args.profile,
+        writes_snapshots=name == "run" and args.snapshot,
     )
-    command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
-    configuration = {key: _plain(value) for key, value in asdict(workload).items()}
-    document = {"command": command, "workload": configuration, **environment()}
-    unprofiled = replace(workload, profiled_steps=0)
-    if args.simulate_world is not None:
-        return modes.simulate(parser, args, unprofiled, document)
-    if args.largest_batch is not None:
-        return modes.search(args, unprofiled, document)
-    return modes.compare(args, workload, document)
 
 
 def _plain(value: object) -> object:

@@ -160,21 +160,7 @@ def choose_arms(
     batch_sizes: Sequence[int],
     grad_accums: Sequence[int],
 ) -> list[Arm]:
-    """All combinations, and for each batch shape the two references before them.
-
-    Raises:
-        ValueError: An engine, stage or size that cannot be measured.
-    """
-    for engine in engines:
-        if engine not in ENGINES:
-            raise ValueError(f"--engines: expected some of {list(ENGINES)}, got {engine!r}.")
-    for option, values in (("--batch-sizes", batch_sizes), ("--grad-accum", grad_accums)):
-        for value in values:
-            if value < 1:
-                raise ValueError(f"{option}: expected positive numbers, got {value}.")
-    for stage in zero_stages:
-        if stage not in (2, 3):
-            raise ValueError(f"--stages: expected 2 or 3, got {stage}.")
+    """All combinations, and for each batch shape the two references before them."""
     kinds: list[tuple[str, int | None]] = [("single", None), ("ddp", None)]
     kinds += itertools.product(engines, zero_stages)
     return [

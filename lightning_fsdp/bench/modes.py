@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from lightning_fsdp.bench import output
-from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
 from lightning_fsdp.bench.report import summarize
@@ -32,14 +33,14 @@ _PRODUCT_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}  # by p
 
 def compare(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
     """Run all arms, print the table, write the report."""
-    arms: list[Arm] = args.arms
+    arms = _arms(args, args.batch_sizes)
     runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
     num_missing = len(arms) * args.repeats - len(runs)
     limits = None
     if not num_missing:
         limits = measure_limits(
-            args.nproc,
-            accelerator=args.accelerator,
+            args.ranks,
+            accelerator=args.device,
             unit_bytes=mean_unit_bytes(runs),
             dtype=_PRODUCT_DTYPES[args.precision.partition("-")[0]],
             out=args.out / "limits",
@@ -72,16 +73,16 @@ def simulate(
     """Run all arms among more and more ranks that are simulated, and write how they scale."""
     try:
         networks = networks_of(
-            args.simulate_world,
+            args.ranks,
             bandwidth_gb_s=args.bandwidth,
             latency_us=args.latency,
             num_hosts=args.hosts,
             host_bandwidth_gb_s=args.host_bandwidth,
         )
     except ValueError as error:
-        parser.error(f"--simulate-world: {error}")
+        parser.error(f"--ranks: {error}")
     points, num_missing = run_scaling(
-        args.arms,
+        _arms(args, args.batch_sizes),
         workload,
         networks,
         repeats=args.repeats,
@@ -114,17 +115,15 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
         return done
 
     # A size is searched, and one process would take the batches of all ranks.
-    chosen = dict.fromkeys(
-        replace(arm, batch_size=1) for arm in args.arms if arm.engine != "single"
-    )
+    chosen = [arm for arm in _arms(args, [1]) if arm.engine != "single"]
     found: list[Found] = []
     is_complete = False
     try:
         for of_arm in find_largest(
-            list(chosen),
+            chosen,
             workload,
             run,
-            cap=args.largest_batch,
+            cap=args.max_batch_size,
             device_bytes=args.device_memory,
             out=args.out / "runs",
         ):
@@ -143,3 +142,12 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     for each in without:
         print(f"error: {each.arm}: no batch fits; {each.search.limit}", file=sys.stderr)
     return 1 if without else 0
+
+
+def _arms(args: argparse.Namespace, batch_sizes: Sequence[int]) -> list[Arm]:
+    return choose_arms(
+        engines=args.engines,
+        zero_stages=args.stages,
+        batch_sizes=batch_sizes,
+        grad_accums=args.grad_accum,
+    )

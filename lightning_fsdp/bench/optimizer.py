@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,43 +21,38 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench import optimizer_picture
 from lightning_fsdp.bench.optimizer_outcome import (
-    ENGINES,
     NOT_FIXED,
     Outcome,
     choose_arms,
     engine_of,
 )
-from lightning_fsdp.harness.command_line import folder_argument, require_extra
-from lightning_fsdp.harness.environment import describe, environment
+from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
 
 
-def main(arguments: Sequence[str]) -> int:
+def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     """Run the arms, print the table, write the files.
+
+    Args:
+        args: Of the command line.
+        document: Command and environment.
 
     Returns:
         Exit code: 0 if every arm did what it must.
     """
-    parser = _parser()
-    args = parser.parse_args(arguments)
-    if args.nproc < 2 or args.steps < 1:
-        parser.error("--nproc: at least 2; --steps: at least 1")
-    require_extra("bench", "matplotlib", "psutil", "transformers")
     arms = choose_arms(args.engines)
     outcomes: dict[str, list[Outcome]] = {}
     failures: dict[str, str] = {}
     for arm in tqdm(arms, unit="arm", disable=None):
         folder = args.out / "arms" / arm
-        failure = _run(arm, args.nproc, args.steps, folder, args.timeout)
+        failure = _run(arm, args.ranks, args.steps, folder, args.timeout)
         if failure is None:
-            files = [folder / f"rank{rank}.json" for rank in range(args.nproc)]
+            files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
             outcomes[arm] = [Outcome.from_json(file.read_text()) for file in files]
         else:
             failures[arm] = f"{failure}; see {folder / 'log.txt'}"
     failures |= judge(outcomes)
-    command = shlex.join(["python", "-m", "lightning_fsdp.bench", "optimizer", *arguments])
-    document = {"command": command, **environment()}
     table = format_table(arms, outcomes, failures)
     _write(args.out, document, outcomes, failures, table)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: report.md, results.json, ")
@@ -178,17 +172,3 @@ def _write(
     if outcomes:
         firsts = {arm: ranks[0].phases for arm, ranks in outcomes.items()}
         optimizer_picture.draw(firsts).savefig(out / "memory.png", dpi=150)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_fsdp.bench optimizer",
-        description="Build an optimizer before and after sharding, and see what it trains.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--nproc", type=int, default=2, help="ranks")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per arm")
-    parser.add_argument("--out", type=folder_argument, default="runs/optimizer")
-    return parser

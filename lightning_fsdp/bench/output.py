@@ -9,7 +9,6 @@ DIR/tensorboard/         a run per arm, and one with the pictures
 
 from __future__ import annotations
 
-import argparse
 import csv
 import json
 import math
@@ -26,7 +25,6 @@ from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results
 from lightning_fsdp.bench.runner import Run
 from lightning_fsdp.bench.scaling_report import redraw_scaling
-from lightning_fsdp.harness.command_line import folder_argument
 
 WRITTEN = (
     "report.md, comparison.csv, results.json (every repeat), plots/, tensorboard/, "
@@ -34,8 +32,11 @@ WRITTEN = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Redraw a folder: ``python -m lightning_fsdp.bench plot DIR``.
+def redraw(folder: Path) -> int:
+    """Make all again that can be made of a folder's results, and tell what.
+
+    Args:
+        folder: The ``--out`` of a benchmark.
 
     Returns:
         Exit code: 0 if all that the folder holds was made again.
@@ -44,13 +45,6 @@ def main(arguments: Sequence[str]) -> int:
         "results.json": (derive, "report.md, comparison.csv, plots/, tensorboard/"),
         "scaling.json": (redraw_scaling, "scaling.png, .svg"),
     }
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_fsdp.bench plot",
-        description="Make report, table, pictures and TensorBoard runs of a results.json again, "
-        "and the picture of a scaling.json.",
-    )
-    parser.add_argument("folder", type=folder_argument, help="the --out of a benchmark")
-    folder = parser.parse_args(arguments).folder
     sources = [name for name in redrawn if (folder / name).exists()]
     has_largest = (folder / "largest_batch.json").exists()
     if not sources:
@@ -61,9 +55,9 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     code = 0
     for name in sources:
-        redraw, made = redrawn[name]
+        make, made = redrawn[name]
         try:
-            redraw(folder)
+            make(folder)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             code = 1

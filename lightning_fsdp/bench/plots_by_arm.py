@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -22,6 +23,7 @@ from lightning_fsdp.callbacks.memory_picture import COLORS as OWNERS
 
 Stack = Mapping[str, float | None]
 """Lengths of a bar's parts, by label; ``None`` is not known."""
+_DEVICES = {"gpu": "GPU utilization, percent", "cpu": "CPU time of a rank, percent of one core"}
 _EXPOSED = "exposed (compute waits)"
 _OVERLAPPED = "overlapped (hidden behind compute)"
 
@@ -140,10 +142,14 @@ def memory_at_peak(results: Results) -> Figure:
 
 
 def utilization(results: Results) -> Figure:
-    """Mean of all samples of all ranks and repeats: kinds down, batch shapes across."""
+    """Mean of all samples of all ranks and repeats: kinds down, batch shapes across.
+
+    A heat map shows a pattern over two directions; one batch shape is shown in bars.
+    """
     devices = list(dict.fromkeys(d for arm in results.arms for d in mean_utilization(arm)))
-    names = {"gpu": "GPU utilization, percent", "cpu": "CPU time of a rank, percent of one core"}
     kinds, shapes = results.kinds, results.shapes
+    if len(shapes) < 2:
+        return _utilization_of_one_shape(results, devices)
     height = max(1, len(devices)) * (1.6 + 0.36 * len(kinds))
     width = max(6.2, 1.6 + 0.95 * len(shapes)) + plot_style.label_inches(results)
     figure = plot_style.new_figure(width, height + 0.6, "Utilization over the timed steps")
@@ -170,9 +176,24 @@ def utilization(results: Results) -> Figure:
         axes.set_xticks(range(len(shapes)), [shape_label(shape) for shape in shapes])
         axes.set_yticks(range(len(kinds)), [kind_label(kind) for kind in kinds])
         axes.set_xlabel("sequences per rank and micro-batch x micro-batches per step")
-        axes.set_title(names.get(device, "not measured"), fontsize=10)
+        axes.set_title(_DEVICES.get(device, "not measured"), fontsize=10)
         if device:
             figure.colorbar(image, ax=axes, label="percent")
+    lacking = unmeasured(results, "Utilization", lambda arm: bool(mean_utilization(arm)))
+    plot_style.footnote(figure, ["Mean of all samples of all ranks.", *lacking, *lost(results)])
+    return figure
+
+
+def _utilization_of_one_shape(results: Results, devices: Sequence[str]) -> Figure:
+    figure, panels = _new_bars(results, "Utilization over the timed steps", max(1, len(devices)))
+
+    def stack(device: str, arm: ArmResult) -> Stack | None:
+        mean = mean_utilization(arm).get(device)
+        return None if mean is None else {device: mean}
+
+    for device, axes in zip(devices or [""], panels, strict=True):
+        _bars(axes, results, partial(stack, device), {device: ("#1f3b73", "")}, "{:.0f}")
+        axes.set_xlabel(_DEVICES.get(device, "not measured"))
     lacking = unmeasured(results, "Utilization", lambda arm: bool(mean_utilization(arm)))
     plot_style.footnote(figure, ["Mean of all samples of all ranks.", *lacking, *lost(results)])
     return figure

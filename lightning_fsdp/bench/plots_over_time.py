@@ -1,16 +1,17 @@
-"""Pictures over time: a panel per batch shape, a line per engine and stage."""
+"""Pictures over time: memory with a panel per arm, losses with a line per arm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import textwrap
+from typing import Any
 
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.results import (
     ArmResult,
-    Line,
     Results,
+    kind_label,
     loss_curve,
     lost,
     shape_label,
@@ -18,63 +19,84 @@ from lightning_fsdp.bench.results import (
 )
 
 _MOST_COLUMNS = 3
+_OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
 
 
 def memory_over_time(results: Results) -> Figure:
-    """Bytes of tensors alive on rank 0 through one optimizer step that is watched closely."""
-    tops = [
-        max((nbytes for _, nbytes in arm.first_rank("timeline") or []), default=None)
-        for arm in results.arms
-    ]
-    unit, suffix = plot_style.byte_unit(tops)
+    """Bytes of tensors alive on rank 0 through one optimizer step: engines down, batches across.
 
-    def line(arm: ArmResult) -> Line | None:
-        timeline = arm.first_rank("timeline")
-        if arm.failure is not None or not timeline:
-            return None
-        return [second for second, _ in timeline], [nbytes / unit for _, nbytes in timeline]
-
-    figure = _over_time(
-        results,
-        "Memory over one optimizer step, rank 0",
-        line,
-        xlabel="seconds (watching slows the step down)",
-        ylabel=f"tensors alive, {suffix}",
-        drawstyle="steps-post",
-        lacking=unmeasured(results, "Memory over time", lambda arm: line(arm) is not None),
+    All panels have one scale, so that they can be compared by eye.
+    """
+    kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
+    timelines = {arm.name: _timeline(arm) for arm in results.arms}
+    tops = {
+        name: max(nbytes for _, nbytes in timeline)
+        for name, timeline in timelines.items()
+        if timeline
+    }
+    unit, suffix = plot_style.byte_unit(tops.values())
+    figure = plot_style.new_figure(
+        max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results),
+        1.4 + 0.75 * len(kinds),
+        f"Memory over one optimizer step, rank 0: tensors alive, {suffix}",
     )
-    figure.axes[0].set_ylim(bottom=0)
+    panels = figure.subplots(len(kinds), len(shapes), squeeze=False, sharex="col", sharey=True)
+    for kind, row in zip(kinds, panels, strict=True):
+        row[0].set_ylabel(
+            textwrap.fill(kind_label(kind), 16), rotation=0, ha="right", va="center",
+            fontsize=plot_style.SMALL + 1,
+        )  # fmt: skip
+        for shape, axes in zip(shapes, row, strict=True):
+            _draw_memory(axes, results.at(kind, shape), timelines, unit)
+    panels[0, 0].set_ylim(0, 1.3 * max(tops.values(), default=1.0) / unit)
+    for shape, top, bottom in zip(shapes, panels[0], panels[-1], strict=True):
+        top.set_title(f"batch {shape_label(shape)}", fontsize=10)
+        bottom.set_xlabel("seconds", fontsize=plot_style.SMALL)
+    lacking = unmeasured(results, "Memory over time", lambda arm: bool(timelines[arm.name]))
+    notes = [f"The number is the peak. Watching slows the step down. {_OF_BATCH}"]
+    plot_style.footnote(figure, [*notes, *lacking, *lost(results)])
     return figure
+
+
+def _timeline(arm: ArmResult) -> list[tuple[float, int]]:
+    return (arm.first_rank("timeline") or []) if arm.failure is None else []
+
+
+def _draw_memory(
+    axes: Any,
+    arm: ArmResult | None,
+    timelines: dict[str, list[tuple[float, int]]],
+    unit: float,
+) -> None:
+    axes.grid(color="#e5e5e5", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=plot_style.SMALL - 1)
+    axes.locator_params(nbins=3)
+    timeline = timelines[arm.name] if arm is not None else []
+    if not timeline:
+        has_failed = arm is not None and arm.failure is not None
+        says = "failed" if has_failed else "not measured"
+        axes.text(0.5, 0.5, says, ha="center", va="center", transform=axes.transAxes,
+                  style="italic", fontsize=plot_style.SMALL - 1)  # fmt: skip
+        return
+    assert arm is not None
+    xs, ys = [second for second, _ in timeline], [nbytes / unit for _, nbytes in timeline]
+    color = plot_style.line_style(arm.kind, [arm.kind])["color"]
+    axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
+    axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
+    axes.text(0.98, 0.93, f"{max(ys):.3g}", ha="right", va="top", transform=axes.transAxes,
+              fontsize=plot_style.SMALL - 1)  # fmt: skip
 
 
 def losses(results: Results) -> Figure:
     """Mean over ranks and micro-batches; arms with wrong losses are drawn as well."""
-    return _over_time(
-        results,
-        "Training loss (the same for all engines, or the arm is wrong)",
-        loss_curve,
-        xlabel="optimizer step",
-        ylabel="loss, nats per token",
-        drawstyle="default",
-        lacking=unmeasured(results, "Losses", lambda arm: loss_curve(arm) is not None),
-    )
-
-
-def _over_time(
-    results: Results,
-    title: str,
-    line: Callable[[ArmResult], Line | None],
-    *,
-    xlabel: str,
-    ylabel: str,
-    drawstyle: str,
-    lacking: Sequence[str],
-) -> Figure:
     shapes = results.shapes or [(1, 1)]
     columns = min(_MOST_COLUMNS, len(shapes))
     height = -(-len(shapes) // columns)
     figure = plot_style.new_figure(
-        max(5.5, 3.4 * columns) + plot_style.label_inches(results), 1.2 + 2.7 * height, title
+        max(5.5, 3.4 * columns) + plot_style.label_inches(results),
+        1.2 + 2.7 * height,
+        "Training loss (the same for all engines, or the arm is wrong)",
     )
     panels = figure.subplots(height, columns, squeeze=False, sharey=True).flatten()
     for axes in panels[len(shapes) :]:
@@ -83,7 +105,7 @@ def _over_time(
         is_empty = True
         for index, kind in enumerate(results.kinds):
             arm = results.at(kind, shape)
-            found = None if arm is None else line(arm)
+            found = None if arm is None else loss_curve(arm)
             if found is None:
                 continue
             is_empty = False
@@ -92,19 +114,19 @@ def _over_time(
             # each has its few markers at places of its own.
             stride = max(1, len(xs) // 6)
             axes.plot(
-                xs, ys, **plot_style.line_style(kind, results.kinds), drawstyle=drawstyle,
+                xs, ys, **plot_style.line_style(kind, results.kinds),
                 linewidth=1.0 + 0.4 * (len(results.kinds) - 1 - index),
                 markevery=(index * stride // max(1, len(results.kinds)), stride),
             )  # fmt: skip
         if is_empty:
             plot_style.say_nothing(axes)
         axes.set_title(f"batch {shape_label(shape)}", fontsize=10)
-        axes.set_xlabel(xlabel, fontsize=plot_style.SMALL + 1)
+        axes.set_xlabel("optimizer step", fontsize=plot_style.SMALL + 1)
         axes.grid(color="#e5e5e5", linewidth=0.5)
         axes.set_axisbelow(True)
         if number % columns == 0:
-            axes.set_ylabel(ylabel)
-    note = "Batch: sequences per rank and micro-batch x micro-batches per step."
-    plot_style.footnote(figure, [note, *lacking, *lost(results)])
+            axes.set_ylabel("loss, nats per token")
+    lacking = unmeasured(results, "Losses", lambda arm: loss_curve(arm) is not None)
+    plot_style.footnote(figure, [_OF_BATCH, *lacking, *lost(results)])
     plot_style.legend(figure, panels[: len(shapes)])
     return figure

@@ -9,6 +9,12 @@ from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.results import kind_label
 from lightning_fsdp.bench.scaling import Point
 
+_OF_PADDING = (
+    "FSDP2 deals out rows of each parameter, and pads them to a multiple of the ranks: every rank "
+    "sends a row at least. Where a parameter has fewer rows than there are ranks (a layer of width "
+    "128 among 1024), most of what is sent is padding, which grows with the ranks."
+)
+
 _PANELS = (
     ("tokens_per_s_per_rank", "tokens per second and rank"),
     ("efficiency", "share of one unsharded process"),
@@ -36,7 +42,9 @@ def draw(points: Sequence[Point]) -> Any:
         for panels in rows
         for handle, label in zip(*panels[0].get_legend_handles_labels(), strict=True)
     }
-    figure.legend(labelled.values(), labelled.keys(), loc="outside lower center", ncols=4)
+    if any(point.engine == "fsdp2" for point in points):
+        plot_style.footnote(figure, [_OF_PADDING])
+    figure.legend(labelled.values(), labelled.keys(), loc="outside upper center", ncols=4)
     return figure
 
 

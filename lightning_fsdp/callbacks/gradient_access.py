@@ -75,11 +75,11 @@ class AccessRecord:
 class GradientAccessProbe(pl.Callback):
     """Reads every gradient at every moment of the chosen steps.
 
-    Logged: ``gradient_access/{moment}/accessible`` and ``/total`` (parameters; of the last
-    micro-batch), ``gradient_norm/{layer}`` before the optimizer's step, ``gradient_access/num_nan``
-    and ``/num_inf`` (parameters). TensorBoard also gets a histogram of the parameters' norms per
-    layer. A gradient that is not finite before the step is named in a warning, unless a gradient
-    scaler takes care of it.
+    Logged: ``probes/gradient_access/{moment}/accessible`` and ``/total`` (parameters; of the last
+    micro-batch), ``probes/gradient_norm/{layer}`` before the optimizer's step,
+    ``probes/gradient_access/num_nan`` and ``/num_inf`` (parameters). TensorBoard also gets a
+    histogram of the parameters' norms per layer. A gradient that is not finite before the step is
+    named in a warning, unless a gradient scaler takes care of it.
 
     Args:
         steps: Optimizer steps to look at: a period, or a collection of step numbers from 0.
@@ -171,24 +171,25 @@ class GradientAccessProbe(pl.Callback):
 
     def _report(self, trainer: pl.Trainer, last: AccessRecord) -> None:
         metrics: dict[str, float] = {
-            "gradient_access/num_nan": len(last.nan),
-            "gradient_access/num_inf": len(last.inf),
+            "probes/gradient_access/num_nan": len(last.nan),
+            "probes/gradient_access/num_inf": len(last.inf),
         }
         for record in self.records:
             if record.step == last.step:
-                metrics[f"gradient_access/{record.moment}/accessible"] = record.num_accessible
-                metrics[f"gradient_access/{record.moment}/total"] = record.num_total
+                moment = f"probes/gradient_access/{record.moment}"
+                metrics[f"{moment}/accessible"] = record.num_accessible
+                metrics[f"{moment}/total"] = record.num_total
         layers: dict[str, list[float]] = defaultdict(list)
         for name, norm in last.norms.items():
             layers[_layer_of(name)].append(norm)
         for layer, norms in layers.items():
-            metrics[f"gradient_norm/{layer}"] = math.hypot(*norms)
+            metrics[f"probes/gradient_norm/{layer}"] = math.hypot(*norms)
         reporting.log(trainer, metrics, last.step)
         for logger in reporting.tensorboards(trainer):
             for layer, norms in layers.items():
                 finite = [norm for norm in norms if math.isfinite(norm)]
                 if finite:
-                    tag = f"gradient_norms/{layer}"
+                    tag = f"probes/gradient_norms/{layer}"
                     logger.experiment.add_histogram(tag, torch.tensor(finite), last.step)
         is_scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if (last.nan or last.inf) and not is_scaled:

@@ -55,9 +55,9 @@ class MicroBatchReport:
 class MicrobatchIsolationProbe(pl.Callback):
     """Raises when a micro-batch's gradient leaks into another one or into the next step.
 
-    Logged in the chosen steps: ``micro_batch/{i}/norm`` and ``micro_batch/{i}/cosine``, the mean
-    over ranks. Hooks of your own that edit gradients have to be there before the step begins, so
-    that the probe sees what they leave.
+    Logged in the chosen steps: ``probes/micro_batch/{i}/norm`` and ``.../cosine``, the mean over
+    ranks. Hooks of your own that edit gradients have to be there before the step begins, so that
+    the probe sees what they leave.
 
     Args:
         steps: Optimizer steps to look at: a period, or a collection of step numbers from 0.
@@ -269,7 +269,7 @@ class MicrobatchIsolationProbe(pl.Callback):
         for index in range(num):
             for what, values in (("norm", report.norms), ("cosine", report.cosines)):
                 mean = sum(of_rank[index] for of_rank in values) / len(values)
-                metrics[f"micro_batch/{index}/{what}"] = mean
+                metrics[f"probes/micro_batch/{index}/{what}"] = mean
         reporting.log(trainer, metrics, trainer.global_step)
 
     def _release(self) -> None:

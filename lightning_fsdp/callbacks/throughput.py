@@ -216,7 +216,8 @@ class ThroughputMonitor(pl.Callback):
         if self.peak_flops is not None:
             flops = sum(flops for _, flops, *_ in of_ranks)
             metrics["throughput/mfu"] = flops / slowest / (self.peak_flops * len(of_ranks))
-        reporting.log(trainer, metrics, trainer.global_step)
+        # The step is made; the Trainer logs it by its number from 0.
+        reporting.log(trainer, metrics, trainer.global_step - 1)
 
     def _tokens_in(self, batch: Any) -> float:
         if isinstance(batch, Mapping) and "attention_mask" in batch:

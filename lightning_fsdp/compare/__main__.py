@@ -18,7 +18,13 @@ from lightning_fsdp.compare.report import describe_environment, format_report, m
 from lightning_fsdp.compare.rows import ROWS
 from lightning_fsdp.compare.runner import Cell, Setup, run_cases, skip_cases
 from lightning_fsdp.compare.verdicts import expectation
-from lightning_fsdp.harness.command_line import exit_with, folder_argument
+from lightning_fsdp.harness.command_line import (
+    CommandParser,
+    at_least,
+    exit_with,
+    folder_argument,
+    positive,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,21 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 if everything came out as recorded for this torch, and everything was run.
     """
-    parser = _parser()
-    args = parser.parse_args(arguments)
+    parser = make_parser()
+    args = parser.parse(arguments)
     sizes = Sizes(width=args.width, depth=args.depth)
-    try:
-        cases = choose_cases(
-            engines=args.engines,
-            zero_stages=args.stages,
-            dtypes=args.dtypes,
-            models=args.models,
-            sizes=sizes,
-        )
-    except ValueError as error:
-        parser.error(str(error))
-    if any(size < 1 for size in args.world_sizes) or args.timeout <= 0:
-        parser.error("--world-sizes: at least 1; --timeout: more than 0")
+    cases = choose_cases(
+        engines=args.engines,
+        zero_stages=args.stages,
+        dtypes=args.dtypes,
+        models=args.models,
+        sizes=sizes,
+    )
     if args.expected is not None and not args.expected.is_file():
         parser.error(f"--expected: no file {str(args.expected)!r}")
     command = shlex.join(["python", "-m", "lightning_fsdp.compare", *(arguments or sys.argv[1:])])
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup = Setup(rows=args.tests, device=args.device, timeout_s=args.timeout, out=args.out)
     start = time.perf_counter()
     cells: list[Cell] = []
-    for world_size in dict.fromkeys(args.world_sizes):
+    for world_size in dict.fromkeys(args.ranks):
         cells += _at(world_size, cases, setup, missing)
     report = make_report(
         document,
@@ -76,29 +77,69 @@ def _at(world_size: int, cases: Sequence[Case], setup: Setup, missing: Sequence[
     return cells + run_cases(present, world_size, setup)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_fsdp.compare",
-        description="Read every weight and gradient under each engine, and judge them by value.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        "lightning_fsdp.compare",
+        "Read every weight and gradient under each engine, and judge them by value.",
+        examples=[
+            "--engines scratch fsdp1 fsdp2 --ranks 1 2 4 --out runs/compare",
+            "--engines mine.engine:MyEngine --ranks 2 --dtypes fp32 --models mlp",
+        ],
+        old={"--world-sizes": "--ranks"},
     )
     parser.add_argument(
-        "--engines", nargs="+", default=list(ENGINES), help="or your own, as module:Class"
+        "--ranks", nargs="+", type=at_least(1), default=[1, 2, 4], help="processes, in turns"
     )
-    parser.add_argument("--world-sizes", nargs="+", type=int, default=[1, 2, 4], help="ranks")
-    parser.add_argument("--stages", nargs="+", type=int, default=[2, 3])
-    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), help="compute-reduction")
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--tests", nargs="+", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--width", type=int, default=Sizes().width, help="of the MLP")
-    parser.add_argument("--depth", type=int, default=Sizes().depth, help="of the MLP")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds per test")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a rank")
     parser.add_argument(
-        "--expected", type=Path, help="another record of what does not work, as expected.json"
+        "--engines",
+        nargs="+",
+        type=_engine,
+        default=list(ENGINES),
+        metavar="ENGINE",
+        help=f"some of {', '.join(ENGINES)}; or your own, as module:Class",
     )
-    parser.add_argument("--out", type=folder_argument, default="runs/compare")
+    parser.add_argument(
+        "--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3], help="of ZeRO"
+    )
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
+        help="of compute, and of reductions where that is another",
+    )  # fmt: skip
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="to read from"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows of the table"
+    )
+    sizes = Sizes()
+    parser.add_argument(
+        "--width", type=at_least(1), default=sizes.width, help="features of the MLP"
+    )
+    parser.add_argument("--depth", type=at_least(1), default=sizes.depth, help="layers of the MLP")
+    parser.add_argument("--timeout", type=positive, default=60.0, help="seconds per test")
+    parser.add_argument(
+        "--expected",
+        type=Path,
+        metavar="FILE",
+        help="another record of what does not work (default: expected.json of this package)",
+    )
+    parser.add_argument(
+        "--out",
+        type=folder_argument,
+        default="runs/compare",
+        help="folder for all that is written",
+    )
     return parser
+
+
+def _engine(text: str) -> str:
+    if text not in ENGINES and ":" not in text:
+        raise argparse.ArgumentTypeError(
+            f"expected some of {', '.join(ENGINES)}, or module:Class, got {text!r}"
+        )
+    return text
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from lightning_fsdp.checkpoint.contents import FORMS
 from lightning_fsdp.checkpoint.convert import convert
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import CommandParser, exit_with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         Exit code: 0 if it is written.
     """
-    args = _parser().parse_args(arguments)
+    args = make_parser().parse(arguments)
     with tqdm(unit="B", unit_scale=True, desc=str(args.target), leave=False) as bar:
 
         def on_total(num_bytes: int) -> None:
@@ -50,24 +49,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_fsdp.convert",
-        description="Write a checkpoint in another form; one process, no accelerator.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def make_parser() -> CommandParser:
+    """The options."""
+    parser = CommandParser(
+        "lightning_fsdp.convert",
+        "Write a checkpoint in another form; one process, no accelerator.",
+        examples=[
+            "epoch=3.ckpt shards --to sharded",
+            "epoch=3.ckpt weights --to safetensors --prefix model. --config FOLDER",
+        ],
     )
     parser.add_argument(
         "source", type=Path, metavar="SRC", help="a Trainer's file, a sharded folder, safetensors"
     )
     parser.add_argument("target", type=Path, metavar="DST", help="where nothing is yet")
-    parser.add_argument("--to", required=True, choices=FORMS)
+    parser.add_argument("--to", required=True, choices=FORMS, help="form")
     parser.add_argument(
-        "--prefix", default="", help="of names, which safetensors do without: 'model.'"
+        "--prefix",
+        default="",
+        help="of names, which safetensors do without, such as model. (default: none)",
     )
     parser.add_argument(
-        "--config", type=Path, help="a folder with config.json (and a tokenizer) to copy"
+        "--config",
+        type=Path,
+        metavar="FOLDER",
+        help="with a config.json (and a tokenizer) to copy (default: none)",
     )
-    parser.add_argument("--max-shard-size", default="5GB", help="of a safetensors file")
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="AMOUNT", help="of a safetensors file"
+    )
     return parser
 
 

@@ -1,15 +1,100 @@
-"""What command lines share: folders as options, extras, and the exit code, also after Ctrl-C."""
+"""What command lines share: their help, kinds of options, extras, and the exit code.
+
+A help ends with examples, and says of each option what it takes: its choices, its unit, and its
+default or that it is required. Options are called the same in all commands (``--ranks``,
+``--device``, ``--out``); earlier spellings are read as the new ones and shown nowhere.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from typing_extensions import override
+
 INTERRUPTED = 130  # as shells say it: 128 and the signal's number
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The options of one command.
+
+    Args:
+        command: As after ``python -m``, with the sub-command.
+        description: What it does; where it has several lines, they are shown as they are.
+        examples: What follows the command in each example.
+        old: Earlier spelling of an option -> the option.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        *,
+        examples: Sequence[str],
+        old: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            prog=f"python -m {command}",
+            description=description,
+            epilog=shown_examples(command, examples),
+            formatter_class=_Help,
+        )
+        self.examples = tuple(examples)
+        self.old = dict(old or {})
+
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """Read the options, or the process's own; ends the process where one is wrong."""
+        given = sys.argv[1:] if arguments is None else arguments
+        return self.parse_args([self._current(word) for word in given])
+
+    def _current(self, word: str) -> str:
+        option, sign, value = word.partition("=")
+        return self.old.get(option, option) + sign + value
+
+
+class _Help(argparse.HelpFormatter):
+    @override
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+    @override
+    def _metavar_formatter(
+        self, action: argparse.Action, default_metavar: str
+    ) -> Callable[[int], tuple[str, ...]]:
+        name = action.metavar or default_metavar  # never the choices, which the help lists once
+        return lambda size: name if isinstance(name, tuple) else (name,) * size
+
+    @override
+    def _get_help_string(self, action: argparse.Action) -> str:
+        says, notes = action.help or "", []
+        if action.choices is not None:
+            some = "some" if action.nargs == "+" else "one"
+            notes.append(f"{some} of {', '.join(map(str, action.choices))}")
+        if action.required:
+            notes.append("required")
+        elif "default: " not in says and action.default is not argparse.SUPPRESS:
+            notes.append(f"default: {_shown(action.default)}")
+        return f"{says} ({'; '.join(notes)})" if notes else says
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return " ".join(map(str, default)) if isinstance(default, (list, tuple)) else str(default)
+
+
+def shown_examples(command: str, examples: Sequence[str]) -> str:
+    """The end of a help.
+
+    Args:
+        command: As after ``python -m``.
+        examples: What follows it in each.
+    """
+    return "\n".join(["examples:", *(f"  python -m {command} {options}" for options in examples)])
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
@@ -39,6 +124,32 @@ def require_extra(extra: str, *modules: str) -> None:
             f"error: expected the extra {extra!r}, got no {', '.join(missing)}. "
             f"Install it: pip install 'lightning-fsdp[{extra}]'"
         )
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """A whole number that is not less, as the type of a command's option."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"expected {least} or more, got {text!r}")
+        return number
+
+    return convert
+
+
+def positive(text: str) -> float:
+    """A number of more than 0, as the type of a command's option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
+    return number
 
 
 def folder_argument(text: str) -> Path:

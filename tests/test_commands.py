@@ -1,0 +1,171 @@
+"""Every command and sub-command: what its help says, earlier spellings, and what --help needs."""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import real_size
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.guide import __main__ as guide
+from lightning_fsdp.bench import options
+from lightning_fsdp.compare import __main__ as compare
+from lightning_fsdp.convert import __main__ as convert
+from lightning_fsdp.harness.command_line import at_least, positive
+from lightning_fsdp.plan import __main__ as plan
+
+ROOT = Path(__file__).parent.parent
+PACKAGED = {
+    "lightning_fsdp.bench": options.overview,
+    **{f"lightning_fsdp.bench {name}": make for name, make in options.PARSERS.items()},
+    "lightning_fsdp.compare": compare.make_parser,
+    "lightning_fsdp.convert": convert.make_parser,
+    "lightning_fsdp.plan": plan.make_parser,
+}
+PARSERS = {
+    **PACKAGED,
+    "benchmarks.gpu": gpu.make_parser,
+    "benchmarks.guide": guide.make_parser,
+    "benchmarks.real_size": real_size.make_parser,
+}
+
+
+def test_no_command_is_left_out():
+    found = {path.parent.name for path in ROOT.glob("[lb]*/**/__main__.py")}
+    assert found <= {command.split()[0].partition(".")[2] for command in PARSERS}
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_each_option_says_what_it_takes_and_its_default_or_that_it_is_required(command):
+    parser = PARSERS[command]()
+    for action in parser._actions[1:]:  # but -h
+        if action.help == argparse.SUPPRESS:  # of processes that the command starts itself
+            continue
+        says = parser._get_formatter()._expand_help(action)
+        name = f"{command} {action.dest}: {says}"
+        assert re.search(r"default: \S|required", says), name
+        assert "None" not in says, name
+        assert action.help, name
+        for choice in action.choices or ():
+            assert re.search(rf"(?<![\w-]){choice}(?![\w-])", says), name
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_a_help_ends_with_two_examples_whose_options_parse(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = PARSERS[command]()
+    title, *lines = parser.format_help().splitlines()[-3:]
+    assert title == "examples:"
+    for line in lines:
+        assert line.startswith(f"  {parser.prog} ")
+        given = shlex.split(line.removeprefix(f"  {parser.prog}"))
+        assert given
+        if command == "lightning_fsdp.bench":
+            options.PARSERS[given[0]]().parse(given[1:])
+        else:
+            parser.parse(given)
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_same_thing_has_one_name_everywhere(command):
+    parser = PARSERS[command]()
+    found = {option for action in parser._actions for option in action.option_strings}
+    other = {"--nproc", "--world", "--world-size", "--world-sizes", "--accelerator", "--json"}
+    assert not found & other
+    assert set(parser.old).isdisjoint(found)
+    assert set(parser.old.values()) <= found
+
+
+SEARCH = ["--device-memory", "1GB", "--stages", "3"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ([], ["run"]),
+        (
+            ["--nproc=4", "--accelerator", "cpu", "--batch-sizes", "2", "4", "--out", "runs/x"],
+            ["run", "--ranks", "4", "--batch-sizes", "2", "4", "--out", "runs/x"],
+        ),
+        (
+            ["--engines", "scratch", "--simulate-world", "8", "64", "--latency", "3"],
+            ["scaling", "--engines", "scratch", "--ranks", "8", "64", "--latency", "3"],
+        ),
+        (
+            ["--largest-batch=8", "--nproc", "3", *SEARCH],
+            ["largest-batch", "--max-batch-size", "8", "--ranks", "3", *SEARCH],
+        ),
+        (["optimizer", "--nproc", "3"], ["optimizer", "--ranks", "3"]),
+    ],
+)
+def test_a_benchmark_is_also_chosen_as_it_was_before_there_were_sub_commands(old, new):
+    (old_name, _, old_args), (new_name, _, new_args) = options.parse(old), options.parse(new)
+    assert old_name == new_name == new[0]
+    assert old_args == new_args
+
+
+def test_other_commands_read_earlier_spellings():
+    for make, old, new in (
+        (compare.make_parser, ["--world-sizes", "1", "2"], ["--ranks", "1", "2"]),
+        (
+            plan.make_parser,
+            ["--model", "gpt2-xl", "--world=8", "--json", "plan.json"],
+            ["--model", "gpt2-xl", "--ranks", "8", "--out", "plan.json"],
+        ),
+    ):
+        assert make().parse(old) == make().parse(new)
+
+
+def test_what_is_no_command_is_named_with_the_choices(capsys):
+    with pytest.raises(SystemExit):
+        options.parse(["scale"])
+    said = capsys.readouterr().err
+    assert "invalid choice: 'scale'" in said
+    assert all(name in said for name in options.PARSERS)
+
+
+@pytest.mark.parametrize(
+    ("convert", "text", "message"),
+    [
+        (at_least(2), "1", "expected 2 or more, got '1'"),
+        (at_least(0), "some", "expected 0 or more, got 'some'"),
+        (positive, "0", "expected more than 0, got '0'"),
+        (positive, "nan", "expected more than 0, got 'nan'"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(convert, text, message):
+    with pytest.raises(Exception, match=re.escape(message)):
+        convert(text)
+
+
+WITHOUT_EXTRAS = """
+import importlib, sys
+extras, *commands = sys.argv[1:]
+sys.modules.update(dict.fromkeys(extras.split()))
+for command in commands:
+    module, *rest = command.split()
+    try:
+        importlib.import_module(f"{module}.__main__").main([*rest, "--help"])
+    except SystemExit as ended:
+        assert ended.code == 0, command
+"""
+OF_NOBODY_ELSE = "psutil pydantic"
+# What is installed of these, torchmetrics imports with Lightning.
+EXTRAS = f"{OF_NOBODY_ELSE} matplotlib tensorboard tokenizers transformers"
+
+
+@pytest.mark.parametrize(
+    ("extras", "is_bench"), [(EXTRAS, True), (OF_NOBODY_ELSE, False)], ids=["bench", "others"]
+)
+def test_help_needs_no_extra(extras, is_bench):
+    commands = [command for command in PACKAGED if ("bench" in command) == is_bench]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, extras, *commands],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("examples:") == len(commands)
