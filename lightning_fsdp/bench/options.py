@@ -223,13 +223,14 @@ def _add_recipe(parser: CommandParser) -> None:
     parser.add_argument(
         "--precision", choices=_PRECISIONS, default="32-true", help="of the Trainer"
     )
+    known = ", ".join(_recipes()) or "a checkout's recipes"
     parser.add_argument(
         "--recipe",
         dest="config",
         type=_recipe,
         default="gpt2_zero3",
         metavar="NAME",
-        help=f"one of {', '.join(_recipes())}, or a YAML file; strategy and batch are an arm's",
+        help=f"one of {known}, or a YAML file; strategy and batch are an arm's",
     )
 
 
@@ -278,18 +279,18 @@ def _add_out(parser: CommandParser, default: str = "runs/bench") -> None:
 def _recipes() -> dict[str, Path]:
     # Where they lie; to import them is for those above this package.
     found = importlib.util.find_spec("recipes")
-    if found is None:
-        raise argparse.ArgumentTypeError(
-            "expected a checkout, whose recipes are trained, got an installed package alone. "
-            "Run it in a checkout, after: pip install 'lightning-fsdp[bench]'"
-        )
-    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def _recipe(name: str) -> Path:
     """The YAML file of a recipe, by its name or as itself."""
     recipes = _recipes()
+    if not recipes:
+        raise argparse.ArgumentTypeError(
+            "expected a checkout, whose recipes are trained, got an installed package alone. "
+            "Run it in a checkout, after: pip install 'lightning-fsdp[bench]'"
+        )
     if name in recipes:
         return recipes[name]
     if Path(name).is_file():
