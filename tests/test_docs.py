@@ -56,6 +56,7 @@ def test_every_block_of_python_is_run():
 @pytest.mark.timeout(300)
 @runs("README.md", "trainer.fit(GPT2(")
 def test_the_example_trains(tmp_path, code):
+    assert "recipes" not in code  # which are not installed with the package
     _train(tmp_path, code)
 
 
