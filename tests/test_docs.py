@@ -55,11 +55,23 @@ def test_every_block_of_python_is_run():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @runs("README.md", "trainer.fit(GPT2(")
-def test_the_quick_start_script_trains(tmp_path, code):
-    (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
+def test_the_example_trains(tmp_path, code):
+    assert "recipes" not in code  # which are not installed with the package
+    _train(tmp_path, code)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@runs("docs/recipes.md", "trainer.fit(GPT2(")
+def test_the_script_with_a_recipe_trains(tmp_path, code):
+    _train(tmp_path, code)
+
+
+def _train(folder, code):
+    (folder / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
     finished = subprocess.run(
         [sys.executable, "train.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
