@@ -217,7 +217,7 @@ def test_memory_over_time_has_a_panel_per_arm_with_the_time_line_of_rank_0():
             continue
         (line,) = axes.lines
         expected = timeline(arm)
-        assert line.get_xdata() == pytest.approx([x for x, _ in expected])
+        assert line.get_xdata() == pytest.approx([100 * x / 0.2 for x, _ in expected])
         assert line.get_ydata() == pytest.approx([y / 1e6 for _, y in expected])
         assert said == f"{peak_bytes(arm) / 1e6:.3g}"
     assert [axes.get_title() for axes in panels[0]] == [

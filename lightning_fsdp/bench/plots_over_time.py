@@ -25,7 +25,8 @@ _OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step.
 def memory_over_time(results: Results) -> Figure:
     """Bytes of tensors alive on rank 0 through one optimizer step: engines down, batches across.
 
-    All panels have one scale, so that they can be compared by eye.
+    All panels have one scale, so that they can be compared by eye; in time they are as long as
+    their step, since watching slows each engine down by another factor.
     """
     kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
     timelines = {arm.name: _timeline(arm) for arm in results.arms}
@@ -51,9 +52,11 @@ def memory_over_time(results: Results) -> Figure:
     panels[0, 0].set_ylim(0, 1.3 * max(tops.values(), default=1.0) / unit)
     for shape, top, bottom in zip(shapes, panels[0], panels[-1], strict=True):
         top.set_title(f"batch {shape_label(shape)}", fontsize=10)
-        bottom.set_xlabel("seconds", fontsize=plot_style.SMALL)
+        bottom.set_xlabel("percent of the step", fontsize=plot_style.SMALL)
     lacking = unmeasured(results, "Memory over time", lambda arm: bool(timelines[arm.name]))
-    notes = [f"The number is the peak. Watching slows the step down. {_OF_BATCH}"]
+    notes = [
+        f"The number is the peak. Seconds are left out: watching slows steps down. {_OF_BATCH}"
+    ]
     plot_style.footnote(figure, [*notes, *lacking, *lost(results)])
     return figure
 
@@ -80,7 +83,9 @@ def _draw_memory(
                   style="italic", fontsize=plot_style.SMALL - 1)  # fmt: skip
         return
     assert arm is not None
-    xs, ys = [second for second, _ in timeline], [nbytes / unit for _, nbytes in timeline]
+    end_s = timeline[-1][0] or 1.0
+    xs = [100 * second / end_s for second, _ in timeline]
+    ys = [nbytes / unit for _, nbytes in timeline]
     color = plot_style.line_style(arm.kind, [arm.kind])["color"]
     axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
     axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
