@@ -245,10 +245,10 @@ def table_of(document: dict[str, Any]) -> str:
         saved = ["", "", ""]
         if "saved_s" in ranks[0]:
             grown = max(rank["saved_peak_bytes"] - rank["trained_peak_bytes"] for rank in ranks)
-            of_disk = statistics.median(r["saved_s"] / r["disk_s"] for r in ranks if "disk_s" in r)
+            of_disk = statistics.median(r["disk_s"] for r in ranks if "disk_s" in r)
             saved = [
                 f"{grown / gb:.2f}",
-                f"{max(rank['saved_s'] for rank in ranks):.1f} ({of_disk:.2f})",
+                f"{max(rank['saved_s'] for rank in ranks):.1f} ({of_disk:.1f})",
                 f"{max(rank['resumed_peak_bytes'] for rank in ranks) / gb:.2f}",
             ]
         body.append(
@@ -263,7 +263,7 @@ def table_of(document: dict[str, Any]) -> str:
             ]
         )
     head = ["engine", "step, s", "at start, GB", "planned, GB", "initialised, GB", "peak, GB"]
-    head += ["a checkpoint adds, GB", "saved in s (of dd's time)", "peak after resuming, GB"]
+    head += ["a checkpoint adds, GB", "saved in s (dd in s)", "peak after resuming, GB"]
     return markdown_table(head, body)
 
 

@@ -155,7 +155,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "counters": counters_table,
     "checkpoint": checkpoint_table,
     "losses": losses_table,
-    **dict.fromkeys(("medium", "large", "qwen"), real_size_table),
+    "medium": real_size_table,
 }
 
 
