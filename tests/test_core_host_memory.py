@@ -141,7 +141,6 @@ def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
         host_memory.keep_freed_memory()
     with pytest.raises(AssertionError, match="mallopt was called"):
         host_memory.empty(host_memory.OWN_BYTES, torch.uint8, torch.device("cpu"))
-    monkeypatch.setattr(host_memory, "_keeps_freed_memory", False)
     lightning_fsdp.leave_host_memory_alone()
     host_memory.keep_freed_memory()
     host_memory.empty(host_memory.OWN_BYTES, torch.uint8, torch.device("cpu"))

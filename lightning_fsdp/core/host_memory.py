@@ -55,8 +55,8 @@ def leave_host_memory_alone() -> None:
 
     For programs that set ``mallopt`` themselves, or run beside other users of the heap that do.
     """
-    global _is_left_alone  # noqa: PLW0603 (of the process, as what it switches off)
-    _is_left_alone = True
+    global _is_left_alone, _keeps_freed_memory
+    _is_left_alone, _keeps_freed_memory = True, False
 
 
 def keep_freed_memory() -> None:
