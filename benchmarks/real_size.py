@@ -29,7 +29,7 @@ from typing import Any
 
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.command_line import CommandParser, exit_with
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.environment import environment, process_bytes
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
 
@@ -46,14 +46,6 @@ DEFAULT = ("ddp", "fsdp1_zero3", "fsdp2_zero3", "fsdp2_zero2", "scratch_zero3", 
 NUM_RANKS = 2
 DDP_COPIES = 5  # whole fp32 copies that a rank of DDP holds: weights, gradients, buckets, 2 moments
 LIMIT_S = 3600.0
-
-
-def memory(what: str) -> int:
-    """Bytes of this process: ``VmHWM``, the most it ever had, or ``VmRSS``, what it has."""
-    status = Path("/proc/self/status").read_text()
-    return next(
-        1024 * int(line.split()[1]) for line in status.splitlines() if line.startswith(what)
-    )
 
 
 def page_faults() -> int:
@@ -74,7 +66,7 @@ def train(args: argparse.Namespace) -> None:
     from recipes.qwen import Qwen
 
     torch.set_num_threads(1)
-    started = memory("VmRSS")
+    started = process_bytes("VmRSS")
     model_class, size = (GPT2, args.size) if SIZES[args.size].startswith("gpt2") else (Qwen, "0.5b")
     tokens = args.batch_size * args.seq_len
     data = torch.randint(
@@ -89,7 +81,7 @@ def train(args: argparse.Namespace) -> None:
             self.ends: list[float] = []
 
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            self.ready_s, self.ready_peak = time.perf_counter() - begun, memory("VmHWM")
+            self.ready_s, self.ready_peak = time.perf_counter() - begun, process_bytes("VmHWM")
             self.first = trainer.global_step
             self.faults = [page_faults()]
             self.ends.append(time.perf_counter())
@@ -108,16 +100,16 @@ def train(args: argparse.Namespace) -> None:
                 "started_bytes": started,
                 "ready_s": self.ready_s,
                 "initialised_peak_bytes": self.ready_peak,
-                "trained_peak_bytes": memory("VmHWM"),
-                "trained_bytes": memory("VmRSS"),
+                "trained_peak_bytes": process_bytes("VmHWM"),
+                "trained_bytes": process_bytes("VmRSS"),
             }
             if args.checkpoint and not path.exists():
                 begin = time.perf_counter()
                 trainer.save_checkpoint(path)
                 record |= {
                     "saved_s": time.perf_counter() - begin,
-                    "saved_peak_bytes": memory("VmHWM"),
-                    "saved_bytes": memory("VmRSS"),
+                    "saved_peak_bytes": process_bytes("VmHWM"),
+                    "saved_bytes": process_bytes("VmRSS"),
                     "file_bytes": path.stat().st_size,
                 }
                 if trainer.is_global_zero:

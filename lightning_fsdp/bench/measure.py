@@ -43,6 +43,7 @@ from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grad_norm import global_norm
+from lightning_fsdp.harness.environment import process_bytes
 
 
 class Measure(L.Callback):
@@ -236,7 +237,7 @@ class Measure(L.Callback):
         if usage is not None and self._usage_before is not None:
             num_steps = len(self.measured.step_s)
             self.measured.simulated = usage.per_step_since(self._usage_before, num_steps)
-        self.measured.peak_rss_bytes = _peak_rss_bytes()
+        self.measured.peak_rss_bytes = process_bytes("VmHWM")
         if self._device.type == "cuda":
             self.measured.cuda_peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
             self.measured.cuda_peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
@@ -307,19 +308,6 @@ def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
     assert torch.distributed.group.WORLD is not None, "a strategy has made it"
     traffic = Communicator.of(torch.distributed.group.WORLD).traffic
     return {kind: of_kind.calls for kind, of_kind in traffic.items()}
-
-
-def _peak_rss_bytes() -> int | None:
-    """As Linux keeps it for this program, spikes included.
-
-    ``getrusage`` gives a figure that a process inherits from the one that started it.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
 
 
 def _num_tokens(batch: Any) -> int:

@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             search, plan = largest_batch(config, run, device_bytes=args.device_memory, cap=cap)
     except ValueError as error:
         parser.error(str(error))
-    at_start = bytes_at_start() if args.backend == "gloo" else None
+    at_start = bytes_at_start() if args.backend == "gloo" and plan is not None else None
     if plan is not None:
         print(format_plan(args.model, plan))
     if search is not None:
         print(f"\n{format_search(search, args.device_memory)}")
-    print(f"\n{format_rest(plan, args.backend, at_start)}")
+    print(f"\n{format_rest(plan, at_start)}")
     if args.out is not None:
         content = json.dumps(as_json(args.model, plan, search, at_start), indent=1) + "\n"
         try:

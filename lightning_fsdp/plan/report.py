@@ -38,9 +38,9 @@ def format_search(search: Search, device_bytes: int) -> str:
     return f"Largest batch on {device}: {search.largest} per rank; not more, as {search.limit}"
 
 
-def format_rest(plan: Plan | None, backend: str, at_start: int | None) -> str:
+def format_rest(plan: Plan | None, at_start: int | None) -> str:
     """What a process holds beside the tensors of the table, as far as it can be told."""
-    if backend == "nccl" or at_start is None or plan is None:
+    if plan is None or at_start is None:
         return (
             "Tensors only. Leave room beside them for the CUDA context, buffers of NCCL, "
             "workspaces of kernels and the allocator's fragments."
