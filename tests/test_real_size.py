@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lightning_fsdp.plan.process import bytes_at_start
 
+ROOT = Path(__file__).parent.parent
 LIMIT = 1.12  # of the tensors and what a process has before it trains
 
 
@@ -30,3 +32,14 @@ def test_a_process_holds_what_the_plan_says(tmp_path):
         assert rank["saved_peak_bytes"] < rank["trained_peak_bytes"] + 0.05 * rank["file_bytes"]
         # What the plan's command adds for a process is what one of this run had.
         assert bytes_at_start() == pytest.approx(rank["started_bytes"], rel=0.1)
+
+
+def test_the_record_holds_what_a_plan_says_of_a_process():
+    """``plan`` prints that a tenth comes on top for GPT-2 medium."""
+    document = json.loads((ROOT / "benchmarks/results/real_size/medium.json").read_text())
+    planned = {arm: peak for arm, peak in document["plans"].items() if peak is not None}
+    assert planned.keys() == {"scratch_zero2", "scratch_zero3"}
+    for run in document["runs"]:
+        for rank in run["ranks"] if run["arm"] in planned else ():
+            expected = planned[run["arm"]] + rank["started_bytes"]
+            assert expected < rank["trained_peak_bytes"] < 1.1 * expected
