@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_fsdp.checkpoint import mapped
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.ranks import errors_on_ranks, run_snippet
@@ -222,11 +223,74 @@ def _load(rank, world_size, folder, strategy):
 def test_a_reader_holds_its_slices_and_one_tensor(tmp_path, strategy):
     total, tensor = 64 * MIB, 8 * MIB
     results = on_trainer_ranks(_load, 2, str(tmp_path), strategy)
-    for (model, optimizer), held, mapped in results:
-        assert mapped <= NOISE
+    for (model, optimizer), held, held_by_file in results:
+        assert held_by_file <= NOISE
         assert model <= tensor + NOISE
         assert 0.9 * total <= held <= 1.1 * total  # two states of a half
         assert optimizer <= held + tensor + NOISE
+
+
+def _resident_bytes():
+    """Memory of this process, that of mapped files as well."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", text)[1])
+
+
+@needs_proc
+@pytest.mark.parametrize("changes", [False, True])
+def test_pages_of_a_file_go_back_as_they_are_read_unless_they_were_changed(
+    tmp_path, monkeypatch, changes
+):
+    monkeypatch.setattr(mapped, "STEP_BYTES", 16 * MIB)
+    state = {n: {"exp_avg": torch.full((MIB,), float(n)), "step": n} for n in range(16)}  # 64 MiB
+    torch.save({"state_dict": {}, "optimizer_states": [{"state": state}]}, tmp_path / "a.ckpt")
+    file = FullCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    state = file["optimizer_states"][0]["state"]
+    kept = torch.ones(MIB)
+    if changes:
+        state[3]["exp_avg"][5] = 7.0
+    before = _resident_bytes()
+    added = []
+    for n, values in mapped.ReadOnce({**state, "own": {"exp_avg": kept}}).items():
+        assert values["exp_avg"].sum() == (MIB * n if n != "own" else MIB) + 4 * (
+            changes and n == 3
+        )
+        added.append(_resident_bytes() - before)
+    if changes:
+        assert max(added) >= 60 * MIB
+    else:
+        assert max(added) <= 20 * MIB + NOISE
+        assert _resident_bytes() - before <= NOISE
+    assert kept.sum() == MIB
+    for n, values in state.items():
+        assert values["exp_avg"].sum() == MIB * n + 4 * (changes and n == 3)
+
+
+def _resume_mapped(rank, world_size, folder, strategy):
+    path = Path(folder) / "full.ckpt"
+    trainer = make_trainer("ddp", Path(folder))
+    trainer.fit(seeded(_Wide), make_loader(8))
+    trainer.save_checkpoint(path)
+    del trainer
+    files = []
+
+    class Looks(_Wide):
+        def on_train_start(self):
+            text = Path("/proc/self/smaps").read_text()
+            sizes = re.findall(r" \S+full\.ckpt\nSize.*\n.*\n.*\nRss: +(\d+) kB", text)
+            files.append([1024 * int(size) for size in sizes])
+
+    trainer = make_trainer(strategy, Path(folder), max_epochs=2)
+    trainer.fit(seeded(Looks, seed=1), make_loader(8), ckpt_path=path)
+    return files
+
+
+@needs_proc
+@pytest.mark.parametrize("strategy", SHARDED[::2])
+def test_a_resumed_run_keeps_no_pages_of_the_file(tmp_path, strategy):
+    for (sizes,) in on_trainer_ranks(_resume_mapped, 2, str(tmp_path), strategy):
+        assert sizes  # the Trainer holds it until the end
+        assert sum(sizes) <= 2 * MIB
 
 
 class _Meta(Regressor):

@@ -21,6 +21,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.checkpoint import mapped
 from lightning_fsdp.checkpoint import state as sharded
 from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
@@ -43,6 +44,7 @@ def load_module_state(
         module.load_state_dict(state, strict=strict)
     else:
         engine.load_full_state_dict(state, strict=strict)
+    mapped.give_back(mapped.tensors_of(state))
 
 
 def read_folder(path: str | Path) -> dict[str, Any]:
@@ -130,7 +132,8 @@ def load_optimizer_states(
     sharded.check_number(optimizers, states)
     for optimizer, state in zip(optimizers, states, strict=True):
         if _has_state_of_parameters(state):
-            engine.load_full_optimizer_state_dict(optimizer, state)
+            read_once = {**state, "state": mapped.ReadOnce(state["state"])}
+            engine.load_full_optimizer_state_dict(optimizer, read_once)
         else:
             optimizer.load_state_dict(dict(state))
 
