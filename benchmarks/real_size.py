@@ -119,7 +119,7 @@ def train(args: argparse.Namespace) -> None:
     path, begun = Path(args.record).parent / "checkpoint", time.perf_counter()
     resumes = path.exists()
     torch.manual_seed(0)
-    module = model_class(size=size, max_seq_len=1024)
+    module = model_class(size=size, max_seq_len=1024, meta_init=args.arm != "ddp")
     pl.Trainer(
         strategy=STRATEGIES[args.arm],
         accelerator="cpu",

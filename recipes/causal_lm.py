@@ -6,6 +6,7 @@ repeated blocks are.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any, ClassVar
@@ -20,12 +21,14 @@ from torchmetrics import MeanMetric
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
+from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from recipes.data import TextData
 from recipes.errors import RecipeError
 from recipes.optimizer import OptimizerConfig, build_adamw, lr_factor
 from recipes.pretrained import load_model
 
 Batch = dict[str, Tensor]
+_SHARDED = (ScratchFSDPStrategy, FSDP1Strategy, FSDP2Strategy)
 
 
 class CausalLM(L.LightningModule):
@@ -37,6 +40,7 @@ class CausalLM(L.LightningModule):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again.
         compile_blocks: ``torch.compile`` each block.
+        meta_init: Build without memory; the strategy computes each rank's slices.
         optimizer: AdamW and its schedule.
 
     Attributes:
@@ -58,13 +62,20 @@ class CausalLM(L.LightningModule):
         pretrained: str | None,
         activation_checkpointing: bool,
         compile_blocks: bool,
+        meta_init: bool,
         optimizer: OptimizerConfig,
     ) -> None:
+        if meta_init and pretrained is not None:
+            raise RecipeError(
+                f"meta_init: expected a model with new weights, got pretrained={pretrained!r}. "
+                f"Leave out --model.meta_init."
+            )
         super().__init__()
         self.config = config
         self.pretrained = pretrained
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
+        self.meta_init = meta_init
         self.optimizer_config = optimizer
         self.model = None
         self._micro_batch_losses: list[Tensor] = []
@@ -125,7 +136,10 @@ class CausalLM(L.LightningModule):
         """Build the model, once."""
         if self.model is not None:
             return
-        self.model = self.build()
+        if self.meta_init:
+            self._require_a_strategy_that_computes_values()
+        with torch.device("meta") if self.meta_init else contextlib.nullcontext():
+            self.model = self.build()
         blocks = self.blocks()
         checkpointed = {kind: _checkpointed(kind) for kind in {type(block) for block in blocks}}
         for block in blocks:
@@ -135,6 +149,15 @@ class CausalLM(L.LightningModule):
                 block.forward = torch.compile(block.forward)
             if self.activation_checkpointing:
                 block.__class__ = checkpointed[type(block)]
+
+    def _require_a_strategy_that_computes_values(self) -> None:
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if strategy is not None and not isinstance(strategy, _SHARDED):
+            raise RecipeError(
+                f"meta_init: expected a strategy of lightning_fsdp, got "
+                f"{type(strategy).__name__}, which needs a model with values. Leave out "
+                f"--model.meta_init."
+            )
 
     @override
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -67,6 +67,8 @@ class GPT2(CausalLM):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.
+        meta_init: Allocate nothing whole: each rank computes new weights one unit at a time and
+            keeps its slices (other values than without). Under the strategies of this package.
         optimizer: AdamW and its schedule.
 
     Raises:
@@ -86,6 +88,7 @@ class GPT2(CausalLM):
         dropout: float = 0.0,
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
+        meta_init: bool = False,
         optimizer: OptimizerConfig = OptimizerConfig(),
     ) -> None:
         require_one_source("GPT2", size=size, pretrained=pretrained)
@@ -100,6 +103,7 @@ class GPT2(CausalLM):
             pretrained=pretrained,
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
+            meta_init=meta_init,
             optimizer=optimizer,
         )
 

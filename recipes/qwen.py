@@ -67,6 +67,8 @@ class Qwen(CausalLM):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.
+        meta_init: Allocate nothing whole: each rank computes new weights one unit at a time and
+            keeps its slices (other values than without). Under the strategies of this package.
         optimizer: AdamW and its schedule.
 
     Raises:
@@ -85,6 +87,7 @@ class Qwen(CausalLM):
         max_seq_len: int = 32768,
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
+        meta_init: bool = False,
         optimizer: OptimizerConfig = OptimizerConfig(),
     ) -> None:
         require_one_source("Qwen", size=size, pretrained=pretrained)
@@ -95,6 +98,7 @@ class Qwen(CausalLM):
             pretrained=pretrained,
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
+            meta_init=meta_init,
             optimizer=optimizer,
         )
 

@@ -599,3 +599,44 @@ def test_a_checkpoint_is_read_by_plain_torch(tiny: None, tmp_path: Path) -> None
     with warnings.catch_warnings(action="error"):
         _built().load_state_dict(state)
     assert torch.equal(state["model.lm_head.weight"], module.state_dict()["model.lm_head.weight"])
+
+
+def _meta_init(rank, world_size, folder):
+    data = _data(Path(folder) / "text", Path(folder) / "cache")
+    found = {}
+    for strategy in SHARDED[::2]:
+        torch.manual_seed(0)
+        module = GPT2(size="nano", vocab_size=VOCAB_SIZE, max_seq_len=SEQ_LEN, meta_init=True)
+        trainer = _trainer(Path(folder), strategy=strategy, max_steps=1)
+        largest = []
+
+        class Looks(pl.Callback):
+            def setup(self, trainer, pl_module, stage, largest=largest):
+                largest.append(all(p.is_meta for p in pl_module.parameters()))
+
+        trainer.callbacks.append(Looks())
+        trainer.fit(module, data)
+        found[strategy] = largest, {n: v.clone() for n, v in module.state_dict().items()}
+    return found
+
+
+def test_a_model_without_memory_gets_its_values_when_it_is_sharded(tiny, tmp_path):
+    write_folder(tmp_path / "text")
+    found = on_trainer_ranks(_meta_init, 2, str(tmp_path))
+    scratch = found[0]["scratch_fsdp_zero3"][1]
+    assert scratch["model.transformer.wte.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for ranks in found:
+        for was_meta, state in ranks.values():
+            assert was_meta == [True]
+            torch.testing.assert_close(state, scratch, atol=1e-6, rtol=1e-5)
+
+
+def test_what_cannot_start_without_memory_says_so(tiny, tmp_path):
+    write_folder(tmp_path / "text")
+    module = GPT2(size="nano", vocab_size=VOCAB_SIZE, meta_init=True)
+    trainer = _trainer(tmp_path, strategy="auto", max_steps=1)
+    with pytest.raises(RecipeError, match=r"meta_init: .*SingleDeviceStrategy.*Leave out"):
+        trainer.fit(module, _data(tmp_path / "text", tmp_path / "cache"))
+    GPT2Config(vocab_size=VOCAB_SIZE, **TINY).save_pretrained(tmp_path / "model")
+    with pytest.raises(RecipeError, match=r"meta_init: .*new weights.*pretrained"):
+        GPT2(pretrained=str(tmp_path / "model"), meta_init=True)
