@@ -21,6 +21,8 @@ ifeq ($(origin PYTHON),command line)
     endif
 endif
 
+PYTEST = $(RUN) pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 ARGS ?=
 BENCH_ARGS ?=
 COMPARE_ARGS ?=
@@ -34,7 +36,7 @@ PORT ?= 6006
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install bench bench-full bench-optimizer compare guide gpu train test mutants check format tensorboard clean distclean
+.PHONY: help install bench bench-full bench-optimizer compare guide gpu train test test-all mutants check format tensorboard clean distclean
 
 help: ## Show this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' Makefile
@@ -63,8 +65,11 @@ gpu: $(READY) ## All that a GPU has to tell: tests, speed, recipes; in runs/gpu.
 train: $(READY) ## Train GPT-2 nano under ZeRO-3 on two CPU processes; RECIPE=qwen_zero3 for Qwen2.5
 	$(RUN) recipes.train fit --config $(TRAIN_CONFIG) $(TRAIN_ARGS)
 
-test: $(READY) ## Run the tests
-	$(RUN) pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(TEST_ARGS)
+test: $(READY) ## Run each test that is not slow, up to the first that fails
+	$(PYTEST) --once --maxfail 1 --tb short $(TEST_ARGS)
+
+test-all: $(READY) ## Run all tests
+	$(PYTEST) $(TEST_ARGS)
 
 mutants: $(READY) ## Change the core in one place after another; a test must notice each. ARGS="--only hooks.py": some
 	$(RUN) tests.mutants $(ARGS)

@@ -40,8 +40,8 @@ class CausalLM(L.LightningModule):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again.
         compile_blocks: ``torch.compile`` each block.
-        meta_init: Build without memory; the strategy computes each rank's slices.
         optimizer: AdamW and its schedule.
+        meta_init: Build without memory; the strategy computes each rank's slices.
 
     Attributes:
         model_class: Of the model.
@@ -62,8 +62,8 @@ class CausalLM(L.LightningModule):
         pretrained: str | None,
         activation_checkpointing: bool,
         compile_blocks: bool,
-        meta_init: bool,
         optimizer: OptimizerConfig,
+        meta_init: bool = False,
     ) -> None:
         if meta_init and pretrained is not None:
             raise RecipeError(

@@ -2,7 +2,6 @@
 variable.
 """
 
-import collections
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ranks
+from tests.support import ranks, selection
 from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch when some of its parts are first imported.
@@ -35,6 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=[ranks.PLAIN, "late", "early", "mixed", "staged"],
         help="run every collective of ranks over one of the groups of tests/support/transports.py",
     )
+    parser.addoption(
+        "--once",
+        action="store_true",
+        help="leave out what is slow, and cases of a test whose parameters' values others have",
+    )
+    parser.addoption(
+        "--write-seconds", action="store_true", help="write tests/seconds.json after all tests"
+    )
     parser.addoption("--programs", type=int, default=200, help="how many random programs to run")
     parser.addoption("--first-program", type=int, default=0, help="seed of the first")
     parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
@@ -47,6 +54,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(selection.Record())
     ranks.active_fault = config.getoption("--fault")
     ranks.active_transport = config.getoption("--transport")
     ranks.active_seed = config.getoption("--seed")
@@ -60,12 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--device cuda: expected a CUDA device, found none")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take longest come first, so that no worker is alone with one at the end."""
-    seconds = collections.Counter[Path]()
-    for item in items:
-        seconds[item.path] += 15 if item.get_closest_marker("slow") else 2
-    items.sort(key=lambda item: -seconds[item.path])  # stable: the order within a file stays
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selection.mark_and_sort(items)
+    if config.getoption("--once"):
+        kept = selection.each_value_once(items)
+        ids = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
+        items[:] = [item for item in items if id(item) in ids]
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ IN_A_SLURM_JOB = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_arm_makes_all_its_steps_on_all_its_ranks(tmp_path: Path, monkeypatch) -> None:
     """A recipe's own end would leave fewer steps, and SLURM's task one rank of two."""

@@ -104,7 +104,6 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
     assert found.search.limit == "1: its memory was not measured"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys):
     # One sequence takes 41 MB under DDP and 23 MB here, two take 36 MB.
@@ -150,7 +149,6 @@ class Fails(L.Callback):
             raise RuntimeError("CUDA out of memory")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "kind", "failure"),

@@ -33,7 +33,6 @@ def outcomes():
     return _by_arm([f"{engine}_{kind}" for engine in ("fsdp2", "scratch") for kind in KINDS])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["before_fixed", "lightning"])
 @pytest.mark.parametrize("engine", ["fsdp2", "scratch"])
 def test_a_fixed_arm_ends_in_the_bits_of_an_optimizer_built_after(outcomes, engine, kind):
@@ -45,7 +44,6 @@ def test_a_fixed_arm_ends_in_the_bits_of_an_optimizer_built_after(outcomes, engi
         assert ours.num_held == ours.num_entries == len(ours.weights) == 52
 
 
-@pytest.mark.slow
 def test_under_fsdp2_the_arm_that_is_not_fixed_trains_nothing(outcomes):
     for outcome, right in zip(outcomes[NOT_FIXED], outcomes["fsdp2_after"], strict=True):
         assert outcome.trained == []
@@ -55,14 +53,12 @@ def test_under_fsdp2_the_arm_that_is_not_fixed_trains_nothing(outcomes):
         assert outcome.losses[1:] != right.losses[1:]
 
 
-@pytest.mark.slow
 def test_the_core_needs_no_fixing(outcomes):
     assert [dataclasses.replace(o, arm="", phases=[]) for o in outcomes["scratch_after"]] == [
         dataclasses.replace(o, arm="", phases=[]) for o in outcomes["scratch_before_not_fixed"]
     ]
 
 
-@pytest.mark.slow
 def test_memory_is_that_of_an_optimizer_built_after_and_not_fixed_keeps_the_old_model(outcomes):
     weights = 4 * 1_059_584  # bytes of the whole model
     for engine in ("fsdp2", "scratch"):
@@ -77,7 +73,6 @@ def test_memory_is_that_of_an_optimizer_built_after_and_not_fixed_keeps_the_old_
     assert outcomes[NOT_FIXED][0].resting_bytes >= 2.0 * weights
 
 
-@pytest.mark.slow
 def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_path):
     assert optimizer.judge(outcomes) == {}
     table = optimizer.format_table(list(outcomes), outcomes, {})
@@ -88,7 +83,6 @@ def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_
     assert [len(axes.lines) for axes in figure.axes] == [4, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="the extra 'peers' is not installed"
 )

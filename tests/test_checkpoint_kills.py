@@ -100,7 +100,6 @@ def test_these_are_the_moments_of_a_save(old, tmp_path):
     assert [m for m in unnamed if m not in removals] == ["rank 0: make runs", "rank 0: make whole"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("moment", BEFORE + OTHER + AFTER)
 def test_a_killed_save_leaves_the_old_or_the_new_checkpoint(old, tmp_path, moment, scope):

@@ -59,7 +59,6 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path, capsys):
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_everything_is_as_recorded_on_one_rank_and_on_two(tmp_path):
     """What ``make compare`` judges, but for four ranks, by the record that users have."""
@@ -69,7 +68,6 @@ def test_everything_is_as_recorded_on_one_rank_and_on_two(tmp_path):
     assert len(report["cells"]) == 2 * len(ROWS) * 3 * 2 * 3 * 2
 
 
-@pytest.mark.slow
 def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
     (tmp_path / "nothing.json").write_text(json.dumps({"2.13": []}))
     code, report = compare(
@@ -83,7 +81,6 @@ def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
     assert "micro-batches reduced once: failed at W=1: rank 0: micro-batch 0: Grad" in problem
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path):
     code, report = compare(
@@ -123,7 +120,6 @@ def test_missing_gpus_are_said(tmp_path, capsys, monkeypatch):
     assert "W=2 needs 2 GPUs, this machine has 0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", RED)
 def test_a_broken_engine_turns_every_row_red_that_should_be(tmp_path, engine):

@@ -1,12 +1,11 @@
 """Compiled units: gradients of the compiled unsharded model, one compilation, no graph break."""
 
-import shutil
-
 import pytest
 import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, shard_model
+from tests.support.inductor import needs_inductor
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
 
@@ -73,8 +72,7 @@ def test_compiled_blocks_share_a_graph_without_breaks_and_train_exactly(plan):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_inductor
 def test_blocks_compiled_to_machine_code_train_exactly(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     arguments = ("zero3", "after", "module", "inductor")

@@ -424,7 +424,6 @@ def _build_many(rank, world_size, plan):
     return bytes_alive, objects_alive
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_many_models_built_run_and_dropped_leave_nothing(plan):
     for bytes_alive, objects_alive in run_on_ranks(_build_many, 2, plan):

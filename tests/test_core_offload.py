@@ -131,8 +131,8 @@ def _train(rank, world_size, task_name, offload, mesh_shape, clip):
         ("mlp", 2, "gloo", None, CLIP),
         ("mlp", 2, PLAIN, None, None),
         ("mlp", 4, "gloo", (2, 2), None),
-        pytest.param("tied_lm", 2, "gloo", None, CLIP, marks=pytest.mark.slow),
-        pytest.param("tied_lm", 4, "gloo", (2, 2), CLIP, marks=pytest.mark.slow),
+        ("tied_lm", 2, "gloo", None, CLIP),
+        ("tied_lm", 4, "gloo", (2, 2), CLIP),
     ],
 )
 def test_training_offloaded_gives_the_same_bits(task_name, world_size, backend, mesh_shape, clip):

@@ -164,14 +164,12 @@ def _observe(rank, world_size, plan):
     return seen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_steady_step_waits_for_nothing(observed, name):
     waits, _ = observed[name]
     assert waits == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MUST_WAIT)
 def test_what_has_to_wait_is_known(observed, name):
     waits, _ = observed[name]
@@ -179,7 +177,6 @@ def test_what_has_to_wait_is_known(observed, name):
     assert waits == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_OPTIONS)
 def test_a_steady_step_asks_other_hosts_no_more_than_it_must(observed, name):
     _, questions = observed[name]

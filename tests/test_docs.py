@@ -52,7 +52,6 @@ def test_every_block_of_python_is_run():
     assert sorted(_named) == sorted(code for page in pages for code in python_blocks(page))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @runs("README.md", "trainer.fit(GPT2(")
 def test_the_example_trains(tmp_path, code):
@@ -60,7 +59,6 @@ def test_the_example_trains(tmp_path, code):
     _train(tmp_path, code)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @runs("docs/recipes.md", "trainer.fit(GPT2(")
 def test_the_script_with_a_recipe_trains(tmp_path, code):
@@ -151,7 +149,6 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path, code):
     assert [image.step for image in events.Images("memory/timeline")] == [0, 1]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_plan_prints_what_the_page_shows(capsys):
     page = PAGES["docs/planning.md"]

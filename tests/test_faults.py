@@ -4,6 +4,7 @@ Every fault gets a pytest of its own that runs the tests named here. All of them
 comparison that came out wrong: a crash or a hang would be noticed by any test.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -12,9 +13,8 @@ import pytest
 from tests.support import ranks
 from tests.support.faults import FAULTS
 from tests.support.junit import Case, cases_in
-from tests.support.ranks import run_snippet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 _PARITY = "test_core_parity.py::test_training_equals_one_process_on_the_joined_batch[2-2-mlp]"
 _PLAIN_BACKEND = "test_core_parity.py::test_training_over_plain_collectives_equals_one_process[2]"
@@ -126,16 +126,20 @@ def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Cas
     arguments = [
         *("--fault", fault, "--junitxml", str(report)),
         *("-q", "--tb=short", "-p", "no:cacheprovider"),
+        *("-W", "ignore::pytest.PytestAssertRewriteWarning"),  # of plugins that are there already
         *(f"tests/{test}" for test in tests),
     ]
-    ended = run_snippet(
-        f"import sys, pytest; sys.exit(pytest.main({arguments!r}))",
-        env={"PYTEST_ADDOPTS": ""},
-        timeout_s=270.0,
-    )
-    output = ended.stdout[-8000:] + ended.stderr[-2000:]
+    log = folder / "log.txt"
+    exit_status = ranks.run_forked(_pytest, arguments, log=log, timeout_s=270.0)
+    output = log.read_text()[-8000:]
     assert report.exists(), output
-    return ended.returncode, cases_in(report), output
+    return exit_status, cases_in(report), output
+
+
+def _pytest(arguments: list[str]) -> int:
+    os.environ["PYTEST_ADDOPTS"] = ""
+    os.chdir(ranks.REPOSITORY)
+    return int(pytest.main(arguments))
 
 
 def is_wrong_comparison(text: str) -> bool:

@@ -110,7 +110,6 @@ def pytest_addoption(parser):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_every_part_runs_on_a_cpu_in_small(whole_run):
     out, printed = whole_run
@@ -133,7 +132,6 @@ def test_every_part_runs_on_a_cpu_in_small(whole_run):
     assert "50 GB/s per rank out of a host" in session["networks"]["64"][0]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_every_arm_trains_as_plain_torch_does(whole_run):
     out, _ = whole_run
@@ -156,7 +154,6 @@ def test_every_arm_trains_as_plain_torch_does(whole_run):
         assert result["num_graphs"] == num_graphs
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_resumed_recipe_goes_on_with_the_same_losses(whole_run):
     out, _ = whole_run
@@ -167,7 +164,6 @@ def test_a_resumed_recipe_goes_on_with_the_same_losses(whole_run):
         assert "import" in result["text"][0]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_path):
     arguments = [*COMMAND, "--part", "speed", "--out", str(tmp_path)]
@@ -189,7 +185,6 @@ def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_p
     assert {second[case.name]["session"] for case in small_cases()} == {0, 1}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
     text = run("--part", "speed", "--out", tmp_path, "--budget", 1)
@@ -197,7 +192,6 @@ def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
     assert results_in(tmp_path, "speed") == {}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("part", "package"),
@@ -217,7 +211,6 @@ def test_a_missing_package_is_named_and_its_part_left_out(part, package, tmp_pat
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
@@ -227,7 +220,6 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_results_of_another_device_are_refused_before_anything_runs(tmp_path):
     begun(tmp_path / "recipes.json")
@@ -378,7 +370,6 @@ def run_tests(suite, **options):
     return {name.rpartition("::")[2]: result for name, result in record.results.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_test_has_a_result_whatever_others_do(suite):
     found = run_tests(suite, limit_s=5.0)
@@ -403,7 +394,6 @@ def test_every_test_has_a_result_whatever_others_do(suite):
     assert again == {"test_bad", "test_crash", "test_hang", "test_skipped"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_suite_that_cannot_start_is_a_failure_until_it_can(suite):
     (suite / "test_it.py").write_text("import nothing_like_this")

@@ -57,7 +57,6 @@ def _needs_the_torch_of(part):
         pytest.skip(f"measured with torch {'.'.join(measured)}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("topic", dict.fromkeys(b.topic for b in BEHAVIOURS.values()))
 def test_the_engines_still_behave_as_measured(topic, engine):
@@ -69,7 +68,6 @@ def test_the_engines_still_behave_as_measured(topic, engine):
     assert found == {name: measured[name] for name in names}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(ARMS)), ids=[f"{a.engine}{a.stage}" for a in ARMS])
 def test_an_engine_still_holds_and_sends_what_was_counted(index):
     _needs_the_torch_of("counters")
@@ -196,7 +194,6 @@ def _run_trainer(rank: int, world_size: int, code: str, folder: str) -> dict[str
     return weights_of(module)
 
 
-@pytest.mark.slow
 def test_under_lightning_the_word_alone_changes(tmp_path):
     (code,) = [code for code in STEPS if code.startswith("# under Lightning")]
     words = re.findall(r'"((?:fsdp|scratch)\w+)"', code)

@@ -16,6 +16,7 @@ import pytest
 
 from lightning_fsdp.harness.command_line import INTERRUPTED
 from tests import mutants as command
+from tests.support.jobs import mind_interrupts
 from tests.support.mutants import CORE, REPOSITORY, Mutant, load_mutants, try_out
 
 MUTANTS = load_mutants()
@@ -64,7 +65,6 @@ def test_a_place_that_is_not_there_or_not_the_only_one_is_refused():
             mutant.applied()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_HERE)
 def test_a_mutant_is_noticed(name):
     (mutant,) = [mutant for mutant in MUTANTS if mutant.name == name]
@@ -73,7 +73,6 @@ def test_a_mutant_is_noticed(name):
     assert outcome.says.startswith(mutant.noticed_by[0])
 
 
-@pytest.mark.slow
 def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
     inside = "yield from within_row(last, start, stop)\n        return"
     harmless = Mutant(
@@ -90,7 +89,6 @@ def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
     assert "noticed | test_layout.py::test_boxes_" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_behind_when_the_command_is_ended(kind, tmp_path):
     process = subprocess.Popen(
@@ -98,6 +96,7 @@ def test_nothing_is_left_behind_when_the_command_is_ended(kind, tmp_path):
         cwd=REPOSITORY,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         stderr=subprocess.DEVNULL,
+        preexec_fn=mind_interrupts,
     )
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("mutant-*/log.txt")):

@@ -13,7 +13,6 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 1.12  # of the tensors and what a process has before it trains
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_process_holds_what_the_plan_says(tmp_path):
     out = tmp_path / "real_size.json"

@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPT = REPOSITORY / "recipes" / "slurm.sh"
 TIME_LIMIT_S = 200.0
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 # What SLURM has, for two hosts that are both this one: `srun` runs a command once per host, with
 # what tells the hosts apart.

@@ -49,7 +49,6 @@ def test_a_loss_that_did_not_fall_is_a_mistake() -> None:
     assert all("expected a loss that falls from 8.3000, got 8.2" in mistake for mistake in found)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recipe", recipe_losses.RECIPES.values())
 def test_a_recipe_learns_the_same_on_two_ranks(recipe: str, tmp_path: Path) -> None:

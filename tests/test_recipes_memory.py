@@ -10,12 +10,9 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[1]
 MOST_BYTES = 200e6
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
+)
 
 
 @pytest.mark.timeout(400)

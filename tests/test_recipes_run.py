@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausa
 from lightning_fsdp.checkpoint.convert import convert
 from recipes.tokenizer import END_OF_TEXT
 from recipes.train import main
+from tests.support.inductor import needs_inductor
 from tests.support.texts import write_folder
 from tests.support.trainer import SHARDED, on_trainer_ranks
 
@@ -150,7 +151,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(config: str, folder: Pa
     assert {tensor.dtype for tensor in [*saved["state_dict"].values(), *moments]} == {torch.float32}
 
 
-@pytest.mark.slow
+@needs_inductor
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", ["qwen_zero3", "qwen_zero2"])
 def test_compiled_blocks_train_the_same(config: str, folder: Path) -> None:
@@ -254,7 +255,6 @@ def test_every_engine_trains_a_model_from_a_folder(family: str, folder: Path) ->
             assert found[name] == pytest.approx(expected[name], abs=2e-5), strategy
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_name_on_the_hub_is_looked_up_there(folder: Path) -> None:
     """In the cache of the hub: what was downloaded once is found without a network."""

@@ -430,7 +430,6 @@ _NOTEBOOK = """
 """
 
 
-@pytest.mark.slow
 def test_a_notebook_trains_on_forked_processes(tmp_path):
     result = run_snippet(_NOTEBOOK.replace("FOLDER", str(tmp_path)), timeout_s=110)
     assert result.returncode == 0, result.stderr

@@ -67,7 +67,6 @@ def _trained(folder: Path, strategy: str, mode: str) -> tuple[dict[str, torch.Te
     return torch.load(folder / "weights.pt", weights_only=True), output
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp2_zero3"])

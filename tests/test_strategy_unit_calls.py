@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import shutil
 import warnings
 import weakref
 
@@ -15,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import unit_calls
+from tests.support.inductor import needs_inductor
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -203,15 +203,13 @@ def _compiled_and_recomputed(strategy, folder, rank):
     return _compiled(strategy, folder, rank, activation_checkpointing=["_Plain"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scenario", [_compiled, _compiled_and_recomputed])
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_compiled_units_train_as_with_ddp(tmp_path, scenario, strategy):
     assert_like_ddp(scenario, tmp_path, sharded=(strategy,), timeout_s=110)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@needs_inductor
 def test_units_compiled_to_machine_code_train_as_with_ddp(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     sharded = ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3")

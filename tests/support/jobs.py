@@ -13,7 +13,8 @@ import pytest
 from tests.support.ranks import REPOSITORY
 
 
-def _mind_interrupts() -> None:
+def mind_interrupts() -> None:
+    """For ``preexec_fn``: a runner started in the background ignores Ctrl-C, and passes that on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -50,8 +51,7 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            # A runner that was started in the background ignores Ctrl-C, and passes that on.
-            preexec_fn=_mind_interrupts,
+            preexec_fn=mind_interrupts,
         )
 
     def wait(self, timeout_s: float) -> tuple[int, str]:

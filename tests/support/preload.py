@@ -6,6 +6,7 @@ the error.
 """
 
 import contextlib
+import gc
 import importlib
 
 MODULES = (
@@ -13,15 +14,22 @@ MODULES = (
     "torch",
     "torch.distributed",
     "torch.distributed.fsdp",
-    "torch.profiler",
+    "torch.profiler.profiler",
     "torch.testing",
     "torch.utils.checkpoint",
     "transformers.models.gpt2.modeling_gpt2",
     "lightning.pytorch",
     "lightning_fsdp",
     "lightning_fsdp.core.fully_shard",
+    "lightning_fsdp.strategies.fsdp1",
+    "lightning_fsdp.strategies.fsdp2",
+    "lightning_fsdp.strategies.scratch",
 )
 
 for _name in MODULES:
     with contextlib.suppress(Exception):
         importlib.import_module(_name)
+
+# A collection would write into every object, and so copy the pages that ranks share.
+gc.collect()
+gc.freeze()

@@ -166,6 +166,44 @@ def run_snippet(
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def run_forked(fn: Callable[..., int], *args: Any, log: Path, timeout_s: float) -> int:
+    """Call a function in a process that has torch and Lightning already; returns its exit status.
+
+    Args:
+        fn: Returns the exit status. The ranks that it starts are forked from its process.
+        args: Picklable.
+        log: Gets what is printed.
+        timeout_s: Seconds.
+
+    Raises:
+        RanksFailed: It ran past ``timeout_s``; it and its children were killed.
+    """
+    process = _context.Process(target=_forked_main, args=(fn, args, str(log)))
+    process.start()
+    try:
+        process.join(timeout_s)
+        if process.exitcode is None:
+            raise RanksFailed(f"{fn.__name__} ran past {timeout_s} s\n{log.read_text()}")
+        return process.exitcode
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+
+
+def _forked_main(fn: Callable[..., int], args: tuple[Any, ...], log: str) -> None:
+    global _context
+    os.setsid()
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    _context = multiprocessing.get_context("fork")
+    code = fn(*args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 @dataclass(frozen=True)
 class _Limits:
     timeout_s: float

@@ -1,0 +1,83 @@
+"""Which tests are slow, in which order they run, and which of their cases are enough.
+
+``tests/seconds.json`` has the seconds of a case of each test that takes long;
+``pytest --write-seconds`` writes it.
+"""
+
+import collections
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+SECONDS = Path(__file__).resolve().parents[1] / "seconds.json"
+SLOW_S = 2.5
+"""From here on a test is slow."""
+
+_WRITTEN_S = 1.0
+_USUAL_S = 0.4  # of the others
+_PLAIN = (str, int, float, type(None))
+
+
+class Record:
+    """A plugin that notes how long tests take, and writes it down at the end."""
+
+    def __init__(self) -> None:
+        self._seconds = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[_function(report.nodeid)][report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        means = {name: sum(c.values()) / len(c) for name, c in self._seconds.items()}
+        long = {name: round(s, 1) for name, s in sorted(means.items()) if s >= _WRITTEN_S}
+        SECONDS.write_text(json.dumps(long, indent=1) + "\n")
+
+
+def mark_and_sort(items: list[pytest.Item]) -> None:
+    """Mark what is slow; files that take longest come first, so that no worker ends alone."""
+    known = json.loads(SECONDS.read_text())
+    of_file = collections.Counter[Path]()
+    for item in items:
+        seconds = known.get(_function(item.nodeid), _USUAL_S)
+        of_file[item.path] += seconds
+        if seconds >= SLOW_S:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: -of_file[item.path])  # stable: the order within a file stays
+
+
+def each_value_once(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Few cases of each test that is not slow, such that each value of a parameter is in one.
+
+    Of three engines times two precisions that is three cases, not six. Tests without parameters are
+    kept.
+    """
+    by_test = collections.defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            by_test[_function(item.nodeid)].append(item)
+    return [item for cases in by_test.values() for item in _covering(cases)]
+
+
+def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    kept: list[pytest.Item] = []
+    seen: set[tuple[str, object]] = set()
+    while True:
+        # The first of those that show most: the choice is the same on every worker.
+        best = max(cases, key=lambda case: len(_values(case) - seen))
+        if kept and not _values(best) - seen:
+            return kept
+        kept.append(best)
+        seen |= _values(best)
+
+
+def _values(item: pytest.Item) -> set[tuple[str, object]]:
+    """Names and values of a case's parameters; objects that are not plain are their own value."""
+    callspec = getattr(item, "callspec", None)
+    params = {} if callspec is None else callspec.params
+    return {(name, v if isinstance(v, _PLAIN) else id(v)) for name, v in params.items()}
+
+
+def _function(nodeid: str) -> str:
+    return nodeid.partition("[")[0].removeprefix("tests/")

@@ -1,0 +1,64 @@
+"""Which tests are left out where each is to run once."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.support import selection
+
+
+class _Item:
+    def __init__(self, nodeid, params=None):
+        self.nodeid, self.path = nodeid, Path(nodeid.partition("::")[0])
+        self.marks = []
+        if params is not None:
+            self.callspec = SimpleNamespace(params=params)
+
+    def add_marker(self, mark):
+        self.marks.append(mark.name)
+
+    def get_closest_marker(self, name):
+        return name if name in self.marks else None
+
+
+def test_each_value_is_in_a_case_and_few_cases_are_needed():
+    def case(engine, dtype):
+        return _Item(f"tests/test_a.py::test_x[{engine}-{dtype}]", {"e": engine, "d": dtype})
+
+    grid = [case(*pair) for pair in itertools.product("abc", (16, 32))]
+    single = _Item("tests/test_a.py::test_y")
+    kept = selection.each_value_once([*grid, single])
+    assert len(kept) == 4
+    assert kept[-1] is single
+    assert {item.callspec.params["e"] for item in kept[:-1]} == set("abc")
+    assert {item.callspec.params["d"] for item in kept[:-1]} == {16, 32}
+    pairs = [_Item(f"tests/test_a.py::test_z[{n}]", {"a": n, "b": n % 2}) for n in range(4)]
+    assert selection.each_value_once(pairs) == pairs
+
+
+@pytest.fixture
+def known(monkeypatch, tmp_path):
+    path = tmp_path / "seconds.json"
+    path.write_text(json.dumps({"test_b.py::test_slow": 9.0, "test_b.py::test_quick": 1.5}))
+    monkeypatch.setattr(selection, "SECONDS", path)
+
+
+def test_what_takes_long_is_slow_and_its_file_comes_first(known):
+    names = ["a.py::test_short", "b.py::test_quick", "b.py::test_slow[x]", "b.py::test_slow[y]"]
+    items = [_Item(f"tests/test_{name}") for name in names]
+    quick = [items[0], items[1]]
+    selection.mark_and_sort(items)
+    assert [item.nodeid for item in items][-1] == "tests/test_a.py::test_short"
+    assert set(selection.each_value_once(items)) == set(quick)
+
+
+def test_seconds_are_written_per_case_of_a_test(known):
+    record = selection.Record()
+    for nodeid, seconds in (("test_x[a]", 1.0), ("test_x[a]", 2.0), ("test_x[b]", 5.0), ("t", 0.5)):
+        report = SimpleNamespace(nodeid=f"tests/test_c.py::{nodeid}", duration=seconds)
+        record.pytest_runtest_logreport(report)
+    record.pytest_sessionfinish()
+    assert json.loads(selection.SECONDS.read_text()) == {"test_c.py::test_x": 4.0}
