@@ -46,10 +46,11 @@ from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build
 from lightning_fsdp.strategies import unit_calls
-from lightning_fsdp.strategies.precision import ShardedPrecision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from lightning_fsdp.strategies.precision import ShardedPrecision
 
 OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "activations")
 PHASES = ("forward", "backward", "step")
@@ -82,7 +83,7 @@ class Run:
 
     def __post_init__(self) -> None:
         plan_of_stage(self.zero_stage)
-        ShardedPrecision(self.precision)
+        _precision(self.precision)
         if self.precision == "16-mixed":
             raise ValueError(
                 "precision: expected one without a gradient scaler, which looks at values, got "
@@ -185,6 +186,12 @@ def largest_batch(
     return search, None if search.largest is None else plans[search.largest]
 
 
+def _precision(name: str) -> ShardedPrecision:
+    from lightning_fsdp.strategies.precision import ShardedPrecision  # imports Lightning
+
+    return ShardedPrecision(name)
+
+
 @contextmanager
 def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
     num_positions = getattr(config, "max_position_embeddings", run.seq_len)
@@ -194,7 +201,7 @@ def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
             "Lower it."
         )
     with _group_of(run) as mesh, torch_internals.fake_tensors() as forget:
-        precision = ShardedPrecision(run.precision)
+        precision = _precision(run.precision)
         with precision.module_init_context():  # not convert_module, which swaps parameters
             model = build(config)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
