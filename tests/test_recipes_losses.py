@@ -49,12 +49,18 @@ def test_a_loss_that_did_not_fall_is_a_mistake() -> None:
     assert all("expected a loss that falls from 8.3000, got 8.2" in mistake for mistake in found)
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both recipes read the same tokens."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recipe", recipe_losses.RECIPES.values())
-def test_a_recipe_learns_the_same_on_two_ranks(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_learns_the_same_on_two_ranks(recipe: str, cache: Path) -> None:
     rows = [
         {"model": recipe, "strategy": strategy}
-        | recipe_losses.train(recipe, strategy, tmp_path, num_steps=25, batch_size=8)
+        | recipe_losses.train(recipe, strategy, cache, num_steps=25, batch_size=8)
         for strategy in (recipe_losses.SINGLE, "scratch_fsdp_zero3", "fsdp1_zero2")
     ]
     assert rows[0]["first"] == pytest.approx(math.log(4096), rel=0.05)
