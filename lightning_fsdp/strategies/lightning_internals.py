@@ -78,6 +78,11 @@ def fork_launcher(strategy: ParallelStrategy) -> _MultiProcessingLauncher:
     return _MultiProcessingLauncher(strategy, start_method="fork")
 
 
+def forks(launcher: object) -> bool:
+    """Whether ranks are forked from a process that has computed, perhaps."""
+    return isinstance(launcher, _MultiProcessingLauncher)
+
+
 def default_backend(device: torch.device) -> str:
     """``"nccl"`` for CUDA, ``"gloo"`` for CPU, from torch's own table."""
     return _get_default_process_group_backend_for_device(device)

@@ -111,6 +111,9 @@ class ProcessStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        if lightning_internals.forks(self._launcher):
+            # A forked process lacks the other threads of OpenMP, and would wait for them for ever.
+            torch.set_num_threads(1)
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None, "the Trainer sets cluster_environment"

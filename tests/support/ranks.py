@@ -53,6 +53,7 @@ active_device = "cpu"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
+_filters: list[Any] | None = None
 
 
 class RankError(NamedTuple):
@@ -192,12 +193,13 @@ def run_forked(fn: Callable[..., int], *args: Any, log: Path, timeout_s: float) 
 
 
 def _forked_main(fn: Callable[..., int], args: tuple[Any, ...], log: str) -> None:
-    global _context
+    global _context, _filters
     os.setsid()
     stream = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     _context = multiprocessing.get_context("fork")
+    _filters = list(warnings.filters)  # pytest will have others, and ranks would inherit them
     code = fn(*args)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -377,6 +379,8 @@ def _rank_main(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
+        if _filters is not None:
+            warnings.filters[:] = _filters  # type: ignore[index]
         warnings.filterwarnings("error", module=r"lightning_fsdp")
         if backend == PLAIN:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
