@@ -41,7 +41,7 @@ class CausalLM(L.LightningModule):
             again.
         compile_blocks: ``torch.compile`` each block.
         optimizer: AdamW and its schedule.
-        meta_init: Build without memory; the strategy computes each rank's slices.
+        meta_init: Build without memory; the strategy gives the values.
 
     Attributes:
         model_class: Of the model.

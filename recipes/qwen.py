@@ -67,8 +67,9 @@ class Qwen(CausalLM):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.
-        meta_init: Allocate nothing whole: each rank computes new weights one unit at a time and
-            keeps its slices (other values than without). Under the strategies of this package.
+        meta_init: Build without memory, for the strategies of this package. ``scratch_fsdp``
+            computes new weights (other values than without) one unit at a time, and no rank ever
+            holds them all; those over torch's FSDP1 and FSDP2 hold them all until they shard.
         optimizer: AdamW and its schedule.
 
     Raises:

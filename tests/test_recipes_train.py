@@ -18,12 +18,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import yaml
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import Qwen2Config
 
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
 from recipes.monitor import GracefulStop, Throughput, is_step_complete
+from recipes.qwen import Qwen
 from recipes.train import main
 from tests.support.texts import write_folder
 
@@ -84,6 +87,17 @@ def test_every_yaml_is_a_run(
     sharded = f"zero_stage: {stage}" in printed and "checkpoint: sharded" in printed
     assert sharded if has_gpus else f"strategy: scratch_fsdp_zero{stage}" in printed
     assert f"name: {name.removesuffix('.yaml')}" in printed
+
+
+@pytest.mark.parametrize("name", YAMLS)
+def test_the_model_of_every_yaml_can_be_built(name: str, tmp_path: Path) -> None:
+    spec = yaml.safe_load((REPOSITORY / "recipes" / name).read_text())["model"]
+    model_class = {"recipes.gpt2.GPT2": GPT2, "recipes.qwen.Qwen": Qwen}[spec["class_path"]]
+    options = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}
+    if options.get("pretrained"):
+        Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)
+        options["pretrained"] = str(tmp_path)
+    model_class(**options)
 
 
 def test_the_model_has_as_many_tokens_as_the_data(

@@ -52,9 +52,9 @@ class ReadOnce(Mapping[Any, Any]):
 
 
 def tensors_of(entry: Any) -> list[Tensor]:
-    """The tensors in a dictionary, or the one that it is."""
+    """The plain tensors in a dictionary, or the one that it is: a file has no other kind."""
     values = entry.values() if isinstance(entry, Mapping) else [entry]
-    return [value for value in values if isinstance(value, Tensor)]
+    return [value for value in values if type(value) is Tensor]
 
 
 def give_back(tensors: Iterable[Tensor]) -> None:
@@ -63,9 +63,9 @@ def give_back(tensors: Iterable[Tensor]) -> None:
     Their values stay: they are read from the file again when they are asked for. A file that was
     written to in memory keeps its pages, and so does memory that is no file's.
     """
-    addresses = sorted(tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu")
     if not sys.platform.startswith("linux"):
         return
+    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu"]
     for begin, stop in _unchanged_files():
         if any(begin <= address < stop for address in addresses):
             size = ctypes.c_size_t(stop - begin)
