@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,10 @@ from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch when some of its parts are first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+
+# The same examples in every run, however slow the machine is.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # As on the ranks: with another number of threads a matrix product may have other last bits.
 torch.set_num_threads(1)

@@ -50,7 +50,7 @@ def _read(loader, num_batches, epoch):
 # -- who gets what ---------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))
 def test_no_sample_is_read_twice_and_ranks_get_equally_many(length, ranks, batch_size, epoch):
     loaders = [

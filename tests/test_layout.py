@@ -1,7 +1,7 @@
 import itertools
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_fsdp.core.layout import (
@@ -85,6 +85,7 @@ def test_padding_stays_below_one_percent_at_1024_ranks():
     assert layout.numel - elements < 0.01 * elements
 
 
+@example([(2,), (3,)], 1, 3)  # one of exactly the least size
 @given(shapes, world_sizes, st.integers(1, 60))
 def test_runs_hold_every_slot_once_and_large_ones_alone(list_of_shapes, world_size, min_numel):
     layout = plan(list_of_shapes, world_size)

@@ -16,7 +16,7 @@ def _computed(total, seed):
     return order._permuted(torch.arange(total), total, seed)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 3000), st.integers(0, 2**40))
 def test_a_computed_order_has_every_sample_once(total, seed):
     assert sorted(_computed(total, seed).tolist()) == list(range(total))

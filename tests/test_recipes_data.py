@@ -54,7 +54,7 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
 # ------------------------------------------------------------------- tokenizer and packing
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.text(max_size=200))
 def test_every_text_comes_back_from_its_tokens(any_text: str) -> None:
     tokenizer = train_tokenizer([Piece(source="", text=text(0))], vocab_size=300)

@@ -57,7 +57,7 @@ def _outcome(corpus: Corpus) -> tuple[list[tuple[str, str]], list[str]]:
 # ----------------------------------------------------------------------------- any size, any text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.text(st.characters(codec="utf-8"), max_size=40), min_size=1, max_size=5),
     st.sampled_from([None, 1]),
@@ -82,7 +82,7 @@ def test_what_was_written_is_read(texts: list[str], indent: int | None, is_ascii
             assert [text for _, text in found] == [text for text in texts * 3 if text]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(SCRAPS), max_size=12).map(b"".join), st.sampled_from(SUFFIXES))
 @example(b'[{"text": "a"},\n {"text": "b"', ".json")
 @example(b'[{"text": "a"}]\n\xc3', ".json")
