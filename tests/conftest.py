@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +18,6 @@ from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch when some of its parts are first imported.
 NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
-
-# The same examples in every run, however slow the machine is.
-hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("suite")
 
 # As on the ranks: with another number of threads a matrix product may have other last bits.
 torch.set_num_threads(1)
@@ -61,6 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(selection.Record())
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # not on every machine with a GPU
+        import hypothesis
+
+        # The same examples in every run, however slow the machine is.
+        hypothesis.settings.register_profile("suite", derandomize=True, deadline=None)
+        hypothesis.settings.load_profile("suite")
     ranks.active_fault = config.getoption("--fault")
     ranks.active_transport = config.getoption("--transport")
     ranks.active_seed = config.getoption("--seed")
