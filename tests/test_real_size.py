@@ -10,8 +10,8 @@ import pytest
 from lightning_fsdp.plan.process import bytes_at_start
 
 ROOT = Path(__file__).parent.parent
-# Of the tensors and what a process has before it trains. Where freed blocks leave holes depends on
-# when collectives end: of 22 ranks the median had 1.09 of it, the worst 1.14.
+# Of the tensors and what a process has before it trains. The same run differs from time to time: of
+# 22 ranks the median had 1.09, the worst 1.14. So one rank has to be within the limit.
 LIMIT, WORST = 1.12, 1.2
 
 

@@ -90,7 +90,7 @@ def test_every_yaml_is_a_run(
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_the_model_of_every_yaml_can_be_built(name: str, tmp_path: Path) -> None:
+def test_the_models_options_in_every_yaml_go_together(name: str, tmp_path: Path) -> None:
     spec = yaml.safe_load((REPOSITORY / "recipes" / name).read_text())["model"]
     model_class = {"recipes.gpt2.GPT2": GPT2, "recipes.qwen.Qwen": Qwen}[spec["class_path"]]
     options = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}

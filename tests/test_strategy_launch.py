@@ -386,8 +386,8 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
     os.killpg(job.process.pid, signal.SIGINT)  # as the terminal does, to every process
     status, output = job.wait(timeout_s=60)
     assert "KeyboardInterrupt" in output
-    # Lightning kills its children, looks for dead ones each second, and kills itself if it has not
-    # ended by then.
+    # Every five seconds Lightning looks for children that died, and kills itself if there is one:
+    # after Ctrl-C too, if that comes before its end.
     if "Forcefully terminating all other processes" in output:
         assert status == -signal.SIGKILL, output
     else:
