@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.failure import RankFailure
@@ -18,6 +19,7 @@ from lightning_fsdp.bench.largest_batch import find_largest, format_found, write
 from lightning_fsdp.bench.rank_measurement import RankMeasurement
 from lightning_fsdp.bench.runner import Run, run_arm
 from lightning_fsdp.harness.environment import environment
+from tests.support import warm
 
 WORKLOAD = Workload(
     config=Path("recipe.yaml"), num_ranks=2, accelerator="cpu", precision="32-true",
@@ -104,8 +106,14 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
     assert found.search.limit == "1: its memory was not measured"
 
 
+@pytest.fixture
+def forked(monkeypatch):
+    """Runs in processes that have torch already; ``test_bench_arms.py`` has them start anew."""
+    monkeypatch.setattr(runner, "run_command", warm.run_command)
+
+
 @pytest.mark.timeout(400)
-def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys):
+def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys, forked):
     # One sequence takes 41 MB under DDP and 23 MB here, two take 36 MB.
     arguments = [
         "largest-batch",
@@ -157,7 +165,9 @@ class Fails(L.Callback):
         ("by its text only", "error", "exit code 1: "),
     ],
 )
-def test_a_run_out_of_memory_is_known_by_the_type_that_a_rank_raised(tmp_path, how, kind, failure):
+def test_a_run_out_of_memory_is_known_by_the_type_that_a_rank_raised(
+    tmp_path, forked, how, kind, failure
+):
     callback = {"class_path": f"{__name__}.Fails", "init_args": {"how": how}}
     overrides = ("--trainer.callbacks+", json.dumps(callback))
     workload = replace(

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp import ZERO3, shard_model
+from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point, networks_of
@@ -26,6 +27,7 @@ from lightning_fsdp.bench.simulated import SimulatedGroup, find_usage, simulated
 from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
+from tests.support import warm
 from tests.support.counting import CollectiveCounter
 from tests.support.ranks import PLAIN, run_on_ranks
 
@@ -494,7 +496,8 @@ def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, me
 
 
 @pytest.mark.timeout(300)
-def test_the_command_runs_arms_among_simulated_ranks(tmp_path):
+def test_the_command_runs_arms_among_simulated_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "run_command", warm.run_command)
     code = main(
         [
             *("scaling", "--ranks", "64", "--engines", "scratch", "--stages", "3"),

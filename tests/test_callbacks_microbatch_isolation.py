@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fsdp import MicrobatchIsolationProbe
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
 from tests.support.trainer import weights_of as weights_of_module
 
@@ -45,7 +46,7 @@ class _PlainNorms(pl.Callback):
         self.parts = []
 
 
-def _watched(rank, world_size, strategy, precision, folder):
+def _watched(rank, world_size, strategy, precision, folder, max_epochs=2):
     weights = []
     for is_watched in (False, True):
         probe, plain = MicrobatchIsolationProbe(steps=2), _PlainNorms()
@@ -55,7 +56,7 @@ def _watched(rank, world_size, strategy, precision, folder):
             Path(folder),
             precision=precision,
             accumulate_grad_batches=3,
-            max_epochs=2,
+            max_epochs=max_epochs,
             callbacks=[probe, plain] if is_watched else [],
         )
         trainer.fit(model, make_loader(56))  # 7 micro-batches on a rank: 3 3 1
@@ -69,15 +70,14 @@ def _watched(rank, world_size, strategy, precision, folder):
         torch.testing.assert_close(report.cosines[rank], cosines, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "scratch_fsdp_zero3+sum"])
-def test_norms_and_cosines_are_right_and_training_ends_in_the_same_bits(tmp_path, strategy):
-    on_trainer_ranks(_watched, 2, strategy, "32-true", str(tmp_path))
+def test_norms_and_cosines_are_right_and_training_ends_in_the_same_bits(tmp_path):
+    strategies = (*STRATEGIES, "scratch_fsdp_zero3+sum")
+    each_on_trainer_ranks(_watched, 2, strategies, "32-true", str(tmp_path))
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"])
-def test_rounding_is_no_leak(tmp_path, strategy, precision):
-    on_trainer_ranks(_watched, 2, strategy, precision, str(tmp_path))
+def test_rounding_is_no_leak(tmp_path, precision):
+    each_on_trainer_ranks(_watched, 2, STRATEGIES[1:], precision, str(tmp_path), 1)
 
 
 def test_a_single_device_works(tmp_path):
@@ -132,24 +132,21 @@ def _leaking(rank, world_size, strategy, leak, message, folder):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "fsdp1_zero2", "fsdp2_zero2"])
-def test_a_micro_batch_that_leaks_into_the_next_is_named(tmp_path, strategy):
+def _assert_named(strategies, leak, message, folder):
+    found = each_on_trainer_ranks(_leaking, 2, strategies, leak, message, str(folder))
+    for strategy, (first, second) in found.items():
+        assert first == second, strategy
+
+
+def test_a_micro_batch_that_leaks_into_the_next_is_named(tmp_path):
     message = r"'head.weight' \(rank 0, step 0\): expected the sum of micro-batches \[0, 1\]"
-    first, second = on_trainer_ranks(
-        _leaking, 2, strategy, "micro-batch", message, str(tmp_path), timeout_s=40
-    )
-    assert first == second
+    _assert_named([*STRATEGIES, "fsdp1_zero2", "fsdp2_zero2"], "micro-batch", message, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "leak"),
-    [(strategy, "step") for strategy in STRATEGIES]
-    + [(strategy, "parameter") for strategy in STRATEGIES if strategy != "fsdp1_zero3"],
-)  # FSDP1 does not show single gradients under their names
-def test_a_step_that_leaks_into_the_next_is_named(tmp_path, strategy, leak):
+@pytest.mark.parametrize("leak", ["step", "parameter"])
+def test_a_step_that_leaks_into_the_next_is_named(tmp_path, leak):
     name = {"step": "", "parameter": "blocks.1.up.bias"}[leak]
     message = rf"{name}' \(rank 0, step 1\): expected nothing before the first micro-batch"
-    first, second = on_trainer_ranks(
-        _leaking, 2, strategy, leak, message, str(tmp_path), timeout_s=40
-    )
-    assert first == second
+    # FSDP1 does not show single gradients under their names.
+    left_out = {"step": (), "parameter": ("fsdp1_zero3",)}[leak]
+    _assert_named([s for s in STRATEGIES if s not in left_out], leak, message, tmp_path)

@@ -27,6 +27,7 @@ from transformers import (
 from lightning_fsdp import ZERO2, ZERO3, load_pretrained, save_pretrained, shard_model
 from lightning_fsdp.checkpoint import safetensors_folder
 from recipes.gpt2 import GPT2
+from tests.support.cases import each_on_ranks
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 from tests.support.trainer import SHARDED, make_trainer, on_trainer_ranks, seeded
@@ -102,37 +103,43 @@ def _wholes(model):
 # -- out -------------------------------------------------------------------------------------------
 
 
-def _save(rank, world_size, make, shard, folder, size):
+def _save(rank, world_size, shard, make, folder, size):
+    folder = Path(folder) / shard.__name__ / "model"
     model = seeded(make)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model = shard(model)
     _logits(model)  # ZeRO-2 has whole copies now
     save_pretrained(model, folder, max_shard_size=size)
-    assert not list(Path(folder).parent.glob(".*partial"))
+    assert not list(folder.parent.glob(".*partial"))
     return expected if rank == 0 else None
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("shard", HOW)
-def test_transformers_loads_what_a_sharded_model_saved(tmp_path, make, shard):
-    folder = tmp_path / "deep" / "model"
-    expected, _ = run_on_ranks(_save, 2, make, shard, str(folder), "20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(report.values()), report
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == [type(make()).__name__]
-    torch.testing.assert_close(dict(loaded.state_dict()), expected, atol=0, rtol=0)
-    plain = make()
-    plain.load_state_dict(expected)
-    assert torch.equal(_logits(loaded), _logits(plain))
+def test_transformers_loads_what_a_sharded_model_saved(tmp_path, make):
+    for shard, (expected, _) in each_on_ranks(_save, 2, HOW, make, str(tmp_path), "20KB").items():
+        folder = tmp_path / shard.__name__ / "model"
+        assert len(list(folder.glob("*.safetensors"))) > 1, folder
+        loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report.values()), (folder, report)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["architectures"] == [type(make()).__name__], folder
+        torch.testing.assert_close(
+            dict(loaded.state_dict()),
+            expected,
+            atol=0,
+            rtol=0,
+            msg=lambda text, folder=folder: f"{folder}: {text}",
+        )
+        plain = make()
+        plain.load_state_dict(expected)
+        assert torch.equal(_logits(loaded), _logits(plain)), folder
 
 
 @pytest.mark.parametrize("make", MODELS)
 @pytest.mark.parametrize("size", ["20KB", "5GB"])
 def test_the_folder_is_the_one_that_transformers_writes(tmp_path, make, size):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    run_on_ranks(_save, 2, make, _core_zero3, str(ours), size)
+    ours, theirs = tmp_path / "_core_zero3" / "model", tmp_path / "theirs"
+    run_on_ranks(_save, 2, _core_zero3, make, str(tmp_path), size)
     seeded(make).save_pretrained(theirs, max_shard_size=size)
     names = {path.name for path in ours.iterdir()}
     if size == "5GB":
@@ -189,7 +196,7 @@ def test_every_dtype_and_shape_is_written_as_safetensors_reads_it(tmp_path):
 # -- in --------------------------------------------------------------------------------------------
 
 
-def _load(rank, world_size, make, shard, folder, on_meta):
+def _load(rank, world_size, shard, make, folder, on_meta):
     if on_meta:
         with torch.device("meta"):
             model = make()
@@ -206,35 +213,43 @@ def _load(rank, world_size, make, shard, folder, on_meta):
         plain_read(self, name, box, target)
 
     safetensors_folder.SafetensorsFolder.read_into = counted
-    load_pretrained(model, folder)
+    try:
+        load_pretrained(model, folder)
+    finally:
+        safetensors_folder.SafetensorsFolder.read_into = plain_read
     found = _wholes(model)
     return sum(reads), found, _logits(model)
 
 
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("shard", HOW)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_rank_reads_the_elements_that_it_keeps(tmp_path, make, shard, world_size):
+def test_a_rank_reads_the_elements_that_it_keeps(tmp_path, make, world_size):
     model = seeded(make)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     total = sum(parameter.nbytes for parameter in model.parameters())
-    results = run_on_ranks(_load, world_size, make, shard, str(tmp_path), False)
-    for _, found, logits in results:
-        torch.testing.assert_close(found, dict(model.state_dict()), atol=0, rtol=0)
-        torch.testing.assert_close(logits, _logits(model), atol=1e-6, rtol=1e-5)
-    if shard is _plain:
-        assert [num_bytes for num_bytes, *_ in results] == [total] * world_size
-    else:
-        assert sum(num_bytes for num_bytes, *_ in results) == total
-        largest = max(num_bytes for num_bytes, *_ in results)
-        assert largest <= 1.2 * total / world_size
+    everything = each_on_ranks(_load, world_size, HOW, make, str(tmp_path), False)
+    for shard, results in everything.items():
+        for _, found, logits in results:
+            for ours, theirs, tolerances in (
+                (found, dict(model.state_dict()), {"atol": 0, "rtol": 0}),
+                (logits, _logits(model), {"atol": 1e-6, "rtol": 1e-5}),
+            ):
+                torch.testing.assert_close(
+                    ours, theirs, **tolerances, msg=lambda text, s=shard: f"{s.__name__}: {text}"
+                )
+        if shard is _plain:
+            assert [num_bytes for num_bytes, *_ in results] == [total] * world_size
+        else:
+            assert sum(num_bytes for num_bytes, *_ in results) == total, shard.__name__
+            largest = max(num_bytes for num_bytes, *_ in results)
+            assert largest <= 1.2 * total / world_size, shard.__name__
 
 
 @pytest.mark.parametrize("make", MODELS)
 def test_a_model_without_memory_is_sharded_and_then_loaded(tmp_path, make):
     model = seeded(make)
     model.save_pretrained(tmp_path)
-    for _, found, _ in run_on_ranks(_load, 2, make, _core_zero3, str(tmp_path), True):
+    for _, found, _ in run_on_ranks(_load, 2, _core_zero3, make, str(tmp_path), True):
         torch.testing.assert_close(found, dict(model.state_dict()), atol=0, rtol=0)
 
 

@@ -14,6 +14,7 @@ from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from lightning_fsdp.engines.scratch import ScratchEngine
+from tests.support.cases import each_on_ranks
 from tests.support.checkpoints import verified_files
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import causal_lm, lm_loss, token_batch
@@ -145,7 +146,7 @@ def test_a_checkpoint_is_verified_once_however_often_it_is_read(tmp_path):
 # -- dtypes, offloading, other optimizers ----------------------------------------------------------
 
 
-def _move(rank, world_size, folder, kinds, dtype, policy, options):
+def _move(rank, world_size, kinds, folder, dtype, policy, options):
     writer, reader = kinds
     model = causal_lm(seed=1).to(dtype)
     engine, optimizer = _engine(writer, model, policy, **options)
@@ -175,8 +176,8 @@ MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.floa
     ids=["mixed", "bf16", "offloaded"],
 )
 def test_main_weights_of_any_dtype_move(tmp_path, dtype, policy, options):
-    for kinds in (("scratch", "fsdp1"), ("fsdp1", "fsdp2"), ("fsdp2", "scratch")):
-        run_on_ranks(_move, 2, tmp_path, kinds, dtype, policy, options)
+    moves = (("scratch", "fsdp1"), ("fsdp1", "fsdp2"), ("fsdp2", "scratch"))
+    each_on_ranks(_move, 2, moves, tmp_path, dtype, policy, options)
 
 
 def _early_state(rank, world_size, folder):

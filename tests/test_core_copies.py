@@ -33,13 +33,13 @@ from tests.support.models import (
     tied_lm,
     token_batch,
 )
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
     whole,
 )

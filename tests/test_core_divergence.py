@@ -33,7 +33,11 @@ class Skipping(nn.Module):
 
 def sharded(plan):
     # A group of its own with a short timeout, as a mesh would carry it.
-    group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+    timeout = timedelta(seconds=TIMEOUT_S)
+    return shard_over(torch.distributed.new_group(backend="gloo", timeout=timeout), plan)
+
+
+def shard_over(group, plan):
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     torch.manual_seed(0)
     return shard_model(Skipping(), plan, mesh=mesh)
@@ -166,9 +170,20 @@ def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes(backen
         assert message is not None or is_right == [True], "computed with mixed weights"
 
 
-def sleep_and_go_on(rank, world_size, what):
-    """Rank 1 is stopped for longer than the timeout, and goes on."""
-    model = sharded(ZERO3)
+DOINGS = {
+    "step": "gather of unit 'units.0'",
+    "full_tensor": "full_tensor of 'units.0.weight'",
+    "norm": "norm of gradients",
+    "agreement": "order of units",
+}
+
+
+def sleep_and_go_on(rank, world_size):
+    """Of each two ranks, the second is stopped for longer than the timeout, and goes on."""
+    pairs = torch.arange(world_size).view(-1, 2).tolist()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    groups = [torch.distributed.new_group(p, backend="gloo", timeout=timeout) for p in pairs]
+    model = shard_over(groups[rank // 2], ZERO3)
     for _ in range(2):
         model(torch.ones(2, 6)).backward()
     parameter = model.units[0].weight
@@ -178,9 +193,10 @@ def sleep_and_go_on(rank, world_size, what):
         "norm": lambda: model.clip_grad_norm_(1.0),
         "agreement": lambda: model(torch.ones(2, 6), (2, 1, 0)).backward(),
     }
-    if rank == 1:
+    torch.distributed.barrier()
+    if rank % 2:
         stop_for(TIMEOUT_S + 2)
-    return error_of(doings[what])[0]
+    return error_of(doings[list(DOINGS)[rank // 2]])[0]
 
 
 def stop_for(seconds):
@@ -190,17 +206,10 @@ def stop_for(seconds):
 
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
-@pytest.mark.parametrize(
-    ("what", "names"),
-    {
-        "step": "gather of unit 'units.0'",
-        "full_tensor": "full_tensor of 'units.0.weight'",
-        "norm": "norm of gradients",
-        "agreement": "order of units",
-    }.items(),
-)
-def test_a_rank_that_wakes_after_the_timeout_names_what_it_was_about_to_do(what, names, backend):
-    for rank, message in enumerate(run_on_ranks(sleep_and_go_on, 2, what, backend=backend)):
-        assert message is not None
-        assert names in message
-        assert f"rank {rank} of 2" in message
+def test_a_rank_that_wakes_after_the_timeout_names_what_it_was_about_to_do(backend):
+    messages = run_on_ranks(sleep_and_go_on, 2 * len(DOINGS), backend=backend)
+    for rank, message in enumerate(messages):
+        what, names = list(DOINGS.items())[rank // 2]
+        assert message is not None, what
+        assert names in message, what
+        assert f"rank {rank % 2} of 2" in message, what

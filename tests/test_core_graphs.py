@@ -15,12 +15,12 @@ from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.models import causal_lm, lm_loss, mlp_batch, token_batch
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
 )
 from tests.support.ranks import run_on_ranks

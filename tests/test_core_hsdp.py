@@ -31,6 +31,7 @@ from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import bytes_of
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_lm
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_losses_match,
@@ -38,7 +39,6 @@ from tests.support.parity import (
     assert_same_tensors,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
 )
 from tests.support.ranks import PLAIN, errors_on_ranks, run_on_ranks
@@ -48,7 +48,13 @@ from tests.test_core_parity import batches_for, optional_batch, optional_loss
 from tests.test_core_wrong_use import assert_errors
 
 PLANS = {"zero2": ZERO2, "zero3": ZERO3}
-COMBINATIONS = list(itertools.product(PLANS, OPTIMIZERS, ("local", "sum")))
+# Every two of a plan, an optimizer and a way to accumulate.
+COMBINATIONS = [
+    ("zero2", "sgd", "local"),
+    ("zero2", "adamw", "sum"),
+    ("zero3", "adamw", "local"),
+    ("zero3", "sgd", "sum"),
+]
 NAMES = ("replicate", "shard")
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.collectives import Communicator
 from tests.support.models import TASKS, causal_lm, lm_loss, tied_lm, token_batch
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
     whole,
 )

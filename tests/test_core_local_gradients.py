@@ -12,12 +12,12 @@ from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.sharded_module import hooks_of
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
 )
 from tests.support.ranks import run_on_ranks

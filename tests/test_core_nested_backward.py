@@ -11,13 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, gradients, shard_model
 from tests.support.models import TASKS
-from tests.support.parity import (
-    adamw,
-    assert_traces_match,
-    make_batches,
-    train_on_rank,
-    train_reference,
-)
+from tests.support.one_exchange import train_on_rank
+from tests.support.parity import adamw, assert_traces_match, make_batches, train_reference
 from tests.support.ranks import run_on_ranks
 
 PLANS = {"zero2": ZERO2, "zero3": ZERO3}

@@ -5,7 +5,6 @@ Machines without an accelerator have one memory; ``TwoPlaces`` tells two in it.
 """
 
 import contextlib
-import itertools
 
 import pytest
 import torch
@@ -60,7 +59,15 @@ POLICIES = {
     "bf16 reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32),
 }
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
-COMBINATIONS = list(itertools.product(PLANS, POLICIES, ("local", "sum")))
+# Every two of a plan, a precision and a way to accumulate.
+COMBINATIONS = [
+    ("zero2", "fp32", "local"),
+    ("zero2", "bf16", "sum"),
+    ("zero2", "bf16 reduce", "local"),
+    ("zero3", "fp32", "sum"),
+    ("zero3", "bf16", "local"),
+    ("zero3", "bf16 reduce", "sum"),
+]
 CLIP = (0.3, 2.0)  # below the norms here
 
 

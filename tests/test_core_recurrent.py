@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard, shard_model
 from lightning_fsdp.engines.undo import give_back
 from tests.support.memory import StorageTracker
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_losses_match,
@@ -21,7 +22,6 @@ from tests.support.parity import (
     assert_same_tensors,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
     whole,
 )

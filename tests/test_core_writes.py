@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, load_full_state_dict, shard_model
 from tests.support.models import TASKS, lm_loss, tied_lm, token_batch
+from tests.support.one_exchange import wholes
 from tests.support.parity import OPTIMIZERS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
@@ -123,6 +124,11 @@ def _validate(model, reference):
     return losses[1].item()
 
 
+def _gradients_of(model):
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return dict(zip(named, wholes([*named.values()]), strict=True))
+
+
 def _write_between_micro_batches(rank, world_size, plan, accumulation):
     for (name, write), written_after in itertools.product(WRITES.items(), (0, 1)):
         models = model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
@@ -137,13 +143,15 @@ def _write_between_micro_batches(rank, world_size, plan, accumulation):
                 for each in models:
                     write(each)
                 assert abs(_validate(model, reference) - before) > 1e-3, f"{name} changes nothing"
-        gradients = [{n: whole(p.grad) for n, p in m.named_parameters()} for m in models]
-        assert_same_tensors(*gradients, atol=5e-6, what=f"{name}: gradient")
+        assert_same_tensors(*map(_gradients_of, models), atol=5e-6, what=f"{name}: gradient")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         _validate(model, reference)
-        parameters = [{n: whole(p) for n, p in m.named_parameters()} for m in models]
+        parameters = [
+            dict(zip(names, wholes(values), strict=True))
+            for names, values in (zip(*m.named_parameters(), strict=True) for m in models)
+        ]
         assert_same_tensors(*parameters, atol=5e-6, what=f"{name}: parameter")
 
 
@@ -182,8 +190,7 @@ def _step_some_parameters(rank, world_size, plan):
             optimizer.step()
             optimizer.zero_grad()
         _validate(model, reference)
-    gradients = [{n: whole(p.grad) for n, p in m.named_parameters()} for m in models]
-    assert_same_tensors(*gradients, atol=5e-6)
+    assert_same_tensors(*map(_gradients_of, models), atol=5e-6)
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -52,24 +52,27 @@ def test_every_block_of_python_is_run():
     assert sorted(_named) == sorted(code for page in pages for code in python_blocks(page))
 
 
-@pytest.mark.timeout(300)
+def _run_example(rank, world_size, code, folder):
+    os.chdir(folder)
+    names = {"__name__": "__main__"}
+    exec(code.replace("max_steps=100", "max_steps=3"), names)
+    return names["trainer"].global_step
+
+
 @runs("README.md", "trainer.fit(GPT2(")
 def test_the_example_trains(tmp_path, code):
+    """Here on ranks that are there already; ``test_package.py`` starts it as a script."""
     assert "recipes" not in code  # which are not installed with the package
-    _train(tmp_path, code)
+    assert on_trainer_ranks(_run_example, 2, code, tmp_path) == [3, 3]
 
 
 @pytest.mark.timeout(300)
 @runs("docs/recipes.md", "trainer.fit(GPT2(")
 def test_the_script_with_a_recipe_trains(tmp_path, code):
-    _train(tmp_path, code)
-
-
-def _train(folder, code):
-    (folder / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
+    (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
     finished = subprocess.run(
         [sys.executable, "train.py"],
-        cwd=folder,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

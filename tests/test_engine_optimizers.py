@@ -4,6 +4,7 @@ Judged by plain training in one process with the same optimizer.
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import lightning_fsdp
 from lightning_fsdp import ShardedTensor, optimizers_follow
+from tests.support.cases import each_on_ranks
 from tests.support.models import (
     TASKS,
     causal_lm,
@@ -73,7 +75,8 @@ def _assert_holds(optimizer, model, kind):
 # -- what it holds afterwards ----------------------------------------------------------------------
 
 
-def _train(rank, world_size, engine, name, optimizer_name, meta):
+def _train(rank, world_size, case, name, meta):
+    engine, optimizer_name = case
     build = TASKS[name].build
     batches, make_optimizer = _batches(world_size), OPTIMIZERS[optimizer_name]
     reference = build()
@@ -113,17 +116,17 @@ def fsdp_tensor(like, value):
     )
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", ["lm", "tied_lm", "gpt2"])
-@pytest.mark.parametrize("engine", SHARDERS)
-def test_an_optimizer_built_before_trains_as_in_one_process(engine, name, optimizer):
-    assert_ranks_agree(run_on_ranks(_train, 2, engine, name, optimizer, None))
+def test_an_optimizer_built_before_trains_as_in_one_process(name):
+    cases = tuple(itertools.product(SHARDERS, OPTIMIZERS))
+    for case, traces in each_on_ranks(_train, 2, cases, name, None).items():
+        assert_ranks_agree(traces, str(case))
 
 
 @pytest.mark.parametrize("name", ["lm", "tied_lm"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_model_on_the_meta_device_may_be_materialized_inside_or_afterwards(name, where):
-    run_on_ranks(_train, 2, "fsdp2", name, "adamw", where)
+    run_on_ranks(_train, 2, ("fsdp2", "adamw"), name, where)
 
 
 def _continue(rank, world_size, engine, mesh_shape, offloads):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.gpu import __main__ as gpu_command
 from benchmarks.gpu import jobs, measure, table
 from benchmarks.gpu.cases import ARMS, Case, Setting, all_cases, network_of, small_cases
 from benchmarks.gpu.jobs import end_of, run_job
@@ -24,6 +26,8 @@ from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY, Record
 from benchmarks.gpu.speed import run_speed
 from benchmarks.gpu.suite import run_suite
 from lightning_fsdp.plan.models import build, config_of
+from tests.support.ranks import run_forked
+from tests.support.warm import fork_always
 
 ROOT = Path(__file__).parent.parent
 SESSION = {
@@ -38,17 +42,50 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments, command=COMMAND, code=0):
+def run(*arguments):
     finished = subprocess.run(
-        [*command, *map(str, arguments)],
+        [*COMMAND, *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
         timeout=500,
     )
-    assert finished.returncode == code, finished.stdout + finished.stderr[-3000:]
+    assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
     return finished.stdout + finished.stderr
+
+
+def run_warm(*arguments, code=0, lacking=None):
+    """As ``run``, in a process that has torch already and forks those that it starts.
+
+    Args:
+        arguments: Of the command.
+        code: That it ends with.
+        lacking: A package that it does not find.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "printed.txt"
+        given = list(map(str, arguments))
+        found = run_forked(_command, given, lacking, log=log, timeout_s=190.0)
+        assert found == code, log.read_text()
+        return log.read_text()
+
+
+def _command(arguments, lacking):
+    fork_always()
+    torch.set_num_threads(1)
+    sys.argv = [*COMMAND[2:], *arguments]
+    gpu_command.is_installed = lambda name: name != lacking
+    gpu_command.small_cases = few_cases
+    try:
+        return gpu_command.main()
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def few_cases():
+    """Every arm once: without those that take longest, of more ranks and of compiled blocks."""
+    return small_cases()[: len(ARMS)]
 
 
 def results_in(folder, part):
@@ -166,9 +203,17 @@ def test_a_resumed_recipe_goes_on_with_the_same_losses(whole_run):
 
 @pytest.mark.timeout(500)
 def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_path):
-    arguments = [*COMMAND, "--part", "speed", "--out", str(tmp_path)]
+    few = (
+        "import benchmarks.gpu.__main__ as command\n"
+        "from tests.test_gpu_command import few_cases\n"
+        "command.small_cases = few_cases\n"
+        "command.exit_with(command.main)\n"
+    )
+    arguments = ["--device", "cpu", "--part", "speed", "--out", str(tmp_path)]
     environment = {**os.environ, **ENVIRONMENT}
-    process = subprocess.Popen(arguments, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", few, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE
+    )
     path, deadline = tmp_path / "speed.json", soon()
     while time.monotonic() < deadline and process.poll() is None:
         if path.exists() and len(results_in(tmp_path, "speed")) >= 3:
@@ -178,16 +223,16 @@ def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_p
     _, says = process.communicate(timeout=60)
     assert process.returncode == 130, says
     first = results_in(tmp_path, "speed")
-    assert 3 <= len(first) < len(small_cases())
-    run("--part", "speed", "--out", tmp_path)
+    assert 3 <= len(first) < len(few_cases())
+    run_warm("--part", "speed", "--out", tmp_path)
     second = results_in(tmp_path, "speed")
     assert {name: second[name] for name in first} == first
-    assert {second[case.name]["session"] for case in small_cases()} == {0, 1}
+    assert {second[case.name]["session"] for case in few_cases()} == {0, 1}
 
 
 @pytest.mark.timeout(200)
 def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
-    text = run("--part", "speed", "--out", tmp_path, "--budget", 1)
+    text = run_warm("--part", "speed", "--out", tmp_path, "--budget", 1)
     assert "speed: 11 not reached" in text
     assert results_in(tmp_path, "speed") == {}
 
@@ -198,13 +243,7 @@ def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
     [("recipes", "jsonargparse"), ("tests", "pytest"), ("speed", "transformers")],
 )
 def test_a_missing_package_is_named_and_its_part_left_out(part, package, tmp_path):
-    lacking = (
-        "import sys, benchmarks.gpu.__main__ as command\n"
-        f"command.is_installed = lambda name: name != {package!r}\n"
-        "sys.exit(command.main())\n"
-    )
-    command = [sys.executable, "-c", lacking, "--device", "cpu"]
-    text = run("--part", part, "--out", tmp_path, command=command)
+    text = run_warm("--part", part, "--out", tmp_path, lacking=package)
     assert f"{part}: left out, as this is not installed: {package}" in text
     assert json.loads((tmp_path / f"{part}.json").read_text())["sessions"][0]["missing"] == [
         package
@@ -214,7 +253,7 @@ def test_a_missing_package_is_named_and_its_part_left_out(part, package, tmp_pat
 @pytest.mark.timeout(200)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
-    text = run("--device", "cuda", "--out", tmp_path / "out", code=2)
+    text = run_warm("--device", "cuda", "--out", tmp_path / "out", code=2)
     assert "--device cuda: expected a device that computes, got" in text
     assert "Use --device cpu" in text
     assert not (tmp_path / "out").exists()
@@ -223,14 +262,14 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
 @pytest.mark.timeout(200)
 def test_results_of_another_device_are_refused_before_anything_runs(tmp_path):
     begun(tmp_path / "recipes.json")
-    text = run("--part", "speed", "--out", tmp_path, code=2)
+    text = run_warm("--part", "speed", "--out", tmp_path, code=2)
     assert "recipes.json: expected results of cpu with torch" in text
     assert [path.name for path in tmp_path.iterdir()] == ["recipes.json"]
 
 
 @pytest.mark.parametrize("option", ["--budget", "--peak-tflops"])
 def test_an_option_of_nothing_is_refused(option, tmp_path):
-    assert f"{option}: expected more than 0" in run(option, 0, "--out", tmp_path, code=2)
+    assert f"{option}: expected more than 0" in run_warm(option, 0, "--out", tmp_path, code=2)
 
 
 # -- records ---------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from benchmarks.guide.probes import BEHAVIOURS
 from benchmarks.guide.subjects import ENGINES, FSDP2, Block, are_equal, batch_of, loss_of, net
 from benchmarks.guide.tables import TABLES, read
 from benchmarks.update_tables import GUIDE, split
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.ranks import run_on_ranks
-from tests.support.trainer import Regressor, make_loader, on_trainer_ranks, seeded, weights_of
+from tests.support.trainer import Regressor, make_loader, seeded, weights_of
 
 PAGE = GUIDE.read_text()
 SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
@@ -184,7 +185,7 @@ class _Clipped(Regressor):
         return 30.0 * super().loss(batch)
 
 
-def _run_trainer(rank: int, world_size: int, code: str, folder: str) -> dict[str, Tensor]:
+def _run_trainer(rank: int, world_size: int, code: str) -> dict[str, Tensor]:
     module = seeded(_Clipped)
     options = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
     options |= {"enable_progress_bar": False, "enable_model_summary": False}
@@ -198,10 +199,9 @@ def test_under_lightning_the_word_alone_changes(tmp_path):
     (code,) = [code for code in STEPS if code.startswith("# under Lightning")]
     words = re.findall(r'"((?:fsdp|scratch)\w+)"', code)
     assert words == ["fsdp1_zero3", "fsdp2_zero3", "scratch_fsdp_zero3"]
-    trained = {
-        word: on_trainer_ranks(_run_trainer, 2, code.replace('"fsdp1_zero3",', f'"{word}",'), "")
-        for word in ("ddp", *words)
-    }
+    codes = {word: code.replace('"fsdp1_zero3",', f'"{word}",') for word in ("ddp", *words)}
+    found = each_on_trainer_ranks(_run_trainer, 2, codes.values())
+    trained = {word: found[code] for word, code in codes.items()}
     assert not are_equal(trained["ddp"][0], weights_of(seeded(_Clipped)), 1e-2)
     for word in words:
         for rank in range(2):

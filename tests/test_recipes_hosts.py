@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.texts import write_folder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -109,7 +110,11 @@ def _of_one_process(folder: Path, config: str) -> dict[str, list[float]]:
     path = REPOSITORY / "recipes" / f"{config}.yaml"
     command = [sys.executable, "-m", "recipes.train", "fit", f"--config={path}"]
     options = _options(folder, *one, "--trainer.enable_checkpointing=false")
-    _finish([[*command, *options, "--trainer.callbacks=[]"]], [folder], _environment())
+    log = folder / "output.txt"
+    failure = warm.run_command(
+        [*command, *options, "--trainer.callbacks=[]"], log=log, timeout_s=TIME_LIMIT_S, cwd=folder
+    )
+    assert failure is None, log.read_text()
     return _losses(folder)
 
 
@@ -119,13 +124,18 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@pytest.mark.parametrize("config", ["qwen_zero3", "gpt2_zero2"])
-def test_two_hosts_train_like_one_process(config: str, tmp_path: Path) -> None:
+def test_two_hosts_train_like_one_process(tmp_path: Path) -> None:
+    """At ZeRO-2; the test below is at ZeRO-3, with the other model."""
     write_folder(tmp_path / "corpus")
-    expected = _of_one_process(tmp_path / "one", config)
+    expected = _of_one_process(tmp_path / "one", "gpt2_zero2")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"]
-    command += ["-m", "recipes.train", "fit", f"--config={REPOSITORY / 'recipes' / config}.yaml"]
+    command += [
+        "-m",
+        "recipes.train",
+        "fit",
+        f"--config={REPOSITORY / 'recipes' / 'gpt2_zero2.yaml'}",
+    ]
     command += ["--trainer.num_nodes=2", "--trainer.devices=1", *_options(tmp_path)]
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     printed = _finish([command, command], hosts, _environment(OMP_NUM_THREADS="1"))
@@ -168,7 +178,9 @@ def test_the_slurm_script_starts_a_torchrun_on_each_host_and_goes_on(tmp_path: P
     command += _options(tmp_path, f"--trainer.callbacks={keep}")
     (printed,) = _finish([command], [tmp_path], env)
     assert "MEMBER: 2/2" in printed
-    assert _losses(tmp_path)["train/loss"] == pytest.approx(expected["train/loss"], abs=2e-5)
+    found = _losses(tmp_path)
+    for name, losses in expected.items():
+        assert found[name] == pytest.approx(losses, abs=2e-5), name
     # As if the job had been stopped after its third step.
     kept = tmp_path / "kept"
     (kept / "step4.ckpt").unlink()

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import recipe_losses, update_tables
 from lightning_fsdp.harness.environment import describe
+from tests.support import warm
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "benchmarks" / "results" / "recipe_losses.json"
@@ -57,7 +58,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("recipe", recipe_losses.RECIPES.values())
-def test_a_recipe_learns_the_same_on_two_ranks(recipe: str, cache: Path) -> None:
+def test_a_recipe_learns_the_same_on_two_ranks(
+    recipe: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_losses, "run_command", warm.run_command)
     rows = [
         {"model": recipe, "strategy": strategy}
         | recipe_losses.train(recipe, strategy, cache, num_steps=25, batch_size=8)

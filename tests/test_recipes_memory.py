@@ -8,26 +8,25 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-MOST_BYTES = 200e6
-
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
 )
 
 
+# Of a large corpus: what a process takes for any, and less than an eighth of what it reads.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("what", "megabytes"),
+    ("what", "megabytes", "most_megabytes"),
     [
-        pytest.param(".txt", 1000, id="a gigabyte of text, a token a line"),
-        pytest.param(".txt", 10, id="text, with a tokenizer trained on it"),
-        pytest.param(".json", 1000, id="a list of a gigabyte"),
-        pytest.param(".jsonl", 1000, id="a gigabyte of lines"),
-        pytest.param("tokens", 1000, id="a shuffled epoch of a gigabyte of tokens"),
+        pytest.param(".txt", 400, 85, id="text, a token a line"),
+        pytest.param(".txt", 10, 200, id="text, with a tokenizer trained on it"),
+        pytest.param(".json", 400, 130, id="a list"),
+        pytest.param(".jsonl", 400, 120, id="lines"),
+        pytest.param("tokens", 1000, 130, id="a shuffled epoch of a gigabyte of tokens"),
     ],
 )
 def test_a_process_grows_by_at_most_200_megabytes(
-    tmp_path: Path, what: str, megabytes: int
+    tmp_path: Path, what: str, megabytes: int, most_megabytes: int
 ) -> None:
     command = [sys.executable, "-m", "tests.support.corpus_memory"]
     ran = subprocess.run(
@@ -41,4 +40,4 @@ def test_a_process_grows_by_at_most_200_megabytes(
     found = json.loads(ran.stdout.splitlines()[-1])
     print(found)
     assert found["tokens"] > 100_000
-    assert found["bytes"] < MOST_BYTES
+    assert found["bytes"] < most_megabytes * 1e6

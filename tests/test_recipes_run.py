@@ -1,11 +1,13 @@
 """What a recipe is told on its command line, on two ranks: by the values of one process."""
 
 import csv
+import functools
 import math
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +58,69 @@ def _arguments(num_ranks: int, config: str, options: list[str]) -> list[str]:
     ]
 
 
-def _run(rank: int, world_size: int, folder: Path, config: str, options: list[str]) -> int:
-    """``python -m recipes.train`` on this rank; gives how many blocks were compiled."""
+def _run(
+    rank: int, world_size: int, folder: Path, config: str, runs: dict[str, list[str]]
+) -> list[int]:
+    """``python -m recipes.train`` on this rank, once per run.
+
+    Args:
+        rank: Of this process.
+        world_size: Ranks of each run.
+        folder: To run in.
+        config: Name of a YAML.
+        runs: Name -> options.
+
+    Returns:
+        How many blocks each compiled.
+    """
     warnings.simplefilter("ignore", JsonargparseDeprecationWarning)  # LightningCLI's own use of it
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not")  # dynamo's
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0")  # likewise
     os.chdir(folder)
-    num_compiled = 0
+    num_compiled = [0]
     compile_plainly = torch.compile
 
     def compile_counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_compiled
-        num_compiled += 1
+        num_compiled[-1] += 1
         return compile_plainly(*args, **kwargs)
 
     torch.compile = compile_counted  # type: ignore[assignment]
-    sys.argv = ["train.py", *_arguments(world_size, config, options)]
-    main()
-    return num_compiled
+    for name, options in runs.items():
+        logger = [f"--trainer.logger.name={name}", "--trainer.logger.version=v"]
+        sys.argv = ["train.py", *_arguments(world_size, config, [*options, *logger])]
+        try:
+            main()
+        except BaseException as error:
+            error.add_note(f"in the run {name!r}: {options}")
+            raise
+        num_compiled.append(0)
+    return num_compiled[:-1]
+
+
+def _logged_by_each(
+    folder: Path, world_size: int, config: str, runs: list[list[str]]
+) -> list[tuple[dict[str, list[float]], int]]:
+    """What runs, each with options, logged by name, and how many blocks each compiled on a rank."""
+    num_before = len(list(folder.glob("run*")))
+    named = {f"run{number}": options for number, options in enumerate(runs, num_before)}
+    (num_compiled, *_) = on_trainer_ranks(_run, world_size, folder, config, named, timeout_s=110.0)
+    found = []
+    for name, number in zip(named, num_compiled, strict=True):
+        logged: dict[str, list[float]] = {}
+        with (folder / name / "v" / "metrics.csv").open() as file:
+            for row in csv.DictReader(file):
+                for key, value in row.items():
+                    if value:
+                        logged.setdefault(key, []).append(float(value))
+        found.append((logged, number))
+    return found
 
 
 def _logged(
     folder: Path, world_size: int, config: str, options: list[str]
 ) -> tuple[dict[str, list[float]], int]:
-    """What a run logged by name, and how many blocks it compiled on each rank."""
-    name = f"run{len(list(folder.glob('run*')))}"
-    options = [*options, f"--trainer.logger.name={name}", "--trainer.logger.version=v"]
-    (num_compiled, *_) = on_trainer_ranks(
-        _run, world_size, folder, config, options, timeout_s=110.0
-    )
-    logged: dict[str, list[float]] = {}
-    with (folder / name / "v" / "metrics.csv").open() as file:
-        for row in csv.DictReader(file):
-            for key, value in row.items():
-                if value:
-                    logged.setdefault(key, []).append(float(value))
-    return logged, num_compiled
+    """Of one run."""
+    return _logged_by_each(folder, world_size, config, [options])[0]
 
 
 @pytest.fixture
@@ -99,6 +128,22 @@ def folder(tmp_path: Path) -> Path:
     """With a corpus."""
     write_folder(tmp_path / "corpus")
     return tmp_path
+
+
+Alone = Callable[..., tuple[dict[str, list[float]], int]]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    """What one process does with a YAML and options, on the corpus that every test has."""
+    folder = tmp_path_factory.mktemp("alone")
+    write_folder(folder / "corpus")
+
+    @functools.cache
+    def run(config: str, *options: str) -> tuple[dict[str, list[float]], int]:
+        return _logged(folder, 1, config, [*options, *ONE_PROCESS])
+
+    return run
 
 
 # What is asked of two ranks; what of the single process; and whether that trains otherwise than
@@ -117,12 +162,34 @@ FEATURES: dict[str, tuple[list[str], list[str], bool]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def on_two_ranks(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], dict[str, dict[str, list[float]]]]:
+    """What two ranks logged with a YAML, by feature; the same two for one after another."""
+
+    @functools.cache
+    def run(config: str) -> dict[str, dict[str, list[float]]]:
+        folder = tmp_path_factory.mktemp(config)
+        write_folder(folder / "corpus")
+        runs = [options for options, *_ in FEATURES.values()]
+        found = [logged for logged, _ in _logged_by_each(folder, 2, config, runs)]
+        return dict(zip(FEATURES, found, strict=True))
+
+    return run
+
+
 @pytest.mark.parametrize("config", ["qwen_zero3", "gpt2_zero3"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_two_ranks_do_what_one_process_does(feature: str, config: str, folder: Path) -> None:
-    options, of_one, trains_otherwise = FEATURES[feature]
-    expected, _ = _logged(folder, 1, config, [*of_one, *ONE_PROCESS])
-    found, _ = _logged(folder, 2, config, options)
+def test_two_ranks_do_what_one_process_does(
+    feature: str,
+    config: str,
+    alone: Alone,
+    on_two_ranks: Callable[[str], dict[str, dict[str, list[float]]]],
+) -> None:
+    _, of_one, trains_otherwise = FEATURES[feature]
+    expected, _ = alone(config, *of_one)
+    found = on_two_ranks(config)[feature]
     assert len(expected["train/loss"]) == 4
     assert len(expected["val/perplexity"]) >= 2
     for name in ("train/loss", "val/loss"):
@@ -133,13 +200,15 @@ def test_two_ranks_do_what_one_process_does(feature: str, config: str, folder: P
     )
     assert found["train/lr"] == expected["train/lr"]
     if trains_otherwise:
-        plain, _ = _logged(folder, 1, config, ONE_PROCESS)
+        plain, _ = alone(config)
         assert plain["val/loss"] != pytest.approx(expected["val/loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize("config", ["qwen_zero3", "qwen_zero2", "gpt2_zero3"])
-def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(config: str, folder: Path) -> None:
-    expected, _ = _logged(folder, 1, config, ONE_PROCESS)
+def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(
+    config: str, folder: Path, alone: Alone
+) -> None:
+    expected, _ = alone(config)
     saving = ["--trainer.enable_checkpointing=true", "--trainer.default_root_dir=saved"]
     found, _ = _logged(folder, 2, config, ["--trainer.precision=bf16-mixed", *saving])
     assert found["train/loss"] == pytest.approx(expected["train/loss"], rel=0.005)
@@ -154,8 +223,8 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(config: str, folder: Pa
 @needs_inductor
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", ["qwen_zero3", "qwen_zero2"])
-def test_compiled_blocks_train_the_same(config: str, folder: Path) -> None:
-    expected, num_compiled = _logged(folder, 1, config, ONE_PROCESS)
+def test_compiled_blocks_train_the_same(config: str, folder: Path, alone: Alone) -> None:
+    expected, num_compiled = alone(config)
     assert num_compiled == 0
     options = ["--model.compile_blocks=true", "--model.activation_checkpointing=true"]
     found, num_compiled = _logged(folder, 2, config, options)
@@ -247,10 +316,9 @@ def test_every_engine_trains_a_model_from_a_folder(family: str, folder: Path) ->
     _write_model(folder / "model", folder / "corpus", family)
     options = ["--model.size=null", "--model.pretrained=model", "--data.tokenizer=model"]
     expected, _ = _logged(folder, 1, f"{family}_zero3", [*options, *ONE_PROCESS])
-    for strategy in SHARDED:
-        found, _ = _logged(
-            folder, 2, f"{family}_zero3", [*options, f"--trainer.strategy={strategy}"]
-        )
+    runs = [[*options, f"--trainer.strategy={strategy}"] for strategy in SHARDED]
+    by_strategy = _logged_by_each(folder, 2, f"{family}_zero3", runs)
+    for strategy, (found, _) in zip(SHARDED, by_strategy, strict=True):
         for name in ("train/loss", "val/loss"):
             assert found[name] == pytest.approx(expected[name], abs=2e-5), strategy
 

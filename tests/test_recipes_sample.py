@@ -1,5 +1,6 @@
 """Text at the end of training: what transformers would write, by all ranks together."""
 
+import functools
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,25 +77,41 @@ class _DrawsTheEnd(SampleText):
         return super()._draw(logits, generator)
 
 
-def _write_to_the_end(
-    rank: int, world_size: int, folder: Path, strategy: str, ends: tuple[int, ...]
-) -> tuple[int, int, list[str], bool]:
-    callback = _DrawsTheEnd(num_tokens=NUM_TOKENS)
-    callback.ends = ends
-    model = _model("qwen")
-    _train(strategy, folder, model, _data(folder), callback)
-    return callback.num_forwards, callback.num_drawn, callback.texts, model.training
+ENDS_TO_FORWARDS = {(2, 4): 4, (99, 1): NUM_TOKENS, (99, 99): NUM_TOKENS}
+
+
+def _write_to_each_end(
+    rank: int, world_size: int, folder: Path, strategy: str
+) -> dict[tuple[int, ...], tuple[int, int, list[str], bool]]:
+    found = {}
+    for ends in ENDS_TO_FORWARDS:
+        callback = _DrawsTheEnd(num_tokens=NUM_TOKENS)
+        callback.ends = ends
+        model = _model("qwen")
+        _train(strategy, folder, model, _data(folder), callback)
+        found[ends] = callback.num_forwards, callback.num_drawn, callback.texts, model.training
+    return found
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What ranks have written to each end, by strategy; all of it in one launch."""
+
+    @functools.cache
+    def write(strategy: str) -> Any:
+        folder = tmp_path_factory.mktemp("written")
+        write_folder(folder / "corpus")
+        return on_trainer_ranks(_write_to_each_end, 2, folder, strategy)
+
+    return write
 
 
 @pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
-@pytest.mark.parametrize(
-    ("ends", "num_forwards"), [((2, 4), 4), ((99, 1), NUM_TOKENS), ((99, 99), NUM_TOKENS)]
-)
+@pytest.mark.parametrize(("ends", "num_forwards"), ENDS_TO_FORWARDS.items())
 def test_ranks_stop_together(
-    strategy: str, ends: tuple[int, ...], num_forwards: int, tmp_path: Path
+    strategy: str, ends: tuple[int, ...], num_forwards: int, written: Any
 ) -> None:
-    write_folder(tmp_path / "corpus")
-    found = on_trainer_ranks(_write_to_the_end, 2, tmp_path, strategy, ends)
+    found = [of_rank[ends] for of_rank in written(strategy)]
     for rank, (forwards, drawn, texts, is_training) in enumerate(found):
         assert forwards == num_forwards
         assert drawn == min(ends[rank], num_forwards), "nothing is drawn after the end"

@@ -16,13 +16,13 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from lightning_fsdp import GradientUnavailable
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.memory import StorageTracker
 from tests.support.trainer import (
     SHARDED,
     Regressor,
     make_loader,
     make_trainer,
-    on_trainer_ranks,
     seeded,
     weights_of,
 )
@@ -184,15 +184,13 @@ def _watched(rank, world_size, strategy, precision, folder):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_every_gradient_is_right_at_every_moment(tmp_path, strategy, precision):
-    on_trainer_ranks(_watched, 2, strategy, precision, str(tmp_path))
+def test_every_gradient_is_right_at_every_moment(tmp_path, precision):
+    each_on_trainer_ranks(_watched, 2, SHARDED, precision, str(tmp_path))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"])
-def test_gradients_are_right_at_other_world_sizes(tmp_path, strategy, world_size):
-    on_trainer_ranks(_watched, world_size, strategy, "32-true", str(tmp_path))
+def test_gradients_are_right_at_other_world_sizes(tmp_path, world_size):
+    each_on_trainer_ranks(_watched, world_size, SHARDED[::2], "32-true", str(tmp_path))
 
 
 # -- micro-batches apart ---------------------------------------------------------------------------
@@ -248,9 +246,8 @@ def _separately(rank, world_size, strategy, folder):
     assert trainer.global_step == 2
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_micro_batches_are_kept_apart(tmp_path, strategy):
-    on_trainer_ranks(_separately, 2, strategy, str(tmp_path))
+def test_micro_batches_are_kept_apart(tmp_path):
+    each_on_trainer_ranks(_separately, 2, SHARDED, str(tmp_path))
 
 
 # -- reading changes nothing -----------------------------------------------------------------------
@@ -279,9 +276,8 @@ def _with_and_without_reading(rank, world_size, strategy, folder):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_reading_changes_no_bit(tmp_path, strategy):
-    on_trainer_ranks(_with_and_without_reading, 2, strategy, str(tmp_path))
+def test_reading_changes_no_bit(tmp_path):
+    each_on_trainer_ranks(_with_and_without_reading, 2, SHARDED, str(tmp_path))
 
 
 # -- memory of a pass over everything --------------------------------------------------------------
@@ -343,15 +339,16 @@ def _streamed(rank, world_size, strategy, kind, folder):
 
 
 @pytest.mark.parametrize("kind", [_Wide, _Embeds])
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_a_pass_over_all_gradients_or_weights_adds_one_unit_at_most(tmp_path, strategy, kind):
-    for rank, found in enumerate(on_trainer_ranks(_streamed, 2, strategy, kind, str(tmp_path))):
-        parameter, unit, most, left = found
-        # Where rows do not divide, FSDP2 gathers from a padded copy of this rank's piece.
-        padded = parameter / 2 if strategy.startswith("fsdp2") and rank == 1 else 0
-        for what in ("gradients", "weights"):
-            assert parameter <= most[what] <= 1.02 * unit + padded, (what, most, unit)
-            assert left[what] == 0, (what, left)
+def test_a_pass_over_all_gradients_or_weights_adds_one_unit_at_most(tmp_path, kind):
+    for strategy, ranks in each_on_trainer_ranks(
+        _streamed, 2, SHARDED, kind, str(tmp_path)
+    ).items():
+        for rank, (parameter, unit, most, left) in enumerate(ranks):
+            # Where rows do not divide, FSDP2 gathers from a padded copy of this rank's piece.
+            padded = parameter / 2 if strategy.startswith("fsdp2") and rank == 1 else 0
+            for what in ("gradients", "weights"):
+                assert parameter <= most[what] <= 1.02 * unit + padded, (strategy, what, most, unit)
+                assert left[what] == 0, (strategy, what, left)
 
 
 # -- nothing left over -----------------------------------------------------------------------------
@@ -402,10 +399,11 @@ def _left_over(rank, world_size, strategy, folder):
 
 
 def test_zero_grad_leaves_nothing_over(tmp_path):
-    expected = on_trainer_ranks(_left_over, 2, "ddp", str(tmp_path))
+    found = each_on_trainer_ranks(_left_over, 2, ("ddp", *SHARDED), str(tmp_path))
     for strategy in SHARDED:
-        found = on_trainer_ranks(_left_over, 2, strategy, str(tmp_path))
-        torch.testing.assert_close(found, expected, msg=lambda text, s=strategy: f"{s}: {text}")
+        torch.testing.assert_close(
+            found[strategy], found["ddp"], msg=lambda text, s=strategy: f"{s}: {text}"
+        )
 
 
 # -- frozen parameters -----------------------------------------------------------------------------
@@ -429,8 +427,7 @@ def _frozen(rank, world_size, strategy, folder):
 
 
 def test_a_frozen_parameter_is_not_among_the_gradients(tmp_path):
-    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
-        on_trainer_ranks(_frozen, 2, strategy, str(tmp_path))
+    each_on_trainer_ranks(_frozen, 2, SHARDED[::2], str(tmp_path))
 
 
 # -- outside of a run ------------------------------------------------------------------------------
@@ -459,8 +456,7 @@ def _outside(rank, world_size, strategy, folder):
 
 
 def test_outside_of_a_run_there_is_nothing_to_read(tmp_path):
-    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
-        on_trainer_ranks(_outside, 2, strategy, str(tmp_path))
+    each_on_trainer_ranks(_outside, 2, SHARDED[::2], str(tmp_path))
 
 
 # -- counting micro-batches ------------------------------------------------------------------------
@@ -487,6 +483,5 @@ def _counted(rank, world_size, strategy, folder):
     assert seen == [index for index in (0, 1, 0, 1) for _ in NAMES]
 
 
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"])
-def test_micro_batches_are_counted_from_a_step_that_the_scaler_skipped(tmp_path, strategy):
-    on_trainer_ranks(_counted, 2, strategy, str(tmp_path))
+def test_micro_batches_are_counted_from_a_step_that_the_scaler_skipped(tmp_path):
+    each_on_trainer_ranks(_counted, 2, SHARDED[::2], str(tmp_path))

@@ -107,7 +107,7 @@ def _saved(kind):
     def scenario(strategy, folder, rank):
         model = seeded(kind)
         trainer = make_trainer(strategy, folder, max_epochs=2)
-        trainer.fit(model, make_loader())
+        trainer.fit(model, make_loader(16))
         trainer.save_checkpoint(folder / "after.ckpt")  # the module is whole again by now
         keep = ModelCheckpoint(
             folder, filename="during", every_n_epochs=1, save_on_train_epoch_end=True
@@ -115,7 +115,7 @@ def _saved(kind):
         trainer = make_trainer(
             strategy, folder, max_epochs=2, callbacks=[keep], enable_checkpointing=True
         )
-        trainer.fit(seeded(kind), make_loader())
+        trainer.fit(seeded(kind), make_loader(16))
         files = [
             torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("during", "after")
         ]
@@ -192,12 +192,12 @@ def test_the_best_checkpoint_is_tested_and_loads_in_plain_torch(tmp_path):
 # -- resuming --------------------------------------------------------------------------------------
 
 
-def _resume(kind, *, at_step, accumulation=1):
+def _resume(kind, *, at_step, accumulation=1, max_epochs=2):
     def scenario(strategy, folder, rank):
         keep = ModelCheckpoint(
             folder / "kept", every_n_train_steps=at_step, save_top_k=-1, filename="{step}"
         )
-        options = {"accumulate_grad_batches": accumulation, "max_epochs": 3}
+        options = {"accumulate_grad_batches": accumulation, "max_epochs": max_epochs}
         trainer = make_trainer(
             strategy, folder, callbacks=[keep], enable_checkpointing=True, **options
         )
@@ -229,7 +229,7 @@ def _resume_at_epoch_end(strategy, folder, rank):
 
 
 def _resume_mid_epoch(strategy, folder, rank):
-    return _resume(_Adamw, at_step=6)(strategy, folder, rank)
+    return _resume(_Adamw, at_step=6, max_epochs=3)(strategy, folder, rank)
 
 
 def _resume_without_state(strategy, folder, rank):

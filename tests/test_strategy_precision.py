@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fsdp.strategies.precision import ShardedPrecision
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -128,7 +129,7 @@ class TiedLookup(LookupBetweenNorms):
         return nn.functional.cross_entropy(self.head(stream).float(), batch)
 
 
-def _losses(rank, world_size, folder, strategy, build=LookupBetweenNorms, **options):
+def _losses(rank, world_size, strategy, folder, build=LookupBetweenNorms, **options):
     seen = []
     for name in ("ddp", strategy):
         model, losses = seeded(build), _Losses()
@@ -139,30 +140,29 @@ def _losses(rank, world_size, folder, strategy, build=LookupBetweenNorms, **opti
     return seen
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_norms_in_units_train_under_bf16_as_under_ddp(tmp_path, strategy):
-    for ddp, sharded in on_trainer_ranks(_losses, 2, str(tmp_path), strategy):
-        assert len(ddp) > 1
-        assert sharded == pytest.approx(ddp, rel=0.02)
+def test_norms_in_units_train_under_bf16_as_under_ddp(tmp_path):
+    for strategy, ranks in each_on_trainer_ranks(_losses, 2, SHARDED, str(tmp_path)).items():
+        for ddp, sharded in ranks:
+            assert len(ddp) > 1
+            assert sharded == pytest.approx(ddp, rel=0.02), strategy
 
 
-def _losses_accumulated(rank, world_size, folder, strategy):
-    return _losses(rank, world_size, folder, strategy, TiedLookup, accumulate_grad_batches=2)
+def _losses_accumulated(rank, world_size, strategy, folder):
+    return _losses(rank, world_size, strategy, folder, TiedLookup, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_one_rank_accumulates_under_bf16_as_under_ddp(tmp_path, strategy):
-    (losses,) = on_trainer_ranks(_losses_accumulated, 1, str(tmp_path), strategy)
-    ddp, sharded = losses
-    assert len(ddp) == 4
-    assert sharded == pytest.approx(ddp, rel=0.02)
+def test_one_rank_accumulates_under_bf16_as_under_ddp(tmp_path):
+    found = each_on_trainer_ranks(_losses_accumulated, 1, SHARDED, str(tmp_path))
+    for strategy, ((ddp, sharded),) in found.items():
+        assert len(ddp) == 4
+        assert sharded == pytest.approx(ddp, rel=0.02), strategy
 
 
 def _num_hooks(model):
     return [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()]
 
 
-def _dtypes(rank, world_size, folder, strategy, build):
+def _dtypes(rank, world_size, strategy, folder, build):
     seen = []
     for name in ("ddp", strategy):
         model = build()
@@ -175,11 +175,12 @@ def _dtypes(rank, world_size, folder, strategy, build):
 
 
 @pytest.mark.parametrize("build", [Lookup, LookupInUnits, LookupBetweenNorms])
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path, strategy, build):
-    for ddp, sharded in on_trainer_ranks(_dtypes, 2, str(tmp_path), strategy, build):
-        assert sharded == ddp
-        assert set(ddp.values()) == {torch.float32}
+def test_the_residual_stream_has_the_dtype_that_it_has_under_ddp(tmp_path, build):
+    found = each_on_trainer_ranks(_dtypes, 2, SHARDED, str(tmp_path), build)
+    for strategy, ranks in found.items():
+        for ddp, sharded in ranks:
+            assert sharded == ddp, strategy
+            assert set(ddp.values()) == {torch.float32}
 
 
 class Counted(nn.Module):

@@ -1,15 +1,22 @@
 """Ranks that are killed: torchrun starts them again, and the run goes on to the same end."""
 
+import json
+import os
+import runpy
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.jobs import Job
+from tests.support.ranks import ends_on_ranks
+from tests.support.trainer import as_torchrun
 
 # The part between the lines is what docs/checkpoints.md tells.
 SCRIPT = """
-import os, signal, sys
+import json, os, signal, sys
 from pathlib import Path
 import lightning.pytorch as pl
 import torch
@@ -19,9 +26,9 @@ import lightning_fsdp
 from tests.support.trainer import Regressor, make_data, make_trainer, weights_of
 
 torch.set_num_threads(1)
-folder, strategy, kills = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "kill"
+folder, strategy, kills = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
 attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-KILLED = {0: (5, 1), 1: (9, 0)}  # attempt -> optimizer step, rank
+killed = kills[attempt] if attempt < len(kills) else None
 
 class Model(Regressor):
     def __init__(self):
@@ -31,11 +38,12 @@ class Model(Regressor):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = nn.functional.mse_loss(self(self.drop(x)), y)
-        where = self.trainer.global_step, self.global_rank
-        if kills and batch_idx % 2 and KILLED.get(attempt) == where:
-            print(f"KILLED AT STEP {where[0]}", flush=True)
+        where = [self.trainer.global_step, self.global_rank]
+        with open(folder / "steps", "a") as file:  # at once, whoever kills this process
+            file.write(f"{attempt} {where[0]}\\n")
+        if batch_idx % 2 and killed == where:
+            (folder / f"killed-{attempt}").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        print(f"ATTEMPT {attempt} STEP {where[0]}", flush=True)
         return loss
 
     def configure_optimizers(self):
@@ -58,26 +66,59 @@ if __name__ == "__main__":
 """
 
 
-def _trained(folder: Path, strategy: str, mode: str) -> tuple[dict[str, torch.Tensor], str]:
+BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def _run_script(rank: int, world_size: int, attempt: int, *arguments: str) -> None:
+    as_torchrun(rank, world_size)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
+    warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
+    sys.argv = ["train.py", *arguments]
+    runpy.run_path(str(Path(arguments[0]) / "train.py"), run_name="__main__")
+
+
+def _trained(folder: Path, strategy: str, kills: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Weights in the end; ``kills`` has the optimizer step and the rank of each attempt's kill."""
     folder.mkdir()
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    job = Job(folder, [*launcher, "--max-restarts", "2"], SCRIPT, strategy, mode)
-    status, output = job.wait(timeout_s=110)
-    assert status == 0, output
-    return torch.load(folder / "weights.pt", weights_only=True), output
+    (folder / "train.py").write_text(SCRIPT)
+    for attempt in range(len(kills) + 1):
+        arguments = (str(folder), strategy, json.dumps(kills))
+        ends = ends_on_ranks(_run_script, 2, attempt, *arguments, timeout_s=40)
+        if attempt < len(kills):
+            assert ends[kills[attempt][1]] == "died", ends
+        else:
+            assert ends == ["done", "done"]
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def _assert_killed_and_gone_on(folder: Path, kills: list[tuple[int, int]]) -> None:
+    """Each attempt began at the last checkpoint: one is written every second step."""
+    steps = [line.split() for line in (folder / "steps").read_text().splitlines()]
+    for attempt in range(len(kills) + 1):
+        first = min(int(step) for number, step in steps if int(number) == attempt)
+        assert first == (kills[attempt - 1][0] - 1 if attempt else 0)
+        assert (folder / f"killed-{attempt}").exists() == (attempt < len(kills))
+
+
+@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp2_zero3"])
+def test_a_rank_killed_in_a_step_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy):
+    kills = [(5, 1), (9, 0)]
+    expected = _trained(tmp_path / "whole", strategy, [])
+    found = _trained(tmp_path / "killed", strategy, kills)
+    _assert_killed_and_gone_on(tmp_path / "killed", kills)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp2_zero3"])
-def test_a_rank_killed_in_a_step_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy):
-    expected, _ = _trained(tmp_path / "whole", strategy, "run")
-    found, output = _trained(tmp_path / "killed", strategy, "kill")
-    assert "KILLED AT STEP 5" in output
-    assert "KILLED AT STEP 9" in output
-    first_steps = [
-        min(int(line.split()[-1]) for line in output.splitlines() if f"ATTEMPT {i} STEP" in line)
-        for i in range(3)
-    ]
-    assert first_steps == [0, 4, 8]
+def test_torchrun_starts_a_killed_run_again_and_it_ends_in_the_same_bits(tmp_path):
+    expected = _trained(tmp_path / "whole", "scratch_fsdp_zero3", [])
+    folder, kills = tmp_path / "killed", [(5, 0)]
+    folder.mkdir()
+    launcher = [*BY_TORCHRUN, "--max-restarts", "1"]
+    job = Job(folder, launcher, SCRIPT, "scratch_fsdp_zero3", json.dumps(kills))
+    status, output = job.wait(timeout_s=110)
+    assert status == 0, output
+    _assert_killed_and_gone_on(folder, kills)
+    found = torch.load(folder / "weights.pt", weights_only=True)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import unit_calls
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.inductor import needs_inductor
 from tests.support.trainer import (
     SHARDED,
@@ -133,20 +134,16 @@ def test_recomputed_units_run_twice_and_keep_nothing_inside(tmp_path):
     on_trainer_ranks(_count_runs, 2, tmp_path)
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_gradients_of_recomputed_units_are_right_at_every_moment(tmp_path, strategy):
-    options = {"activation_checkpointing": True}
-    on_trainer_ranks(_watch_with, 2, _watched, strategy, options, ("32-true", str(tmp_path)))
+def test_gradients_of_recomputed_units_are_right_at_every_moment(tmp_path):
+    each_on_trainer_ranks(_recomputing, 2, SHARDED, _watched, ("32-true", str(tmp_path)))
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_micro_batches_of_recomputed_units_are_kept_apart(tmp_path, strategy):
-    options = {"activation_checkpointing": True}
-    on_trainer_ranks(_watch_with, 2, _separately, strategy, options, (str(tmp_path),))
+def test_micro_batches_of_recomputed_units_are_kept_apart(tmp_path):
+    each_on_trainer_ranks(_recomputing, 2, SHARDED, _separately, (str(tmp_path),))
 
 
-def _watch_with(rank, world_size, check, strategy, options, arguments):
-    check(rank, world_size, with_options(strategy, **options), *arguments)
+def _recomputing(rank, world_size, strategy, check, arguments):
+    check(rank, world_size, with_options(strategy, activation_checkpointing=True), *arguments)
 
 
 # -- compiled units --------------------------------------------------------------------------------
@@ -203,10 +200,15 @@ def _compiled_and_recomputed(strategy, folder, rank):
     return _compiled(strategy, folder, rank, activation_checkpointing=["_Plain"])
 
 
-@pytest.mark.parametrize("scenario", [_compiled, _compiled_and_recomputed])
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_compiled_units_train_as_with_ddp(tmp_path, scenario, strategy):
-    assert_like_ddp(scenario, tmp_path, sharded=(strategy,), timeout_s=110)
+@pytest.mark.parametrize(
+    ("scenario", "torchs"),
+    [
+        (_compiled, ("fsdp1_zero3", "fsdp2_zero2")),
+        (_compiled_and_recomputed, ("fsdp1_zero2", "fsdp2_zero3")),
+    ],
+)
+def test_compiled_units_train_as_with_ddp(tmp_path, scenario, torchs):
+    assert_like_ddp(scenario, tmp_path, sharded=(*SHARDED[:2], *torchs), timeout_s=110)
 
 
 @needs_inductor

@@ -55,7 +55,7 @@ def _fit(strategy, folder, model, *, ema=None, ckpt_path=None, callbacks=(), val
         enable_checkpointing=bool(callbacks),
         **{"max_epochs": 2, **options},
     )
-    trainer.fit(model, make_loader(), val or make_loader(16, seed=1), ckpt_path=ckpt_path)
+    trainer.fit(model, make_loader(), val or make_loader(8, seed=1), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -146,16 +146,16 @@ def _file(path):
 def _resumed(strategy, folder, rank):
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
     uninterrupted = seeded(_Net)
-    trainer = _fit(strategy, folder, uninterrupted, callbacks=[keep], max_epochs=3)
+    trainer = _fit(strategy, folder, uninterrupted, callbacks=[keep])
     trainer.save_checkpoint(folder / "after.ckpt")
     outcome = {"files": [_file(folder / f"{name}.ckpt") for name in ("step=3", "after")]}
     for name in ("step=3", "after"):
         model = seeded(_Net, seed=7)
-        _fit(strategy, folder, model, ckpt_path=folder / f"{name}.ckpt", max_epochs=4)
+        _fit(strategy, folder, model, ckpt_path=folder / f"{name}.ckpt", max_epochs=3)
         outcome[name] = _outcome(model)
     model = seeded(_Net, seed=7)
     trainer = make_trainer(strategy, folder)
-    trainer.validate(model, make_loader(16, seed=1), folder / "step=3.ckpt", verbose=False)
+    trainer.validate(model, make_loader(8, seed=1), folder / "step=3.ckpt", verbose=False)
     outcome["validated"] = model.validated
     return outcome
 
@@ -167,7 +167,6 @@ def test_an_average_is_saved_and_goes_on(tmp_path):
 def _across(rank, world_size, folder):
     """A file of Lightning's callback under DDP, resumed by shards, and the reverse."""
     for writer, reader in (("ddp", SHARDED[0]), ("ddp", "fsdp1_zero3"), ("fsdp2_zero3", "ddp")):
-        trainer = _fit(writer, folder, seeded(_Net), max_epochs=1)
         keep = ModelCheckpoint(folder / writer, filename="one", every_n_epochs=1)
         trainer = _fit(writer, folder, seeded(_Net), callbacks=[keep], max_epochs=1)
         expected, found = seeded(_Net), seeded(_Net, seed=8)
