@@ -26,7 +26,6 @@ from lightning_fsdp import (
     fully_shard,
     shard_model,
 )
-from lightning_fsdp.core.lifecycle import GradientState
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import bytes_of
@@ -312,18 +311,19 @@ def _states_at_reductions(rank, world_size):
     reduce = communicator.reduce
 
     def watched(*args, **options):
-        found.append(sum(s.gradient_state is GradientState.AVERAGING for s in segments))
+        in_flight = [s._reduction for s in segments if s._reduction is not None]
+        found.append(sum(not reduction.stages for reduction in in_flight))
         return reduce(*args, **options)
 
     communicator.reduce = watched
     task.loss(model, task.make_batch(0, 0, rank)).backward()
-    return found, [segment.gradient_state for segment in segments]
+    return found, [segment._reduction for segment in segments]
 
 
 def test_a_shard_is_averaged_while_the_next_units_reduction_runs():
-    for found, states in run_on_ranks(_states_at_reductions, 4):
-        assert found == [0] + [1] * (len(states) - 1)
-        assert set(states) == {GradientState.REDUCED}
+    for found, reductions in run_on_ranks(_states_at_reductions, 4):
+        assert found == [0] + [1] * (len(reductions) - 1)
+        assert set(reductions) == {None}
 
 
 # --- wrong use ---

@@ -1,29 +1,20 @@
 import itertools
-import re
 
 import pytest
 
-from lightning_fsdp.core.lifecycle import GradientState as G
 from lightning_fsdp.core.lifecycle import ParameterState as P
 from lightning_fsdp.core.lifecycle import take_step
 
-LEGAL = {
-    (P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED),
-    (G.NONE, G.LOCAL), (G.LOCAL, G.REDUCING), (G.LOCAL, G.NONE), (G.REDUCING, G.REDUCED),
-    (G.REDUCED, G.LOCAL), (G.REDUCED, G.NONE), (G.REDUCING, G.AVERAGING), (G.AVERAGING, G.REDUCED),
-    (G.REDUCING, G.RETURNING), (G.AVERAGING, G.RETURNING), (G.RETURNING, G.REDUCED),
-}  # fmt: skip
+LEGAL = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
 
 
-@pytest.mark.parametrize("states", [P, G], ids=["parameters", "gradients"])
-def test_a_step_is_taken_exactly_if_the_table_has_it(states):
-    for current, following in itertools.product(states, states):
+def test_a_step_is_taken_exactly_if_the_table_has_it():
+    for current, following in itertools.product(P, P):
         if (current, following) in LEGAL:
             assert take_step("h.0", 1, current, following) is following
         else:
-            expected = re.escape("unit 'h.0' (rank 1): expected a step from")
-            with pytest.raises(RuntimeError, match=expected):
-                pytest.fail(f"taken: {take_step('h.0', 1, current, following)} after {current}")
+            with pytest.raises(RuntimeError, match=r"unit 'h\.0' \(rank 1\): expected a step from"):
+                take_step("h.0", 1, current, following)
 
 
 def test_resharding_before_the_wait_is_refused():

@@ -96,19 +96,41 @@ class Piece:
 
 @dataclass(eq=False)
 class Pending:
-    """A collective in flight.
+    """A collective in flight, and the stages that follow it, each of which starts from a result.
 
     Attributes:
         what: The operation and this rank, for the message if it fails.
         works: What to wait for, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
         keeps: Tensors that the collective reads or writes; given up once it was waited for.
+        stages: Still to come: what a profile calls each, its unit, and what starts it.
     """
 
     what: str
     works: Sequence[tuple[dist.Work, str]]
     finish: Callable[[], Tensor]
     keeps: Sequence[Tensor] = field(default=(), repr=False)
+    stages: list[tuple[str, str, Stage]] = field(default_factory=list)
+
+    def then(self, name: str, unit_name: str, stage: Stage) -> Pending:
+        """The same, with one more stage, which starts from the result of the one before."""
+        self.stages.append((name, unit_name, stage))
+        return self
+
+    def advance(self) -> bool:
+        """Wait for the present stage and start the next; ``False`` where none is to come.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        if not self.stages:
+            return False
+        name, unit_name, stage = self.stages.pop(0)
+        with torch_internals.profiled(name, unit_name):
+            following = stage(self._end())
+        self.what, self.works = following.what, following.works
+        self.finish, self.keeps = following.finish, following.keeps
+        return True
 
     def wait(self) -> Tensor:
         """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
@@ -116,12 +138,20 @@ class Pending:
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
+        while self.advance():
+            pass
+        return self._end()
+
+    def _end(self) -> Tensor:
         works, self.works = self.works, ()
         for work, ranks in works:
             with _named(self.what, ranks):
                 work.wait()
         self.keeps = ()
         return self.finish()
+
+
+Stage = Callable[[Tensor], Pending]
 
 
 @contextlib.contextmanager
@@ -283,6 +313,9 @@ class Communicator:
     ) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.
 
+        Over replicas a stage follows: the mean of their shards. As every collective, its stages
+        start in the same order on all ranks.
+
         Args:
             pieces: The region of ``world_size * shard_numel`` elements, in order; what lies between
                 them is padding. Read until waited for. Where not :attr:`takes_pieces`: one piece.
@@ -299,8 +332,17 @@ class Communicator:
         """
         what = f"reduction of unit {unit_name!r} {self._where}"
         if self.takes_pieces:
-            return self._reduce_in_pairs(pieces, shard_numel, what, unit_name, dtype)
-        (region,) = (piece.data for piece in pieces)
+            reduction = self._reduce_in_pairs(pieces, shard_numel, what, unit_name, dtype)
+        else:
+            (region,) = (piece.data for piece in pieces)
+            reduction = self._reduce_scatter(region, shard_numel, what, dtype)
+        if self._replicas is not None:
+            reduction.then("average", unit_name, lambda shard: self._average(shard, unit_name))
+        return reduction
+
+    def _reduce_scatter(
+        self, region: Tensor, shard_numel: int, what: str, dtype: torch.dtype
+    ) -> Pending:
         self._count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         if self.world_size == 1:
             return Pending(what, (), lambda: region.to(dtype))
@@ -366,22 +408,12 @@ class Communicator:
 
         return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
 
-    def average(self, shard: Tensor, unit_name: str) -> Pending:
-        """All-reduce in place: the mean over replicas of a shard that was reduced.
+    def _average(self, shard: Tensor, unit_name: str) -> Pending:
+        """All-reduce: the mean over replicas of a shard, which may be overwritten.
 
-        Every rank starts the averages of its units in the same order.
-
-        Args:
-            shard: ``(shard_numel,)``, reduce dtype; may be overwritten.
-            unit_name: For the message if it fails.
-
-        Returns:
-            The collective; its result has the shape and dtype of ``shard``, and the same bits on
-            every replica.
+        Every replica gets the same bits.
         """
         what = f"mean over replicas of unit {unit_name!r} {self._where}"
-        if self._replicas is None:
-            return Pending(what, (), lambda: shard)
         dtype, shard = shard.dtype, shard.float() if _may_overflow(shard.dtype) else shard
         share = shard.nbytes // self.num_replicas
         self._count("all_reduce", 2 * (self.num_replicas - 1) * share)

@@ -1,21 +1,18 @@
-"""The states of a unit, the table of legal steps, and the one function that takes a step.
-
-Two things of a unit have a life: its whole parameters and its gradients.
+"""The states of a unit's whole parameters, the table of legal steps, the function that takes a step.
 
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
-    gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> REDUCED --clear--> NONE
-                 with replicas:  REDUCING --average--> AVERAGING --land--> REDUCED
-                 offloaded:      one of them --bring_home--> RETURNING --land--> REDUCED
+    gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> NONE (they are in ``.grad``)
 
 In flight is a state with a name: who finds ``GATHERING`` knows that the buffer exists, that its
 content does not yet, and that somebody has to wait. A collective whose result is not wanted any
 more (a prefetch that missed) is waited for, then freed: no step skips the wait.
+
+What there is of gradients says in which state they are; it is asked, and never kept beside them.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import TypeVar
 
 
 class ParameterState(Enum):
@@ -26,37 +23,24 @@ class ParameterState(Enum):
     UNSHARDED = "unsharded"  # whole and readable
 
 
-class GradientState(Enum):
-    """Which gradients a unit holds."""
+class Gradients(Enum):
+    """Which gradients a segment holds; reduced ones are the parameters'."""
 
     NONE = "none"
     LOCAL = "local"  # this rank's own, full shape, not reduced
-    REDUCING = "reducing"  # the reduce-scatter is in flight
-    AVERAGING = "averaging"  # the all-reduce over the replicas is in flight
-    RETURNING = "returning"  # the reduced shard is on its way to the host
-    REDUCED = "reduced"  # the mean over ranks, as shards
+    REDUCING = "reducing"  # the reduction, or a stage that follows it, is in flight
 
 
-_State = TypeVar("_State", ParameterState, GradientState)
-
-_LEGAL_STEPS: dict[Enum, frozenset[Enum]] = {
-    ParameterState.SHARDED: frozenset({ParameterState.GATHERING}),
-    ParameterState.GATHERING: frozenset({ParameterState.UNSHARDED}),
-    ParameterState.UNSHARDED: frozenset({ParameterState.SHARDED}),
-    # A second micro-batch may arrive over gradients that were reduced before it, and gradients
-    # of a step that failed are dropped while local.
-    GradientState.NONE: frozenset({GradientState.LOCAL}),
-    GradientState.LOCAL: frozenset({GradientState.REDUCING, GradientState.NONE}),
-    GradientState.REDUCING: frozenset(
-        {GradientState.AVERAGING, GradientState.RETURNING, GradientState.REDUCED}
-    ),
-    GradientState.AVERAGING: frozenset({GradientState.RETURNING, GradientState.REDUCED}),
-    GradientState.RETURNING: frozenset({GradientState.REDUCED}),
-    GradientState.REDUCED: frozenset({GradientState.LOCAL, GradientState.NONE}),
+_LEGAL_STEPS = {
+    ParameterState.SHARDED: {ParameterState.GATHERING},
+    ParameterState.GATHERING: {ParameterState.UNSHARDED},
+    ParameterState.UNSHARDED: {ParameterState.SHARDED},
 }
 
 
-def take_step(unit_name: str, rank: int, current: _State, following: _State) -> _State:
+def take_step(
+    unit_name: str, rank: int, current: ParameterState, following: ParameterState
+) -> ParameterState:
     """Check one step against the table.
 
     Args:

@@ -33,7 +33,7 @@ from torch import nn
 
 from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.lifecycle import Gradients, ParameterState
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -499,17 +499,18 @@ class Schedule:
             host_memory.return_unused_memory(sum(s.shard.nbytes for s in segments))
 
     def _advance_reductions(self) -> None:
-        """Let each reduction take a step: to the mean over replicas, to the host, to its end."""
+        """Let each reduction go one stage on; after its last it lands."""
         for segment in self._step.reducing:
-            segment.advance()
-        self._step.reducing = [s for s in self._step.reducing if s.is_in_flight]
+            if not segment.advance():
+                segment.land()
+        self._step.reducing = [
+            s for s in self._step.reducing if s.gradients is Gradients.REDUCING
+        ]
 
     def _land_reductions(self) -> None:
         reducing, self._step.reducing = self._step.reducing, []
-        for segment in reducing:  # all are under way before one is waited for
-            segment.average()
-        for segment in reducing:
-            segment.bring_home()
+        while any([segment.advance() for segment in reducing]):
+            pass  # all are under way before one is waited for
         for segment in reducing:
             segment.land()
 

@@ -6,7 +6,6 @@
                      shard  ------ all-gather ------>  buffer
                      ^  slices of                      |  post-accumulate hook moves
                   parameter.grad <-- reduce-scatter -- local gradients
-                                  (and the mean over replicas)
 
 Offloaded, the left side is on the host and the right side on the device that computes.
 
@@ -33,7 +32,7 @@ from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
-from lightning_fsdp.core.lifecycle import GradientState, take_step
+from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
@@ -42,9 +41,6 @@ from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 _log = logging.getLogger(__name__)
 
 GradientHook = Callable[[ShardedTensor, Tensor], None]
-
-_IN_FLIGHT = GradientState.REDUCING, GradientState.AVERAGING, GradientState.RETURNING
-
 
 class Segment:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
@@ -57,7 +53,6 @@ class Segment:
         home: Where the shard lives, and the way from and to it.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
-        gradient_state: Life of the local gradients.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
         micro_batch: Of the running or coming backward; the schedule counts.
@@ -104,7 +99,6 @@ class Segment:
             for slot, parameter in zip(layout.slots, self.parameters, strict=True)
         )
         self._free()
-        self.gradient_state = GradientState.NONE
         self.sends_sums = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._local_gradients = LocalGradients(
@@ -123,7 +117,7 @@ class Segment:
         self._reduction: Pending | None = None
 
     def __repr__(self) -> str:
-        return f"Segment({self.name!r}, {len(self.parameters)}, {self.gradient_state.value})"
+        return f"Segment({self.name!r}, {len(self.parameters)}, gradients {self.gradients.value})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
@@ -226,9 +220,11 @@ class Segment:
         return made if torch.promote_types(made, wide) == wide else wide
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether a reduction was started and has not landed."""
-        return self.gradient_state in _IN_FLIGHT
+    def gradients(self) -> Gradients:
+        """What there is of gradients, beside reduced ones."""
+        if self._reduction is not None:
+            return Gradients.REDUCING
+        return Gradients.LOCAL if self.has_local_gradients else Gradients.NONE
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Take in one parameter's local gradient."""
@@ -241,10 +237,8 @@ class Segment:
         self.on_arrival(self)
         for hook in tuple(self.local_hooks.values()):
             hook(self.parameters[slot], gradient)
-        # A path through the graph may end after the reduction began. Landing is not for here: the
-        # mean over replicas starts on all ranks in one order, and ranks have different gradients.
-        if not self.is_in_flight:
-            self._enter_local()
+        # A path through the graph may end after the reduction began. Landing is not for here: its
+        # stages start on all ranks in one order, and ranks have different gradients.
         self._local_gradients.add(slot, gradient)
 
     def reduce(self) -> list[tuple[ShardedTensor, bool]]:
@@ -254,53 +248,27 @@ class Segment:
             Each parameter, and whether this rank has a gradient of it.
         """
         self.land()
-        self._enter_local()  # nothing arrived here, perhaps; other ranks' may have
         with torch_internals.profiled("reduce", self.name):
             pieces, arrived = self._local_gradients.take(self.sent_dtype)
             self._reduction = self.communicator.reduce(
                 pieces, self.layout.shard_numel, self.name, dtype=self._reduce_dtype
             )
+        if self.home.is_offloaded:
+            self._reduction.then("bring_home", self.name, self.home.to_host)
         self.sends_sums = False
-        self._step(GradientState.REDUCING)
         return list(zip(self.parameters, arrived, strict=True))
 
-    def average(self) -> None:
-        """Let the reduce-scatter end, and start the mean over the replicas, if there are some."""
-        if self.gradient_state is not GradientState.REDUCING or self.communicator.num_replicas == 1:
-            return
-        assert self._reduction is not None, "REDUCING says so"
-        with torch_internals.profiled("average", self.name):
-            self._reduction = self.communicator.average(self._reduction.wait(), self.name)
-        self._step(GradientState.AVERAGING)
-
-    def bring_home(self) -> None:
-        """Let the collective end, and start the copy to the host, if the shard lives there."""
-        is_collective = self.is_in_flight and self.gradient_state is not GradientState.RETURNING
-        if not is_collective or not self.home.is_offloaded:
-            return
-        assert self._reduction is not None, "the state says so"
-        with torch_internals.profiled("bring_home", self.name):
-            self._reduction = self.home.to_host(self._reduction.wait())
-        self._step(GradientState.RETURNING)
-
-    def advance(self) -> None:
-        """Let what is in flight take one step towards :meth:`land`, the last."""
-        before = self.gradient_state
-        for step in (self.average, self.bring_home, self.land):
-            step()
-            if self.gradient_state is not before:
-                return
+    def advance(self) -> bool:
+        """Start the next stage of a reduction in flight; ``False`` where none is to come."""
+        return self._reduction is not None and self._reduction.advance()
 
     def land(self) -> None:
         """Let the reduction end: its shard is added to the parameters' ``.grad``."""
-        if not self.is_in_flight:
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
             return
-        self.average()
-        self.bring_home()
-        assert self._reduction is not None, "the state says so"
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
-            shard = self._reduction.wait().to(self.shard.dtype)
-            self._reduction = None
+            shard = reduction.wait().to(self.shard.dtype)
             for has_trained, parameter in zip(self._trained, self.parameters, strict=True):
                 if has_trained:
                     local = parameter.spec.part_of(shard)
@@ -308,9 +276,6 @@ class Segment:
                         hook(parameter, local)
                     self._accumulate(parameter, ShardedTensor(local, parameter.spec))
         self._trained = list(self._trains)
-        self._step(GradientState.REDUCED)
-        if self.has_local_gradients:  # they came meanwhile
-            self._enter_local()
 
     def leave_unreduced(self) -> None:
         """End a backward without communication; the local gradients stay for the next."""
@@ -325,12 +290,8 @@ class Segment:
         self._holders.clear()
         pending = [p for p in (self._gather, self._reduction) if p is not None]
         self._gather = self._reduction = None
-        if self.is_in_flight:
-            self._step(GradientState.REDUCED)
         if drops_gradients:
             self._local_gradients.drop()
-            if self.gradient_state is not GradientState.NONE:
-                self._step(GradientState.NONE)
         try:
             for collective in pending:
                 collective.wait()
@@ -371,15 +332,6 @@ class Segment:
             stand_in.prior = total
         else:
             parameter.grad = total
-
-    def _enter_local(self) -> None:
-        if self.gradient_state is not GradientState.LOCAL:
-            self._step(GradientState.LOCAL)
-
-    def _step(self, following: GradientState) -> None:
-        self.gradient_state = take_step(
-            self.name, self.communicator.mesh_rank, self.gradient_state, following
-        )
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core import optimizer_guard, torch_internals
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.unit import Unit
 
@@ -57,7 +58,7 @@ def _check_conversion(unit: Unit, segment: Segment, dtype: torch.dtype, ours: se
             f"{where}: expected to change its dtype between forwards, got it inside of one. "
             "Call it after the forward."
         )
-    if segment.has_local_gradients or segment.is_in_flight:
+    if segment.gradients is not Gradients.NONE:
         raise RuntimeError(
             f"{where}: expected to change its dtype between steps, got gradients that wait to "
             "be reduced. Run the last backward outside no_sync() first, or zero_grad()."
