@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 
-from lightning_fsdp import ZERO2, shard_model
-from lightning_fsdp.core import local_gradients
+from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
+from lightning_fsdp.core import collectives
+from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.layout import plan_segment
-from lightning_fsdp.core.local_gradients import LocalGradients
+from lightning_fsdp.core.lifecycle import Gradients
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
@@ -49,7 +51,7 @@ def _train_in_every_cut(rank, world_size, task_name):
     )
     traces = {}
     for cut, accumulation in itertools.product(CUTS, ["local", "sum"]):
-        local_gradients._LARGE_NUMEL = cut  # this process is the rank's own
+        collectives._LARGE_NUMEL = cut  # this process is the rank's own
         model = shard_model(task.build())
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         traces[cut, accumulation] = train_on_rank(
@@ -78,48 +80,48 @@ def test_every_cut_trains_alike(world_size, task_name):
         assert_traces_match(traces[0], expected, atol=task.atol, what=str(key))
 
 
-def _keep_gradients(rank, world_size):
-    """Memory of large gradients: what autograd made is what is sent, and what is kept unreduced."""
-    local_gradients._LARGE_NUMEL = 40
+def _see_memory(rank, world_size):
+    """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
+    collectives._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    made = []
-    original = local_gradients.LocalGradients.add
+    receive, exchange = Segment.receive, Communicator._exchange
+    made, sent = {}, set()
 
-    def watch(self, index, gradient):
-        made.append((gradient.numel(), gradient.data_ptr()))
-        original(self, index, gradient)
+    def watch(self, slot, gradient):
+        made[self.parameters[slot]] = gradient
+        receive(self, slot, gradient)
 
-    local_gradients.LocalGradients.add = watch
+    def watch_sends(self, what, to, into, tag):
+        sent.update(data.untyped_storage().data_ptr() for data in to(1 - self.rank))
+        return exchange(self, what, to, into, tag)
+
+    Segment.receive, Communicator._exchange = watch, watch_sends
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
-    memories = [p.grad.memory for p in model.parameters() if p.grad is not None]
-    kept = [(memory.numel(), memory.data_ptr()) for memory in memories]
-    local_gradients.LocalGradients.add = original
-    return made, kept
+    kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
+    model.zero_grad()
+    TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
+    return kept, {g.numel() for g in made.values() if g.untyped_storage().data_ptr() in sent}
 
 
-def test_a_large_gradient_is_kept_where_autograd_made_it():
-    for made, kept in run_on_ranks(_keep_gradients, 2):
-        large = [each for each in made if each[0] >= 40]
-        assert len(large) == 3  # 7 x 15, 15 x 15, 15 x 3
-        assert set(large) <= set(kept)
+def test_gradients_are_kept_and_large_ones_sent_from_where_autograd_made_them():
+    by_rank = run_on_ranks(_see_memory, 2)
+    for kept, _ in by_rank:
+        assert kept == [True] * len(kept)
+    sent = set.union(*(sent for _, sent in by_rank))
+    assert sent == {7 * 15, 15 * 15, 15 * 3}
 
 
-def _transposed(rank, world_size):
-    """A gradient that is laid out differently is not taken for one that fills its run."""
-    local_gradients._LARGE_NUMEL = 1
-    model = shard_model(torch.nn.Linear(6, 4, bias=False))
-    (unit,) = hooks_of(model).schedule.units
-    (segment,) = unit.segments
-    gradient = torch.arange(24.0).view(6, 4).t()
-    segment._local_gradients.add(0, gradient)
-    (piece,), arrived = segment._local_gradients.take(torch.float32)
-    assert arrived == [True]
-    assert torch.equal(piece.data.view(4, 6), gradient)
+def _pack(layout, gradients, dtype):
+    slots, device = range(len(layout.slots)), torch.device("cpu")
+    return collectives._packed(gradients, layout, slots, 0, layout.numel, dtype, device).data
 
 
 def test_a_gradient_of_another_layout_is_copied():
-    run_on_ranks(_transposed, 2)
+    layout = plan_segment([("w", (4, 6))], shard_world_size=1)
+    gradient = torch.arange(24.0).view(6, 4).t()
+    packed = _pack(layout, {0: gradient}, torch.float32)
+    assert torch.equal(packed.view(4, 6), gradient)
 
 
 def _write_between(rank, world_size):
@@ -139,51 +141,48 @@ def test_a_shared_copy_that_is_stale_is_gathered_anew_while_another_unit_holds_i
     run_on_ranks(_write_between, 2)
 
 
-def _collect_one_flat_run(reduce_dtype):
-    """Bytes alive as gradients of a flat region arrive, and at its hand-over."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_lose_their_memory_as_they_are_packed(dtype):
     layout = plan_segment([("w", (64, 64)), ("v", (64, 32)), ("b", (64,))], shard_world_size=2)
-    gradients = LocalGradients(
-        layout, [None] * 3, reduce_dtype, torch.device("cpu"), in_pieces=False
-    )
-    with StorageTracker() as tracker:
-        bytes_alive = []
-        for index, slot in enumerate(layout.slots):
-            gradients.add(index, torch.ones(slot.shape, dtype=torch.bfloat16).mul_(index + 1))
-            bytes_alive.append(tracker.live_bytes())
-        (piece,), arrived = gradients.take(reduce_dtype)
-        bytes_alive.append(tracker.live_bytes())
-    return layout, piece.data, arrived, bytes_alive
-
-
-@pytest.mark.parametrize("reduce_dtype", [torch.float32, torch.bfloat16])
-def test_a_flat_run_gets_its_memory_at_the_hand_over_and_gradients_lose_theirs(reduce_dtype):
-    layout, region, arrived, bytes_alive = _collect_one_flat_run(reduce_dtype)
-    sizes = [2 * slot.numel for slot in layout.slots]
-    assert bytes_alive == [*itertools.accumulate(sizes), layout.numel * reduce_dtype.itemsize]
-    assert arrived == [True] * 3
-    expected = torch.zeros(layout.numel, dtype=reduce_dtype)
+    expected = torch.zeros(layout.numel, dtype=dtype)
     for index, slot in enumerate(layout.slots):
         expected[slot.offset : slot.offset + slot.numel] = index + 1
+    bytes_alive = []
+    with StorageTracker() as tracker:
+        gradients = {
+            index: torch.full(slot.shape, index + 1, dtype=torch.bfloat16)
+            for index, slot in enumerate(layout.slots)
+        }
+        tracker.at_each_operation = lambda: bytes_alive.append(tracker.live_bytes())
+        region = _pack(layout, gradients, dtype)
+        assert tracker.live_bytes() == region.nbytes
     assert torch.equal(region, expected)
+    sizes = [2 * slot.numel for slot in layout.slots]
+    left = [sum(sizes[index:]) for index in range(len(sizes))]
+    assert max(bytes_alive) == region.nbytes + left[0]
+    assert {region.nbytes + each for each in left} <= set(bytes_alive)
+
+
+def _add_up(rank, world_size, values):
+    """The sum of gradients in bfloat16 of one parameter, which arrive in one backward."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = shard_model(torch.nn.Linear(8, 4, bias=False), mp_policy=policy)
+    (unit,) = hooks_of(model).schedule.units
+    (segment,) = unit.segments
+    segment.on_arrival = lambda _: None  # no backward runs
+    for value in values:
+        segment.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
+    assert segment.gradients is Gradients.LOCAL
+    return segment._take_local()[0]
 
 
 def test_a_second_gradient_is_added_in_the_reduction_dtype():
-    layout = plan_segment([("w", (4, 8)), ("b", (8,))], shard_world_size=2)
-    gradients = LocalGradients(
-        layout, [None] * 2, torch.float32, torch.device("cpu"), in_pieces=False
-    )
-    for value in (1.0, 2**-9):  # their sum has no bfloat16
-        gradients.add(0, torch.full((4, 8), value, dtype=torch.bfloat16))
-    (piece,), arrived = gradients.take(torch.float32)
-    assert arrived == [True, False]
-    assert torch.equal(piece.data[:32], torch.full((32,), 1 + 2**-9))
-    assert not piece.data[32:].any()
+    (total,) = run_on_ranks(_add_up, 1, (1.0, 2**-9))  # their sum has no bfloat16
+    assert torch.equal(total, torch.full((4, 8), 1 + 2**-9))
 
 
 def test_gradients_added_up_for_a_narrow_transfer_are_rounded_once():
-    layout = plan_segment([("w", (4, 8))], shard_world_size=2)
-    gradients = LocalGradients(layout, [None], torch.float32, torch.device("cpu"), in_pieces=False)
-    for value in (1.0, 2**-8, 2**-8):  # 1 + 2**-8 has no bfloat16, the sum of all has one
-        gradients.add(0, torch.full((4, 8), value, dtype=torch.bfloat16))
-    (piece,), _ = gradients.take(torch.bfloat16)
-    assert torch.equal(piece.data, torch.full((32,), 1 + 2**-7, dtype=torch.bfloat16))
+    (total,) = run_on_ranks(_add_up, 1, (1.0, 2**-8, 2**-8))  # 1 + 2**-8 has none, the sum has one
+    layout = plan_segment([("w", (4, 8))], shard_world_size=1)
+    packed = _pack(layout, {0: total}, torch.bfloat16)
+    assert torch.equal(packed, torch.full((32,), 1 + 2**-7, dtype=torch.bfloat16))

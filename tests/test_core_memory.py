@@ -21,7 +21,6 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.hooks import ModuleHooks
-from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, units_in
@@ -352,7 +351,7 @@ def test_zero2_keeps_whole_parameters_until_the_step_only():
         assert whole["after the step"] == 0
 
 
-OURS = (Schedule, ModuleHooks, Unit, Segment, ShardedTensor, FlatBuffer, LocalGradients)
+OURS = (Schedule, ModuleHooks, Unit, Segment, ShardedTensor, FlatBuffer)
 
 
 def _parts_of(model):

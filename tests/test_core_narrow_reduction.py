@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
-from lightning_fsdp.core import collectives, local_gradients
-from lightning_fsdp.core.collectives import Communicator, Piece
+from lightning_fsdp.core import collectives
+from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.layout import plan_segment
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
@@ -55,7 +56,7 @@ def full_gradients(model):
 def _one_backward(rank, world_size, plan):
     found = []
     for cut in CUTS:
-        local_gradients._LARGE_NUMEL = cut  # this process is the rank's own
+        collectives._LARGE_NUMEL = cut  # this process is the rank's own
         model = shard_model(causal_lm(), PLANS[plan], mp_policy=POLICIES["fp32"])
         lm_loss(model, token_batch(0, 0, rank)).backward()
         found.append(full_gradients(model))
@@ -100,18 +101,16 @@ def _wide_range(rank, numel):
 
 
 def _reduce_a_region(rank, world_size):
-    """Two pieces with padding between and after them, or all of it as one."""
+    """Two gradients with padding between and after them, sent apart or all as one."""
+    collectives._LARGE_NUMEL = 1
     collectives._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
     communicator = Communicator.of(dist.group.WORLD)
-    shard_numel = 264
-    numel = world_size * shard_numel
+    numel = world_size * 264
+    layout = plan_segment([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)
+    assert layout.numel == numel
     region = _wide_range(rank, numel)
-    region[270:300] = 0
-    region[-5:] = 0
-    pieces = [Piece(0, region)]
-    if communicator.takes_pieces:
-        pieces = [Piece(0, region[:270]), Piece(300, region[300:-5])]
-    pending = communicator.reduce(pieces, shard_numel, "u", dtype=FP32)
+    gradients = {0: region[:270], 1: region[288:-5]}
+    pending = communicator.reduce(gradients, layout, "u", sent_dtype=BF16, dtype=FP32)
     traffic = communicator.traffic["reduce_scatter"]
     return pending.wait(), traffic.calls, traffic.sent_bytes
 
@@ -123,13 +122,13 @@ def test_a_region_is_summed_in_rank_order_in_fp32_and_sent_in_bf16(world_size, b
     rows = [_wide_range(rank, world_size * 264) for rank in range(world_size)]
     expected, reversed_order = mean_by_hand(rows), mean_by_hand(rows[::-1])
     assert world_size == 2 or not torch.equal(expected, reversed_order), "the test shows nothing"
-    expected[270:300] = 0
+    expected[270:288] = 0
     expected[-5:] = 0
     shards, calls, sent_bytes = zip(*by_rank, strict=True)
     assert torch.equal(torch.cat(shards), expected)
     assert set(calls) == {1}
     for sent in sent_bytes:
-        assert 2 * (264 * (world_size - 1) - 35) <= sent <= 2 * 264 * (world_size - 1)
+        assert 2 * (264 * (world_size - 1) - 23) <= sent <= 2 * 264 * (world_size - 1)
 
 
 # --- traffic ---
@@ -271,7 +270,8 @@ LARGE = 40_000.0
 def _reduce_fp16(rank, world_size):
     communicator = Communicator.of(dist.group.WORLD)
     region = _fp16_region(rank, world_size)
-    reduction = communicator.reduce([Piece(0, region)], _SHARD_NUMEL, "fp16", dtype=FP16)
+    layout = plan_segment([("a", (region.numel(),))], world_size)
+    reduction = communicator.reduce({0: region}, layout, "fp16", sent_dtype=FP16, dtype=FP16)
     return reduction.wait()
 
 

@@ -52,9 +52,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.agreement import ControlGroup
-from lightning_fsdp.core.layout import complement
+from lightning_fsdp.core.layout import SegmentLayout, complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
+_LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
 _BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
 
 
@@ -303,13 +304,14 @@ class Communicator:
             works = [(work, "every rank")]
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
-    @property
-    def takes_pieces(self) -> bool:
-        """Whether a reduction sends pieces from where they are, or wants one flat region."""
-        return self.exchanges_in_pairs and self.world_size > 1
-
     def reduce(
-        self, pieces: Sequence[Piece], shard_numel: int, unit_name: str, *, dtype: torch.dtype
+        self,
+        gradients: dict[int, Tensor],
+        layout: SegmentLayout,
+        unit_name: str,
+        *,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
     ) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.
 
@@ -317,12 +319,12 @@ class Communicator:
         start in the same order on all ranks.
 
         Args:
-            pieces: The region of ``world_size * shard_numel`` elements, in order; what lies between
-                them is padding. Read until waited for. Where not :attr:`takes_pieces`: one piece.
-                They are sent in their own dtype, the same on every rank.
-            shard_numel: Elements of the result.
+            gradients: This rank's own, by slot, of any dtype; emptied, each as soon as it is not
+                needed. Those of the other slots are zeros.
+            layout: Of the region.
             unit_name: For the message if it fails.
-            dtype: Of the sum: the pieces', or one that holds all their values.
+            sent_dtype: In which they travel, the same on every rank.
+            dtype: Of the sum: that, or one that holds all its values.
 
         Returns:
             The collective; its result is the shard, ``(shard_numel,)`` of ``dtype``, padding zero.
@@ -331,11 +333,16 @@ class Communicator:
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
         what = f"reduction of unit {unit_name!r} {self._where}"
-        if self.takes_pieces:
-            reduction = self._reduce_in_pairs(pieces, shard_numel, what, unit_name, dtype)
+        if self.exchanges_in_pairs and self.world_size > 1:
+            pieces = [
+                _packed(gradients, layout, slots, *layout.extent(slots), sent_dtype, self.device)
+                for slots in layout.runs(_LARGE_NUMEL)
+            ]
+            reduction = self._reduce_in_pairs(pieces, layout.shard_numel, what, unit_name, dtype)
         else:
-            (region,) = (piece.data for piece in pieces)
-            reduction = self._reduce_scatter(region, shard_numel, what, dtype)
+            slots = range(len(layout.slots))
+            whole = _packed(gradients, layout, slots, 0, layout.numel, sent_dtype, self.device)
+            reduction = self._reduce_scatter(whole.data, layout.shard_numel, what, dtype)
         if self._replicas is not None:
             reduction.then("average", unit_name, lambda shard: self._average(shard, unit_name))
         return reduction
@@ -417,6 +424,7 @@ class Communicator:
         dtype, shard = shard.dtype, shard.float() if _may_overflow(shard.dtype) else shard
         share = shard.nbytes // self.num_replicas
         self._count("all_reduce", 2 * (self.num_replicas - 1) * share)
+        assert self._replicas is not None, "there is such a stage with replicas alone"
         group = torch_internals.alive(self._replicas)
         with _named(what, "every replica"):
             work = dist.all_reduce(shard, group=group, async_op=True)
@@ -520,6 +528,42 @@ def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
 def _may_overflow(dtype: torch.dtype) -> bool:
     """Whether a sum over ranks may leave the range of a dtype that holds their mean."""
     return dtype == torch.float16
+
+
+def _packed(
+    gradients: dict[int, Tensor],
+    layout: SegmentLayout,
+    slots: range,
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Piece:
+    """Elements ``[start, stop)`` of a region: the gradients of ``slots``, zeros where none are."""
+    if len(slots) == 1 and _fills(gradients.get(slots[0]), stop - start, dtype):
+        return Piece(start, gradients.pop(slots[0]).view(-1))  # read from where autograd made it
+    region = host_memory.empty(stop - start, dtype, device)
+    for padding_start, padding_stop in layout.padding(start, stop):
+        region[padding_start - start : padding_stop - start].zero_()
+    for index in slots:
+        slot = layout.slots[index]
+        place = region.narrow(0, slot.offset - start, slot.numel)
+        gradient = gradients.pop(index, None)  # freed as soon as it is copied
+        if gradient is None:
+            place.zero_()
+        else:
+            place.view(slot.shape).copy_(gradient)
+        del gradient
+    return Piece(start, region)
+
+
+def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
+    return (
+        gradient is not None
+        and gradient.numel() == numel
+        and gradient.dtype == dtype
+        and gradient.is_contiguous()
+    )
 
 
 def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:

@@ -82,7 +82,7 @@ class Gradient:
             GradientUnavailable: There is none, or it was reduced already.
         """
         gradient = self._parameter.grad
-        if isinstance(gradient, UnreducedGradient) and gradient.part is not None:
+        if isinstance(gradient, UnreducedGradient):
             return gradient.part
         raise self._unavailable(
             "local",

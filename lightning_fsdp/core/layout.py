@@ -106,6 +106,11 @@ class SegmentLayout:
         used = [(slot.offset, slot.offset + slot.numel) for slot in self.slots]
         return complement(used, start, self.numel if stop is None else stop)
 
+    def extent(self, slots: range) -> tuple[int, int]:
+        """First and past-the-last element of neighbouring slots."""
+        last = self.slots[slots[-1]]
+        return self.slots[slots[0]].offset, last.offset + last.numel
+
     def runs(self, min_numel: int) -> list[range]:
         """Cut the slots into runs of neighbours: large ones alone, small ones together.
 

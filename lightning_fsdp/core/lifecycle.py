@@ -1,4 +1,4 @@
-"""The states of a unit's whole parameters, the table of legal steps, the function that takes a step.
+"""The states of a unit's whole parameters, its legal steps, and the function that takes one.
 
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> NONE (they are in ``.grad``)

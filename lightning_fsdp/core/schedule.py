@@ -503,14 +503,13 @@ class Schedule:
         for segment in self._step.reducing:
             if not segment.advance():
                 segment.land()
-        self._step.reducing = [
-            s for s in self._step.reducing if s.gradients is Gradients.REDUCING
-        ]
+        self._step.reducing = [s for s in self._step.reducing if s.gradients is Gradients.REDUCING]
 
     def _land_reductions(self) -> None:
         reducing, self._step.reducing = self._step.reducing, []
-        while any([segment.advance() for segment in reducing]):
-            pass  # all are under way before one is waited for
+        advanced = reducing
+        while advanced:  # all are under way before one is waited for
+            advanced = [segment for segment in advanced if segment.advance()]
         for segment in reducing:
             segment.land()
 

@@ -33,7 +33,6 @@ from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
 from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.local_gradients import LocalGradients
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -41,6 +40,7 @@ from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 _log = logging.getLogger(__name__)
 
 GradientHook = Callable[[ShardedTensor, Tensor], None]
+
 
 class Segment:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
@@ -101,13 +101,7 @@ class Segment:
         self._free()
         self.sends_sums = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
-        self._local_gradients = LocalGradients(
-            layout,
-            self.parameters,
-            self._reduce_dtype,
-            home.compute_device,
-            in_pieces=self.communicator.takes_pieces,
-        )
+        self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self._hooked: set[int] = set()  # slots whose leaf has its gradient hook
@@ -205,7 +199,7 @@ class Segment:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
-        return self._local_gradients.is_waiting
+        return bool(self._arrived) or any(map(_stand_in_of, self.parameters))
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -239,7 +233,13 @@ class Segment:
             hook(self.parameters[slot], gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        self._local_gradients.add(slot, gradient)
+        stand_in = _stand_in_of(self.parameters[slot])
+        if stand_in is not None:  # of earlier backwards
+            stand_in.part.add_(gradient)
+        elif slot in self._arrived:
+            self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
+        else:
+            self._arrived[slot] = gradient  # as autograd made it
 
     def reduce(self) -> list[tuple[ShardedTensor, bool]]:
         """Start the reduce-scatter.
@@ -249,14 +249,19 @@ class Segment:
         """
         self.land()
         with torch_internals.profiled("reduce", self.name):
-            pieces, arrived = self._local_gradients.take(self.sent_dtype)
+            gradients = self._take_local()
+            has_one = [slot in gradients for slot in range(len(self.parameters))]
             self._reduction = self.communicator.reduce(
-                pieces, self.layout.shard_numel, self.name, dtype=self._reduce_dtype
+                gradients,
+                self.layout,
+                self.name,
+                sent_dtype=self.sent_dtype,
+                dtype=self._reduce_dtype,
             )
         if self.home.is_offloaded:
             self._reduction.then("bring_home", self.name, self.home.to_host)
         self.sends_sums = False
-        return list(zip(self.parameters, arrived, strict=True))
+        return list(zip(self.parameters, has_one, strict=True))
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
@@ -278,8 +283,14 @@ class Segment:
         self._trained = list(self._trains)
 
     def leave_unreduced(self) -> None:
-        """End a backward without communication; the local gradients stay for the next."""
-        self._local_gradients.leave_unreduced()
+        """End a backward without communication: what arrived now is ``.grad``'s, added up."""
+        while self._arrived:
+            slot, gradient = self._arrived.popitem()
+            parameter = self.parameters[slot]
+            prior = cast("ShardedTensor | None", parameter.grad)
+            parameter.grad = UnreducedGradient(
+                parameter.spec, parameter.to_local(), prior, gradient.to(self._reduce_dtype)
+            )
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -291,12 +302,21 @@ class Segment:
         pending = [p for p in (self._gather, self._reduction) if p is not None]
         self._gather = self._reduction = None
         if drops_gradients:
-            self._local_gradients.drop()
+            self._take_local()
         try:
             for collective in pending:
                 collective.wait()
         finally:
             self._free()
+
+    def _take_local(self) -> dict[int, Tensor]:
+        """The local gradients by slot; nothing of them is left here and in ``.grad``."""
+        gradients, self._arrived = self._arrived, {}
+        for slot, parameter in enumerate(self.parameters):
+            stand_in = _stand_in_of(parameter)
+            if stand_in is not None:
+                gradients[slot], parameter.grad = stand_in.part, stand_in.prior
+        return gradients
 
     def _free(self) -> None:
         self.buffer.free()
@@ -384,6 +404,12 @@ class _GradientHook:
                 segment.receive(
                     self._slot, gradient.detach() if gradient.requires_grad else gradient
                 )
+
+
+def _stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
+    """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
+    present = parameter.grad
+    return present if isinstance(present, UnreducedGradient) else None
 
 
 def _ignore(segment: Segment) -> None:

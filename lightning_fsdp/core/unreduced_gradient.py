@@ -19,19 +19,17 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradie
 
 
 class UnreducedGradient(ShardedTensor):
-    """Owns a local gradient: memory that several share goes when the last of them is dropped."""
+    """Owns the sum of a parameter's local gradients, which goes when this is dropped."""
 
     prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
-    memory: Tensor | None  # flat; held by stand-ins and by nobody else between backwards
-    part: Tensor | None  # this parameter's local gradient in it: original shape, reduce dtype
+    part: Tensor  # the sum: original shape, reduce dtype
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
-        cls, spec: ShardSpec, like: Tensor, prior: ShardedTensor | None
+        cls, spec: ShardSpec, like: Tensor, prior: ShardedTensor | None, part: Tensor
     ) -> UnreducedGradient:
         stand_in: UnreducedGradient = super().__new__(cls, like.new_empty(0), spec)  # type: ignore[assignment]
-        stand_in.prior = prior
-        stand_in.memory = stand_in.part = None
+        stand_in.prior, stand_in.part = prior, part
         return stand_in
 
     def clear(self) -> None:
@@ -39,7 +37,6 @@ class UnreducedGradient(ShardedTensor):
 
         Other ranks may have had none. They get zeros with the next reduction, or before a step.
         """
-        self.memory = self.part = None
         if self.prior is not None:
             self.prior.zero_()
         segment = self.spec.segment() if self.spec.segment is not None else None

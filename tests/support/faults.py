@@ -18,6 +18,7 @@ from torch.utils import checkpoint as torch_checkpoint
 from lightning_fsdp.core import assembly, collectives, torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule
@@ -63,11 +64,18 @@ def reduction_without_communication() -> None:
     """Each rank takes its own gradients for the mean; right where ranks have the same data."""
 
     def reduce(
-        self: Communicator, pieces: Any, shard_numel: int, unit_name: str, *, dtype: torch.dtype
+        self: Communicator,
+        gradients: Any,
+        layout: SegmentLayout,
+        unit_name: str,
+        *,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
     ) -> Pending:
-        shard = pieces[0].data.new_zeros(shard_numel, dtype=dtype)
-        for piece in collectives._cut_out(pieces, self.rank * shard_numel, shard_numel):
-            shard.narrow(0, *piece.place).copy_(piece.data)
+        slots = range(len(layout.slots))
+        region = collectives._packed(gradients, layout, slots, 0, layout.numel, dtype, self.device)
+        start, stop = layout.shard_range(self.rank)
+        shard = region.data[start:stop].clone()
         return Pending("a reduction that asks nobody", (), lambda: shard)
 
     Communicator.reduce = reduce
@@ -341,26 +349,32 @@ def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -
 
 
 def _forget_waits_for(what: str) -> None:
-    original = Pending.wait
+    original = Pending._end
 
-    def wait(self: Pending) -> Tensor:
+    def end(self: Pending) -> Tensor:
         if self.what.startswith(what):
             self.works = ()
         return original(self)
 
-    Pending.wait = wait
+    Pending._end = end
 
 
 def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
-    original = Communicator.reduce
+    original, pack, packed = Communicator.reduce, collectives._packed, list[Tensor]()
 
-    def reduce(self: Communicator, pieces: Any, *args: Any, **kwargs: Any) -> Pending:
-        pending = original(self, pieces, *args, **kwargs)
-        for piece in pieces:
-            change(piece.data)
+    def note(*args: Any) -> collectives.Piece:
+        piece = pack(*args)
+        packed.append(piece.data)
+        return piece
+
+    def reduce(self: Communicator, *args: Any, **kwargs: Any) -> Pending:
+        packed.clear()
+        pending = original(self, *args, **kwargs)
+        for data in packed:
+            change(data)
         return pending
 
-    Communicator.reduce = reduce
+    Communicator.reduce, collectives._packed = reduce, note
 
 
 def _fill_padding(segment: Segment, shard: Tensor) -> None:
