@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import fully_shard
-from lightning_fsdp.core.lifecycle import Gradients, ParameterState
+from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
@@ -18,7 +18,7 @@ from tests.support.ranks import run_on_ranks
 
 def assert_nothing_is_whole(model):
     for unit in units_in(model):
-        assert unit.parameter_state is ParameterState.SHARDED, unit
+        assert not unit.is_held, unit
         for segment in unit.segments:
             assert segment.buffer.flat.untyped_storage().nbytes() == 0, segment
     for name, parameter in model.named_parameters():

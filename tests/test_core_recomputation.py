@@ -7,7 +7,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
-from lightning_fsdp.core.lifecycle import ParameterState
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.memory import StorageTracker, tensors_of
@@ -184,7 +183,7 @@ def train_beside_target(rank, world_size, target, plan):
             gradient = model.get_parameter(name).grad.full_tensor()
             torch.testing.assert_close(gradient, parameter.grad, rtol=0, atol=1e-6)
         for unit in units_in(model):
-            assert unit.parameter_state is ParameterState.SHARDED, unit
+            assert not unit.is_held, unit
         if step == 0:  # gradients of two steps are added up
             continue
         plain.zero_grad()
@@ -266,9 +265,7 @@ def train_reentrant(rank, world_size, how, plan):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert plan == "zero2" or all(
-            unit.parameter_state is ParameterState.SHARDED for unit in units_in(model)
-        )
+        assert plan == "zero2" or all(not unit.is_held for unit in units_in(model))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -286,7 +283,7 @@ def count_whole(rank, world_size):
 
     def look(name, gradient, index):
         if name.startswith("blocks"):
-            whole.append(sum(u.parameter_state is not ParameterState.SHARDED for u in units))
+            whole.append(sum(u.is_held for u in units))
 
     gradients(model).on_local(look)
     reductions = model.head.weight.spec.communicator.traffic["reduce_scatter"]

@@ -144,7 +144,7 @@ def _frees_again(rank, world_size, folder):
 
     class Watch(pl.Callback):
         def on_validation_batch_end(self, trainer, module, *args):
-            states.append([unit.parameter_state.value for unit in units_in(module)])
+            states.append([unit.is_held for unit in units_in(module)])
 
         def on_train_epoch_start(self, trainer, module):
             self.on_validation_batch_end(trainer, module)
@@ -154,10 +154,10 @@ def _frees_again(rank, world_size, folder):
     options = {"use_distributed_sampler": False, "max_epochs": 2, "num_sanity_val_steps": 0}
     trainer = make_trainer(STRATEGY, folder, callbacks=[Watch()], **options)
     trainer.fit(seeded(Regressor), make_loader(16), _map_style(2 + rank, seed=rank))
-    assert set(states[0]) == {"sharded"}, "before the first epoch"
-    assert set(states[1]) == {"sharded"}, "after the first validation batch"
-    assert set(states[2]) == {"unsharded"}, "from the last common batch on"
-    assert set(states[3 + rank]) == {"sharded"}, "in the second epoch"
+    assert set(states[0]) == {False}, "before the first epoch"
+    assert set(states[1]) == {False}, "after the first validation batch"
+    assert set(states[2]) == {True}, "from the last common batch on"
+    assert set(states[3 + rank]) == {False}, "in the second epoch"
 
 
 def test_what_was_gathered_for_an_uneven_evaluation_is_freed_after_it(tmp_path):

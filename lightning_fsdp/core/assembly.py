@@ -17,9 +17,10 @@ from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment, SegmentUse
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
+from lightning_fsdp.core.site import Site
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.whole_values import one_stream_of_numbers
 
@@ -209,16 +210,15 @@ def _make_unit(
     prepared: Prepared,
     communicator: Communicator,
 ) -> Unit:
-    uses: dict[Segment, SegmentUse] = {}
+    sites_in: dict[Segment, dict[int, list[Site]]] = {}
     for parameter, sites in plan.sites.items():
         segment = segment_of[parameter]
-        use = uses.setdefault(segment, SegmentUse(segment, {}))
-        slot = cast(ShardedTensor, parameter).spec.slot
-        use.sites[segment.layout.slots.index(slot)] = sites
+        slot = segment.layout.slots.index(cast(ShardedTensor, parameter).spec.slot)
+        sites_in.setdefault(segment, {})[slot] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
         plan.modules,
-        list(uses.values()),
+        sites_in,
         communicator,
         policy=prepared.policy,
         reshard_after_forward=prepared.plan.reshard_after_forward,

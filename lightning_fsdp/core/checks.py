@@ -18,9 +18,10 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment, Site
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.site import Site
 
 _DEVICE_TYPES = "cpu", "cuda"
 

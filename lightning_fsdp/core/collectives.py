@@ -143,6 +143,15 @@ class Pending:
             pass
         return self._end()
 
+    def give_up(self) -> None:
+        """Wait for what is in flight, and start no further stage.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        self.stages.clear()
+        self._end()
+
     def _end(self) -> Tensor:
         works, self.works = self.works, ()
         for work, ranks in works:

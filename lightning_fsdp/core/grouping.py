@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.segment import Site
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.site import Site
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
 """Class names, a predicate on modules, a minimum number of parameters, or automatic."""

@@ -1,6 +1,7 @@
 """Ties units and their schedule to the events of modules and of autograd.
 
     module call    ->  enter_call, enter_module      (forward pre-hook)
+                       recompute                     (likewise, inside of a backward)
     inputs         ->  close_call                    (identity node: last in the unit's backward)
     outputs        ->  before_backward               (pre-hook of the nodes that made them)
     kept tensors   ->  before_backward               (likewise)
@@ -91,16 +92,19 @@ class ModuleHooks:
     def _on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.schedule.enter_call()
-        if self.unit is None:
+        unit, repeats = self.unit, False
+        if torch_internals.is_in_backward():
+            repeats = self.schedule.recompute(unit)
+        else:
+            self.schedule.enter_call()
+            if unit is not None:
+                self.schedule.enter_module(unit, module)
+        if unit is None:
             return args, kwargs
-        unit = self.unit
-        has_backward = torch.is_grad_enabled() and not self.schedule.is_recomputing(unit)
-        self.schedule.enter_module(unit, module)
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
             cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
             args, kwargs = map_tensors((args, kwargs), cast)
-        if has_backward:
+        if torch.is_grad_enabled() and not repeats:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
 
@@ -123,6 +127,8 @@ class ModuleHooks:
         return output
 
     def _leave(self, *, failed: bool) -> None:
+        if torch_internals.is_in_backward():
+            return  # which ends what a recomputation began
         if self.unit is not None:
             self.schedule.leave_module(self.unit, self.module)
         self.schedule.leave_call(failed)

@@ -7,9 +7,10 @@ process. So a leaf changes its class with its memory, and one without memory ans
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.flat_buffer import FlatBuffer
@@ -51,10 +52,21 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
-def make_leaf(buffer: FlatBuffer, slot: Slot, parameter: ShardedTensor) -> nn.Parameter:
-    """A leaf over its place in ``buffer``: original shape, the buffer's dtype."""
-    leaf = nn.Parameter(buffer.view(slot), requires_grad=False)
+def make_leaf(
+    buffer: FlatBuffer, slot: Slot, parameter: ShardedTensor, hook: Callable[[Tensor], None]
+) -> nn.Parameter:
+    """A leaf over its place in ``buffer``: original shape, the buffer's dtype; frozen as yet.
+
+    Args:
+        buffer: Allocated.
+        slot: The place.
+        parameter: That it stands for.
+        hook: Called with the leaf when its ``.grad`` is complete in a backward.
+    """
+    leaf = nn.Parameter(buffer.view(slot))
     leaf._parameter = parameter  # type: ignore[attr-defined]
+    torch_internals.call_after_accumulation(leaf, hook)  # only what trains takes one
+    leaf.requires_grad_(False)
     return leaf
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.marks import is_marked, marked, sample
-from lightning_fsdp.core.segment import Site
+from lightning_fsdp.core.site import Site
 
 _OWN_INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
 # Packages whose modules leave their initial values to the model around them.

@@ -27,13 +27,14 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import nn
 
 from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.lifecycle import Gradients, ParameterState
+from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -55,7 +56,44 @@ class _Running:
     """A unit in its forward: modules that have not run, and calls that have not returned."""
 
     waiting_for: set[nn.Module]
+    was_whole: bool  # before it
     depth: int = 0
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A pass."""
+
+    depth: int = 0  # calls into sharded modules that have not returned
+    last: Unit | None = None
+    running: dict[Unit, _Running] = field(default_factory=dict)
+
+
+class _Progress(Enum):
+    """How far a backward has come in a unit."""
+
+    TOUCHED = "touched"  # a gradient came, or it was recomputed, before its outputs were reached
+    ENTERED = "entered"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class _Backward:
+    """A run of the autograd engine."""
+
+    ending: weakref.ref[Callable[[], None]]  # what is called at its end
+    last: Unit | None = None
+    progress: dict[Unit, _Progress] = field(default_factory=dict)  # in the backward's order
+    unsettled: dict[Segment, None] = field(default_factory=dict)  # gradients to reduce or keep
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no exception ended it.
+
+        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
+        so is the backward.
+        """
+        return self.ending() is not None
 
 
 @dataclass
@@ -65,36 +103,6 @@ class _Usage:
     is_used: bool
     had_gradient: bool
     micro_batch: int
-
-
-@dataclass(eq=False)
-class _Step:
-    """Everything in flight. A backward that ends replaces it."""
-
-    trail: int = 0  # hash of the events since the pass began
-    depth: int = 0  # calls into sharded modules that have not returned
-    ending: weakref.ref[Callable[[], None]] | None = None  # what closes the open backward
-    prefetched: Unit | None = None
-    reducing: list[Segment] = field(
-        default_factory=list
-    )  # in flight, those reduced last at the end
-    last_in_forward: Unit | None = None
-    last_in_backward: Unit | None = None
-    running: dict[Unit, _Running] = field(default_factory=dict)  # units in their forward
-    was_whole: dict[Unit, bool] = field(default_factory=dict)  # before the forward
-    touched: dict[Unit, None] = field(default_factory=dict)  # by this backward, in its order
-    entered: set[Unit] = field(default_factory=set)  # touched at their outputs
-    finished: set[Unit] = field(default_factory=set)  # and left again
-    unsettled: dict[Segment, None] = field(default_factory=dict)  # gradients to reduce or keep
-    used: dict[ShardedTensor, _Usage] = field(default_factory=dict)
-
-    def is_backward_alive(self) -> bool:
-        """Whether a backward was opened that no exception ended.
-
-        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
-        so is the backward.
-        """
-        return self.ending is not None and self.ending() is not None
 
 
 class Schedule:
@@ -108,10 +116,15 @@ class Schedule:
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self.units: list[Unit] = []
-        self._step = _Step()
+        self._forward = _Forward()
+        self._backward: _Backward | None = None
+        self._prefetched: Unit | None = None
+        self._reducing: list[Segment] = []  # in flight, the last at the end
+        self._used: dict[ShardedTensor, _Usage] = {}  # what has been reduced since all had landed
+        self._trail = 0  # hash of the events since the pass began
+        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
         self._follower_in_forward: dict[Unit, Unit] = {}
         self._follower_in_backward: dict[Unit, Unit] = {}
-        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[Segment, list[Unit]] = defaultdict(list)
 
@@ -121,7 +134,7 @@ class Schedule:
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
-        return self._step.depth > 0 or self._step.ending is not None
+        return self._forward.depth > 0 or self._backward is not None
 
     def add(self, units: Iterable[Unit]) -> None:
         """Take units over, from their making or from the schedule of an inner module."""
@@ -135,65 +148,74 @@ class Schedule:
 
     def enter_call(self) -> None:
         """A call into a sharded module begins; the outermost one opens a pass."""
-        if torch_internals.is_in_backward():
-            self._open_backward()
-        elif self._step.depth == 0:
-            if self._step.ending is not None:
+        if self._forward.depth == 0:
+            if self._backward is not None:
                 self._recover("a backward")
-            self._step.trail, self._step.last_in_forward = 0, None
-        self._step.depth += 1
+            self._trail, self._forward.last = 0, None
+        self._forward.depth += 1
 
     def leave_call(self, failed: bool) -> None:
         """A call into a sharded module ends, by an exception if ``failed``."""
-        step = self._step
-        step.depth = max(step.depth - 1, 0)
-        if step.depth > 0 or torch_internals.is_in_backward():
+        forward = self._forward
+        forward.depth = max(forward.depth - 1, 0)
+        if forward.depth > 0:
             return
         if failed:
             self._recover("a forward")
             return
-        for unit in list(step.running):  # of its modules, only some ran
-            self._after_forward(unit)
+        for unit in list(forward.running):  # of its modules, only some ran
+            self._end_forward(unit)
         self._drop_prefetched(expected=None)
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
-        if self._step.depth > 0 and not torch_internals.is_in_backward():
+        if self._forward.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
-
-    def is_recomputing(self, unit: Unit) -> bool:
-        """Whether a forward that begins now repeats one whose own backward is running or coming.
-
-        Reentrant activation checkpointing repeats one that had no graph, and then runs a backward
-        through the repetition, inside of the one that is running.
-        """
-        is_known = unit in self._step.entered or bool(self._calls[unit])
-        return is_known and torch_internals.is_in_backward()
 
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
-        if torch_internals.is_in_backward():
-            self._open_backward()
-        running = self._step.running.get(unit)
+        forward = self._forward
+        running = forward.running.get(unit)
         if running is not None:
             self._refresh(unit)
         else:
-            # A recomputation runs one module at a time; the unit is whole for the backward anyway.
-            alone = torch_internals.is_in_backward()
-            running = _Running(waiting_for={module} if alone else set(unit.modules))
-            self._step.running[unit] = running
-            self._before_forward(unit)
+            if unit.is_stale:
+                unit.reshard()
+            running = forward.running[unit] = _Running(set(unit.modules), unit.is_whole)
+            if forward.last is not None and forward.last is not unit:
+                self._follower_in_forward[forward.last] = unit
+            forward.last = unit
+            self._make_whole(unit, then=self._follower_in_forward.get(unit))
+            unit.install_leaves()
         running.depth += 1
 
     def leave_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module ends its forward: the last one releases the unit."""
-        running = self._step.running.get(unit)
+        running = self._forward.running.get(unit)
         if running is None:
             return
         running.depth -= 1
         running.waiting_for.discard(module)
         if running.depth <= 0 and not running.waiting_for:
-            self._after_forward(unit)
+            self._end_forward(unit)
+
+    def recompute(self, unit: Unit | None) -> bool:
+        """A module runs again inside of a backward, which ends what begins here.
+
+        Returns:
+            Whether that is the unit's own backward, running or coming. Reentrant activation
+            checkpointing repeats a forward that had no graph, and then runs a backward through the
+            repetition, inside of the one that is running.
+        """
+        backward = self._open_backward()
+        if unit is None:
+            return True
+        progress = backward.progress.setdefault(unit, _Progress.TOUCHED)
+        self._refresh(unit)
+        if unit not in self._forward.running:  # as in a training step that calls backward itself
+            self._make_whole(unit)
+            unit.install_leaves()
+        return progress is not _Progress.TOUCHED or bool(self._calls[unit])
 
     def open_call(self, unit: Unit) -> Call:
         """Note a call whose backward will leave the unit through the call's inputs."""
@@ -201,30 +223,12 @@ class Schedule:
         self._calls[unit].add(call)
         return call
 
-    def _before_forward(self, unit: Unit) -> None:
-        if unit.is_stale:
-            unit.reshard()
-        step = self._step
-        step.was_whole[unit] = unit.parameter_state is ParameterState.UNSHARDED
-        if torch_internals.is_in_backward():
-            step.touched.setdefault(unit)  # its backward follows, and ends what began here
-            self._make_whole(unit)
-        else:
-            if step.last_in_forward is not None and step.last_in_forward is not unit:
-                self._follower_in_forward[step.last_in_forward] = unit
-            step.last_in_forward = unit
-            self._make_whole(unit, then=self._follower_in_forward.get(unit))
-        unit.install_leaves()
-
-    def _after_forward(self, unit: Unit) -> None:
-        del self._step.running[unit]
-        was_whole = self._step.was_whole.pop(unit, False)
-        if torch_internals.is_in_backward():
-            return  # a recomputation: the backward needs the whole copy right after
+    def _end_forward(self, unit: Unit) -> None:
+        running = self._forward.running.pop(unit)
         unit.install_shards()
-        # Plans that keep the copy keep it for a backward; without one, it ends as it began.
+        # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
-        if frees or (not torch.is_grad_enabled() and not was_whole):
+        if frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
     # -- backward --------------------------------------------------------------------------------
@@ -235,26 +239,21 @@ class Schedule:
         One through a module without a unit is a backward, too: gradients of earlier ones may wait
         for it, whatever units it leaves out.
         """
-        self._open_backward()
+        backward = self._open_backward()
         if unit is None:
             return
-        step = self._step
-        is_first = unit not in step.entered
-        self._touch(unit)
-        step.entered.add(unit)
-        step.finished.discard(unit)
+        is_first = backward.progress.get(unit, _Progress.TOUCHED) is _Progress.TOUCHED
+        self._touch(unit, _Progress.ENTERED)
         if not unit.needs_backward_gather:
             return
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
-        # that graph is read, and when for the last time, nobody announces.
+        # that graph is read, and when for the last time, is known to nobody.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        if unit.parameter_state is ParameterState.UNSHARDED:
-            unit.install_leaves()
-            return
-        if is_first and step.last_in_backward is not None:
-            self._follower_in_backward[step.last_in_backward] = unit
-        step.last_in_backward = unit
-        self._make_whole(unit, then=self._follower_in_backward.get(unit))
+        if not unit.is_whole:
+            if is_first and backward.last is not None:
+                self._follower_in_backward[backward.last] = unit
+            backward.last = unit
+            self._make_whole(unit, then=self._follower_in_backward.get(unit))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def close_call(self, call: Call) -> None:
@@ -263,41 +262,43 @@ class Schedule:
         calls = self._calls[call.unit]
         calls.discard(call)
         if not calls:
-            self._after_backward(call.unit)
+            self._finish(call.unit)
 
-    def _touch(self, unit: Unit) -> None:
-        self._step.touched.setdefault(unit)
-        for segment in unit.segments:
-            self._step.unsettled.setdefault(segment)
+    def _touch(self, unit: Unit, progress: _Progress) -> None:
+        backward = self._open_backward()
+        backward.progress[unit] = progress
+        backward.unsettled.update(dict.fromkeys(unit.segments))
 
-    def _after_backward(self, unit: Unit) -> None:
-        self._touch(unit)
-        finished = self._step.finished
-        finished.add(unit)
+    def _finish(self, unit: Unit) -> None:
+        self._touch(unit, _Progress.FINISHED)
         self._release(unit)
-        self._settle([s for s in unit.segments if finished.issuperset(self._users[s])])
+        progress = self._open_backward().progress.get
+        self._settle(
+            segment
+            for segment in unit.segments
+            if all(progress(user) is _Progress.FINISHED for user in self._users[segment])
+        )
 
     def _release(self, unit: Unit) -> None:
         """Take the whole copy that a backward needed out of the modules, and free it."""
-        if unit in self._step.running:  # as in a training step that calls backward itself
+        if unit in self._forward.running:  # as in a training step that calls backward itself
             return
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
 
     def _note_arrival(self, segment: Segment) -> None:
-        self._open_backward()
-        self._step.unsettled.setdefault(segment)
-        users = dict.fromkeys(self._users[segment])
+        backward, users = self._open_backward(), self._users[segment]
+        backward.unsettled.setdefault(segment)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
-        if users.keys().isdisjoint(self._step.touched):
-            self._step.touched.update(users)
+        if backward.progress.keys().isdisjoint(users):
+            backward.progress.update(dict.fromkeys(users, _Progress.TOUCHED))
 
     def _settle(self, segments: Iterable[Segment]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
         for segment in segments:
-            self._step.unsettled.pop(segment, None)
+            self._open_backward().unsettled.pop(segment, None)
             if self._syncs_gradients(segment):
                 synced.append(segment)
             else:
@@ -307,28 +308,30 @@ class Schedule:
     def _syncs_gradients(self, segment: Segment) -> bool:
         return all(unit.syncs_gradients for unit in self._users[segment])
 
-    def _open_backward(self) -> None:
-        if self._step.is_backward_alive():
-            return  # it runs, or a node of it runs a backward of its own (reentrant checkpointing)
-        if self._step.ending is not None:
+    def _open_backward(self) -> _Backward:
+        # One that is alive runs, or a node of it runs another one (reentrant checkpointing).
+        if self._backward is not None and self._backward.is_alive:
+            return self._backward
+        if self._backward is not None:
             self._recover("a backward")
         for segment in self._users:
             # Whether or not this rank has gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(segment):
                 segment.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._step.ending = weakref.ref(close)
+        self._backward = _Backward(weakref.ref(close))
         torch_internals.call_at_end_of_backward(close)
+        return self._backward
 
     def _close_backward(self) -> None:
+        backward = self._open_backward()
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
-        step = self._step
-        for unit in step.touched:
-            if unit not in step.finished:
-                self._after_backward(unit)
+        for unit, progress in list(backward.progress.items()):
+            if progress is not _Progress.FINISHED:
+                self._finish(unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
-        for segment in list(step.unsettled):
+        for segment in list(backward.unsettled):
             self._settle([segment])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
@@ -336,10 +339,7 @@ class Schedule:
         landed = self._finish_reductions()
         for segment in self._users:
             segment.micro_batch += 1
-        # A backward inside a forward (manual optimization) leaves the forward as it is.
-        self._step = _Step(
-            trail=step.trail, depth=step.depth, running=step.running, was_whole=step.was_whole
-        )
+        self._backward = None
         _call_gradient_hooks(landed)  # they may step an optimizer
 
     def _finish_reductions(self) -> list[ShardedTensor]:
@@ -348,7 +348,7 @@ class Schedule:
         Returns:
             The parameters that any rank used.
         """
-        used, self._step.used = self._step.used, {}
+        used, self._used = self._used, {}
         if not used:
             return []
         are_used = [usage.is_used for usage in used.values()]
@@ -434,17 +434,16 @@ class Schedule:
                 continue
             for segment in unit.segments:
                 segment.micro_batch = 0
-            if unit.parameter_state is not ParameterState.SHARDED:
-                if unit in self._step.running:
-                    self._refresh(unit)
-                else:
-                    unit.reshard()
+            if unit in self._forward.running:
+                self._refresh(unit)
+            else:
+                unit.reshard()
 
-    # -- steps -----------------------------------------------------------------------------------
+    # -- collectives -----------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
         """Start a unit's gather, agreed on by all ranks."""
-        if unit.parameter_state is ParameterState.SHARDED:
+        if not unit.is_held:
             self._agree("gather", unit.name)
             unit.unshard()
 
@@ -454,7 +453,7 @@ class Schedule:
         Raises:
             RuntimeError: The unit is in its forward and computes with it.
         """
-        if unit in self._step.running:
+        if unit in self._forward.running:
             raise RuntimeError(
                 f"unit {unit.name!r} (rank {self.communicator.mesh_rank}): expected reshard() "
                 "between forwards, got it inside of the unit's own, which uses the parameters. "
@@ -472,13 +471,13 @@ class Schedule:
         """Gather a unit and wait for it; start the gather of the one that follows before."""
         self._drop_prefetched(expected=unit)
         self.gather(unit)
-        if then is not None and then.parameter_state is ParameterState.SHARDED:
+        if then is not None and not then.is_held:
             self.gather(then)
-            self._step.prefetched = then
+            self._prefetched = then
         unit.wait_for_unshard()
 
     def _drop_prefetched(self, expected: Unit | None) -> None:
-        prefetched, self._step.prefetched = self._step.prefetched, None
+        prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched is not expected:
             prefetched.reshard()
 
@@ -490,23 +489,23 @@ class Schedule:
         self._advance_reductions()  # what they read is freed before more is started
         for segment in segments:
             for parameter, is_used in segment.reduce():
-                usage = self._step.used.setdefault(
+                usage = self._used.setdefault(
                     parameter, _Usage(False, parameter.grad is not None, segment.micro_batch)
                 )
                 usage.is_used |= is_used
-        self._step.reducing += segments
+        self._reducing += segments
         if self.communicator.device.type == "cpu":
             host_memory.return_unused_memory(sum(s.shard.nbytes for s in segments))
 
     def _advance_reductions(self) -> None:
         """Let each reduction go one stage on; after its last it lands."""
-        for segment in self._step.reducing:
+        for segment in self._reducing:
             if not segment.advance():
                 segment.land()
-        self._step.reducing = [s for s in self._step.reducing if s.gradients is Gradients.REDUCING]
+        self._reducing = [s for s in self._reducing if s.gradients is Gradients.REDUCING]
 
     def _land_reductions(self) -> None:
-        reducing, self._step.reducing = self._step.reducing, []
+        reducing, self._reducing = self._reducing, []
         advanced = reducing
         while advanced:  # all are under way before one is waited for
             advanced = [segment for segment in advanced if segment.advance()]
@@ -514,26 +513,26 @@ class Schedule:
             segment.land()
 
     def _agree(self, event: str, unit_name: str) -> None:
-        step = self._step
-        before, step.trail = step.trail, hash((step.trail, event, unit_name))
+        before, self._trail = self._trail, hash((self._trail, event, unit_name))
         # All ranks know the same one way on from here. Were both ways of a fork remembered, two
         # ranks could take one each, and neither would ask.
-        if self._continuations.get(before) == step.trail:
+        if self._continuations.get(before) == self._trail:
             return
         self.communicator.control.agree("order of units", f"{event} unit {unit_name!r}")
         if len(self._continuations) >= _MAX_TRAILS:
             self._continuations.clear()
-        self._continuations[before] = step.trail
+        self._continuations[before] = self._trail
 
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""
-        in_backward = self._step.ending is not None
+        in_backward = self._backward is not None
         _log.warning(
             "%s ended by an exception%s; the next call starts from the sharded parameters",
             what,
             " (gradients of this step are dropped)" if in_backward else "",
         )
-        self._step = _Step()
+        self._forward, self._backward, self._prefetched = _Forward(), None, None
+        self._reducing, self._used, self._trail = [], {}, 0
         for unit in self.units:
             unit.abandon(drops_gradients=in_backward)
 

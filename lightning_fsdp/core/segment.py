@@ -19,12 +19,11 @@ import copy
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
@@ -32,7 +31,7 @@ from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
 from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
-from lightning_fsdp.core.lifecycle import Gradients
+from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -52,11 +51,13 @@ class Segment:
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
         home: Where the shard lives, and the way from and to it.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
+        holders: Who does.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
         micro_batch: Of the running or coming backward; the schedule counts.
         keeps_micro_batches: Whether reduced gradients are also kept apart, by micro-batch.
+        copy: Life of the whole copy.
         local_hooks: Called with parameter and local gradient on arrival, before reduction.
         reduced_hooks: Called with parameter and shard of the reduced gradient, before it is added.
     """
@@ -95,18 +96,20 @@ class Segment:
             layout.numel, self.policy.param_dtype or shard.dtype, home.compute_device
         )
         self.leaves = tuple(
-            make_leaf(self.buffer, slot, parameter)
-            for slot, parameter in zip(layout.slots, self.parameters, strict=True)
+            make_leaf(self.buffer, slot, parameter, _GradientHook(self, index))
+            for index, (slot, parameter) in enumerate(
+                zip(layout.slots, self.parameters, strict=True)
+            )
         )
+        self.copy = ParameterState.UNSHARDED
+        self._gather: Pending | None = None
         self._free()
         self.sends_sums = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
-        self._hooked: set[int] = set()  # slots whose leaf has its gradient hook
-        self._holders: set[object] = set()
-        self._gather: Pending | None = None
+        self.holders: set[object] = set()
         self._gathered_version = -1
         self._reduction: Pending | None = None
 
@@ -143,31 +146,38 @@ class Segment:
 
     # -- the whole copy --------------------------------------------------------------------------
 
-    def hold(self, holder: object) -> None:
+    def unshard(self, holder: object) -> None:
         """Let ``holder`` have the whole copy: start the all-gather, unless a true copy is there."""
-        if not self._holders or self.is_stale:
-            self.wait_for_gather()
-            self.buffer.allocate()
-            for leaf in self.leaves:
-                mark_whole(leaf)
-            start, stop = self.layout.shard_range(self.communicator.rank)
-            with torch.no_grad():
-                self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
-            self._gather = self.communicator.gather(self.buffer.flat, self.name)
-            self._gathered_version = self.shard._version
-        self._holders.add(holder)
+        if self.copy is not ParameterState.SHARDED and self.is_stale:
+            self._free()
+        self.holders.add(holder)
+        if self.copy is not ParameterState.SHARDED:
+            return
+        self._step(ParameterState.GATHERING)
+        self.buffer.allocate()
+        for leaf in self.leaves:
+            mark_whole(leaf)
+        start, stop = self.layout.shard_range(self.communicator.rank)
+        with torch.no_grad():
+            self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
+        self._gather = self.communicator.gather(self.buffer.flat, self.name)
+        self._gathered_version = self.shard._version
 
-    def wait_for_gather(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
+        if self.copy is not ParameterState.GATHERING:
+            return
         gather, self._gather = self._gather, None
-        if gather is not None:
+        assert gather is not None, "GATHERING says so"
+        try:
             gather.wait()
+        finally:  # whether or not it came, nothing is in flight any more
+            self._step(ParameterState.UNSHARDED)
 
-    def release(self, holder: object) -> None:
+    def reshard(self, holder: object) -> None:
         """``holder`` is done; the last one frees the whole copy."""
-        self._holders.discard(holder)
-        if not self._holders:
-            self.wait_for_gather()  # one in flight writes into the memory
+        self.holders.discard(holder)
+        if not self.holders and self.copy is not ParameterState.SHARDED:
             self._free()
 
     @property
@@ -182,9 +192,6 @@ class Segment:
             leaf.requires_grad_(trains)
             self._trains[slot] = trains
         self._trained[slot] |= trains
-        if trains and slot not in self._hooked:
-            torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
-            self._hooked.add(slot)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -298,16 +305,16 @@ class Segment:
         Raises:
             RuntimeError: What was in flight never ended; everything is freed all the same.
         """
-        self._holders.clear()
-        pending = [p for p in (self._gather, self._reduction) if p is not None]
-        self._gather = self._reduction = None
+        self.holders.clear()
         if drops_gradients:
             self._take_local()
+        reduction, self._reduction = self._reduction, None
         try:
-            for collective in pending:
-                collective.wait()
+            if reduction is not None:
+                reduction.give_up()
         finally:
-            self._free()
+            if self.copy is not ParameterState.SHARDED:
+                self._free()
 
     def _take_local(self) -> dict[int, Tensor]:
         """The local gradients by slot; nothing of them is left here and in ``.grad``."""
@@ -319,6 +326,13 @@ class Segment:
         return gradients
 
     def _free(self) -> None:
+        try:
+            self.wait_for_unshard()  # a gather in flight writes into the memory
+        finally:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        self._step(ParameterState.SHARDED)
         self.buffer.free()
         if not self.buffer.can_be_freed and not self._has_warned:
             self._has_warned = True
@@ -331,6 +345,9 @@ class Segment:
             )
         for leaf in self.leaves:
             mark_freed(leaf)
+
+    def _step(self, following: ParameterState) -> None:
+        self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)
 
     def _accumulate(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
         """Add a reduced gradient to ``parameter.grad``, beside local ones that may wait there."""
@@ -352,40 +369,6 @@ class Segment:
             stand_in.prior = total
         else:
             parameter.grad = total
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where a parameter is registered: ``module._parameters[name]``."""
-
-    module: nn.Module
-    name: str
-
-    def put(self, parameter: Tensor) -> None:
-        """Register ``parameter`` here."""
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = parameter  # type: ignore[assignment]
-        else:  # modules that keep lists of their weights (nn.RNNBase) watch their attributes
-            setattr(self.module, self.name, parameter)
-
-
-@dataclass(frozen=True, eq=False)
-class SegmentUse:
-    """What one unit uses of a segment.
-
-    Attributes:
-        segment: The segment.
-        sites: By slot, where the unit's modules register the parameter; unused slots are missing.
-    """
-
-    segment: Segment
-    sites: dict[int, list[Site]]
-
-    def places(self) -> Iterator[tuple[Site, ShardedTensor, nn.Parameter]]:
-        """Site, sharded parameter and leaf of each place."""
-        for slot, sites in self.sites.items():
-            for site in sites:
-                yield site, self.segment.parameters[slot], self.segment.leaves[slot]
 
 
 class _GradientHook:

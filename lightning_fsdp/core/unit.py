@@ -1,13 +1,13 @@
-"""One unit: makes its parameters whole, puts them into its modules, frees them. Knows no hook.
+"""What one module needs whole at once, and where it is registered. It has no life of its own.
 
-A unit is what one module needs whole at once. When to take a step is the schedule's business.
+Every state is the segments'; when to take a step is the schedule's business.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.lifecycle import ParameterState, take_step
-from lightning_fsdp.core.segment import Segment, SegmentUse, Site
+from lightning_fsdp.core.lifecycle import ParameterState
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.site import Site
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class Unit:
     Attributes:
         name: Original name of the first module.
         modules: The modules whose forward needs the parameters.
-        segments: What their parameters belong to.
+        sites: By segment and slot, where the modules register a parameter; unused slots are
+            missing.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
         reshard_after_backward: Likewise.
         syncs_gradients: Whether a backward reduces gradients over the ranks.
@@ -36,14 +38,13 @@ class Unit:
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
             gradients (``create_graph=True``) may read it; until the copy is freed.
-        parameter_state: Life of the whole parameters.
     """
 
     def __init__(
         self,
         name: str,
         modules: Sequence[nn.Module],
-        uses: Sequence[SegmentUse],
+        sites: Mapping[Segment, Mapping[int, Sequence[Site]]],
         communicator: Communicator,
         *,
         policy: PrecisionPolicy,
@@ -52,7 +53,7 @@ class Unit:
     ) -> None:
         self.name = name
         self.modules = tuple(modules)
-        self.segments: tuple[Segment, ...] = tuple(use.segment for use in uses)
+        self.sites = sites
         self.communicator = communicator
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
@@ -61,11 +62,10 @@ class Unit:
         self.needs_backward_gather = not all(_is_plain_embedding(m) for m in self.modules)
         self.has_leaves_installed = False
         self.is_kept_for_graph = False
-        self.parameter_state = ParameterState.SHARDED
-        self._uses = tuple(uses)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {self.parameter_state.value})"
+        states = ", ".join(segment.copy.value for segment in self.sites)
+        return f"Unit({self.name!r}, {states})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which gathers and reduces anew.
@@ -86,52 +86,58 @@ class Unit:
         copied.syncs_gradients = True
         copied.has_leaves_installed = False
         copied.is_kept_for_graph = False
-        copied.parameter_state = ParameterState.SHARDED
-        copied.segments = copy.deepcopy(self.segments, memo)
         copied.modules = copy.deepcopy(self.modules, memo)
-        copied._uses = copy.deepcopy(self._uses, memo)
+        copied.sites = copy.deepcopy(self.sites, memo)
         return copied
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        """What is whole at once."""
+        return iter(self.sites)
 
     def parameters(self) -> Iterator[ShardedTensor]:
         """The sharded parameters that the unit uses."""
-        for use in self._uses:
-            for slot in use.sites:
-                yield use.segment.parameters[slot]
+        for segment, slots in self.sites.items():
+            for slot in slots:
+                yield segment.parameters[slot]
 
-    def unshard(self) -> None:
-        """Start the all-gather of every segment; nothing if a whole copy is there or on its way."""
-        if self.parameter_state is not ParameterState.SHARDED:
-            return
-        self._step(ParameterState.GATHERING)
-        with torch_internals.profiled("unshard", self.name):
-            for segment in self.segments:
-                segment.hold(self)
+    @property
+    def is_held(self) -> bool:
+        """Whether the whole copy is there for this unit, or on its way."""
+        return all(self in segment.holders for segment in self.sites)
 
-    def wait_for_unshard(self) -> None:
-        """Make the compute stream wait until the whole copy is there."""
-        if self.parameter_state is not ParameterState.GATHERING:
-            return
-        with torch_internals.profiled("wait_for_unshard", self.name):
-            for segment in self.segments:
-                segment.wait_for_gather()
-        self._step(ParameterState.UNSHARDED)
-
-    def reshard(self) -> None:
-        """Free the whole copy; nothing if there is none. What others share stays for them."""
-        if self.parameter_state is ParameterState.SHARDED:
-            return
-        self.wait_for_unshard()
-        self.is_kept_for_graph = False
-        for segment in self.segments:
-            segment.release(self)
-        self._step(ParameterState.SHARDED)
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole copy is there for this unit."""
+        return all(
+            self in segment.holders and segment.copy is ParameterState.UNSHARDED
+            for segment in self.sites
+        )
 
     @property
     def is_stale(self) -> bool:
-        """Whether a shard was written to after it was gathered."""
-        return self.parameter_state is not ParameterState.SHARDED and any(
-            segment.is_stale for segment in self.segments
-        )
+        """Whether a shard was written to after it was gathered for this unit."""
+        return any(self in segment.holders and segment.is_stale for segment in self.sites)
+
+    def unshard(self) -> None:
+        """Start the all-gather of every segment that is not whole, or stale."""
+        with torch_internals.profiled("unshard", self.name):
+            for segment in self.sites:
+                segment.unshard(self)
+
+    def wait_for_unshard(self) -> None:
+        """Make the compute stream wait until the whole copy is there."""
+        if self.is_whole:
+            return
+        with torch_internals.profiled("wait_for_unshard", self.name):
+            for segment in self.sites:
+                segment.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Free the whole copy; nothing if there is none. What others share stays for them."""
+        self.is_kept_for_graph = False
+        for segment in self.sites:
+            segment.reshard(self)
 
     def install_leaves(self) -> None:
         """Put the leaves into the modules.
@@ -140,41 +146,34 @@ class Unit:
             RuntimeError: A module holds another parameter than the one that was sharded.
         """
         self.has_leaves_installed = True
-        for use in self._uses:
-            for site, parameter, leaf in use.places():
-                found: Tensor | None = site.module._parameters.get(site.name)
-                if found is not parameter and found is not leaf:
-                    raise RuntimeError(self._describe_replaced(parameter, site))
-                site.put(leaf)
-            for slot in use.sites:
-                use.segment.prepare_leaf(slot)
+        for segment, slots in self.sites.items():
+            for slot, sites in slots.items():
+                parameter, leaf = segment.parameters[slot], segment.leaves[slot]
+                for site in sites:
+                    found: Tensor | None = site.module._parameters.get(site.name)
+                    if found is not parameter and found is not leaf:
+                        raise RuntimeError(self._describe_replaced(parameter, site))
+                    site.put(leaf)
+                segment.prepare_leaf(slot)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
         self.has_leaves_installed = False
-        for use in self._uses:
-            for site, parameter, leaf in use.places():
-                if site.module._parameters.get(site.name) is leaf:
-                    site.put(parameter)
+        for segment, slots in self.sites.items():
+            for slot, sites in slots.items():
+                for site in sites:
+                    if site.module._parameters.get(site.name) is segment.leaves[slot]:
+                        site.put(segment.parameters[slot])
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""
         self.install_shards()
         self.is_kept_for_graph = False
-        if self.parameter_state is ParameterState.GATHERING:
-            self._step(ParameterState.UNSHARDED)
-        if self.parameter_state is ParameterState.UNSHARDED:
-            self._step(ParameterState.SHARDED)
-        for segment in self.segments:
+        for segment in self.sites:
             try:
                 segment.abandon(drops_gradients=drops_gradients)
             except RuntimeError as error:  # that a collective never ended may be what happened
                 _log.warning("while recovering: %s", error)
-
-    def _step(self, following: ParameterState) -> None:
-        self.parameter_state = take_step(
-            self.name, self.communicator.mesh_rank, self.parameter_state, following
-        )
 
     def _describe_replaced(self, parameter: ShardedTensor, site: Site) -> str:
         return (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.materialize import materialize, meta_buffers
-from lightning_fsdp.core.segment import Site
+from lightning_fsdp.core.site import Site
 from lightning_fsdp.engines.gatherable import Gatherable
 from lightning_fsdp.engines.module_form import ModuleForm
 

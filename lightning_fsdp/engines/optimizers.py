@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.checkpoint import SCALARS, no_values, slice_state
-from lightning_fsdp.core.segment import Site
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.site import Site
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
 _MOST_NAMES = 3

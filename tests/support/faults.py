@@ -181,7 +181,8 @@ def dropped_gathers_are_not_waited_for() -> None:
 
     def reshard(self: Unit) -> None:
         for segment in self.segments:
-            segment._gather = None
+            if segment._gather is not None:
+                segment._gather.works = ()
         original(self)
 
     Unit.reshard = reshard
