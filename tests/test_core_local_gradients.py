@@ -169,7 +169,7 @@ def _add_up(rank, world_size, values):
     model = shard_model(torch.nn.Linear(8, 4, bias=False), mp_policy=policy)
     (unit,) = hooks_of(model).schedule.units
     (segment,) = unit.segments
-    segment.on_arrival = lambda _: None  # no backward runs
+    segment.watch((), lambda _: None)  # no backward runs
     for value in values:
         segment.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
     assert segment.gradients is Gradients.LOCAL

@@ -13,11 +13,13 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
 _Answer = Callable[[], torch.Tensor]
@@ -25,6 +27,51 @@ _Answer = Callable[[], torch.Tensor]
 # Of process groups whose other ranks do not exist: nobody is there to agree with. Such a backend
 # enters its name before it opens a group.
 BACKENDS_WITHOUT_OTHERS = {"fake"}  # torch's own
+
+
+_MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
+
+
+class RecordedOrder(Watcher):
+    """Lets ranks start the same collectives in the same order.
+
+    Every gather and reduction is an event on a trail. Ranks agree on it, before data moves, unless
+    it is what followed the last time; then it costs a look-up. A rank that does something else asks
+    the others to agree, moves no data, and is named when the group's timeout is over.
+    """
+
+    def __init__(self, control: ControlGroup) -> None:
+        self._control = control
+        self._trail = 0  # hash of the events since the pass began
+        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
+
+    def anew(self) -> Self:
+        """The same, for the schedule of a copied model."""
+        return type(self)(self._control)
+
+    def on_pass(self) -> None:
+        """The trail begins."""
+        self._trail = 0
+
+    def before_collective(self, event: str, unit_name: str) -> None:
+        """Agree on it, unless that is known.
+
+        Raises:
+            RuntimeError: Ranks are about to do different things.
+        """
+        before, self._trail = self._trail, hash((self._trail, event, unit_name))
+        # All ranks know the same one way on from here. Were both ways of a fork remembered, two
+        # ranks could take one each, and neither would ask.
+        if self._continuations.get(before) == self._trail:
+            return
+        self._control.agree("order of units", f"{event} unit {unit_name!r}")
+        if len(self._continuations) >= _MAX_TRAILS:
+            self._continuations.clear()
+        self._continuations[before] = self._trail
+
+    def on_recovery(self) -> None:
+        """The trail begins anew."""
+        self._trail = 0
 
 
 class ControlGroup:

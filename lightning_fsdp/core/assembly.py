@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import host_memory, optimizer_guard, torch_internals
+from lightning_fsdp.core.agreement import RecordedOrder
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
+from lightning_fsdp.core.guards import FreedMemory
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_segment
 from lightning_fsdp.core.materialize import materialize, meta_buffers
@@ -22,6 +24,8 @@ from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.site import Site
 from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.unused import UnusedParameters
+from lightning_fsdp.core.watcher import Watcher
 from lightning_fsdp.core.whole_values import one_stream_of_numbers
 
 
@@ -129,7 +133,15 @@ def assemble(
     initialised: Initialised,
 ) -> None:
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
-    schedule = Schedule(communicator)
+    watchers: list[Watcher] = [
+        RecordedOrder(communicator.control),
+        UnusedParameters(communicator.control),
+        FreedMemory(),
+    ]
+    if home.compute_device.type == "cpu":
+        host_memory.keep_freed_memory()
+        watchers.append(host_memory.UnusedMemory())
+    schedule = Schedule(communicator, watchers)
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
@@ -161,8 +173,6 @@ def assemble(
             hooks.schedule = schedule
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, initialised.buffers)
-    if home.compute_device.type == "cpu":
-        host_memory.keep_freed_memory()
     optimizer_guard.watch(schedule)
 
 

@@ -4,10 +4,6 @@ The whole copy of a segment lives here. Parameters are views of it, made once; f
 storage to 0 bytes and allocating gives the same storage its bytes back. What autograd saved for the
 backward are views of this storage too, so gathering again before the backward is enough for exact
 gradients. Swapping ``.data`` would not do: saved tensors follow the storage, not the parameter.
-
-Touching a view while the buffer is free is an error of torch's ("Cannot access data pointer of
-Storage that is invalid"). Code that kept a view from inside a unit's forward can do so, and so can
-a backward that reaches a unit by a way that nobody announced.
 """
 
 from __future__ import annotations
@@ -15,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core import host_memory, torch_internals
+from lightning_fsdp.core import host_memory
 from lightning_fsdp.core.layout import Slot
 
 
@@ -33,7 +29,6 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.flat = host_memory.empty(numel, dtype, device)
         self._nbytes = self.flat.untyped_storage().nbytes()
-        self._guard = torch_internals.AccessGuard(self.flat)
 
     @property
     def can_be_freed(self) -> bool:
@@ -42,16 +37,13 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
-        self._guard.allow_access()
         if self.can_be_freed:
             host_memory.allocate(self.flat.untyped_storage(), self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""
-        self._guard.allow_access()  # it may be free already
         if self.can_be_freed:
             self.flat.untyped_storage().resize_(0)
-        self._guard.refuse_access()
 
     def view(self, slot: Slot) -> Tensor:
         """One parameter of the buffer in its original shape.

@@ -24,10 +24,17 @@ import ctypes
 import functools
 import mmap
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from lightning_fsdp.core.watcher import Watcher
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.segment import Segment
 
 SLACK_BYTES = 2**27
 """What a process may hold beyond the most that was in use, before pages are given back."""
@@ -57,6 +64,18 @@ def leave_host_memory_alone() -> None:
     """
     global _is_left_alone, _keeps_freed_memory
     _is_left_alone, _keeps_freed_memory = True, False
+
+
+class UnusedMemory(Watcher):
+    """Gives unused pages back to the kernel as gradients come, and at each step."""
+
+    def on_reduce(self, segment: Segment, has_one: Sequence[bool]) -> None:
+        """As many bytes as the shard has are about to be written."""
+        return_unused_memory(segment.shard.nbytes)
+
+    def on_step(self) -> None:
+        """Look at once."""
+        return_unused_memory()
 
 
 def keep_freed_memory() -> None:

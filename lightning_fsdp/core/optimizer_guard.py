@@ -30,6 +30,7 @@ from lightning_fsdp.core.checkpoint import SCALARS, slice_state
 from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, slices_beside
+from lightning_fsdp.core.unreduced_gradient import UnreducedGradient, unreduced, zero_gradient
 from lightning_fsdp.core.whole_values import support_whole_values
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
@@ -89,10 +90,38 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
         stepped = set(map(id, sharded))
         for schedule in schedules():
-            schedule.before_optimizer_step(stepped)
+            _check_gradients(schedule, stepped)
     if type(optimizer) not in _ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+
+
+def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:
+    """Let the gradients of a step be the same on all ranks, after backwards without reduction.
+
+    Collective if there were such backwards since the last reduction. What was zeroed on some ranks
+    before it was reduced becomes zeros on all.
+
+    Raises:
+        RuntimeError: A gradient waits to be reduced, on any rank.
+    """
+    parameters = [
+        parameter
+        for segment in schedule.segments
+        if segment.sends_sums and segment.is_trainable
+        for parameter in segment.parameters
+        if id(parameter) in stepped
+    ]
+    if not parameters:
+        return
+    waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
+    present = [parameter.grad is not None for parameter in parameters]
+    any_rank = schedule.communicator.control.any_rank([waiting, present])()
+    for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
+        if is_waiting:
+            raise unreduced(parameter.spec, "an optimizer step")
+        if is_present and parameter.grad is None:
+            parameter.grad = zero_gradient(parameter)
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:

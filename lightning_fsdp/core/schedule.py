@@ -9,11 +9,6 @@ those that enclose them, and beside what ZeRO-2 keeps).
     gathers    0 -> 1   |     2     |                gathers      2 -> 1   |     0     |
                                                      reductions            |     2     |  1 -> 0
 
-Order: a collective that ranks enter with different intentions mixes up tensors. Every gather and
-reduction is therefore an event on a trail. Ranks agree on it, before data moves, unless it is what
-followed the last time; then it costs a look-up. A rank that does something else asks the others to
-agree, moves no data, and is named when the group's timeout is over.
-
 What happens when depends on the graph alone, never on which gradients this rank happens to have: a
 unit's gradients are reduced when the backward leaves it through its inputs, or at the end of the
 backward where its inputs need no gradient. A segment that several units share waits for the last.
@@ -25,23 +20,21 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from torch import nn
 
-from lightning_fsdp.core import host_memory, torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.segment import Segment
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
-from lightning_fsdp.core.unreduced_gradient import UnreducedGradient, unreduced, zero_gradient
+from lightning_fsdp.core.watcher import Watcher
 
 _log = logging.getLogger(__name__)
-_MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
 
 
 class Call:
@@ -96,52 +89,49 @@ class _Backward:
         return self.ending() is not None
 
 
-@dataclass
-class _Usage:
-    """Whether a reduced parameter had a gradient on this rank, in this backward and before it."""
-
-    is_used: bool
-    had_gradient: bool
-    micro_batch: int
-
-
 class Schedule:
     """Runs the units of one sharded model.
 
     Attributes:
         communicator: The sharding group and its replicas.
+        watchers: What hangs on it.
         units: All units, in the order in which they were sharded.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, watchers: Sequence[Watcher] = ()) -> None:
         self.communicator = communicator
+        self.watchers = tuple(watchers)
         self.units: list[Unit] = []
         self._forward = _Forward()
         self._backward: _Backward | None = None
         self._prefetched: Unit | None = None
         self._reducing: list[Segment] = []  # in flight, the last at the end
-        self._used: dict[ShardedTensor, _Usage] = {}  # what has been reduced since all had landed
-        self._trail = 0  # hash of the events since the pass began
-        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
         self._follower_in_forward: dict[Unit, Unit] = {}
         self._follower_in_backward: dict[Unit, Unit] = {}
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[Segment, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
-        return Schedule(self.communicator)  # units are added as they are copied
+        # Units are added as they are copied.
+        return Schedule(self.communicator, [watcher.anew() for watcher in self.watchers])
 
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
         return self._forward.depth > 0 or self._backward is not None
 
+    @property
+    def segments(self) -> Iterable[Segment]:
+        """Of all units, each once."""
+        return self._users.keys()
+
     def add(self, units: Iterable[Unit]) -> None:
         """Take units over, from their making or from the schedule of an inner module."""
         for unit in units:
             self.units.append(unit)
             for segment in unit.segments:
-                segment.on_arrival = self._note_arrival
+                if segment not in self._users:
+                    segment.watch(self.watchers, self._note_arrival)
                 self._users[segment].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
@@ -151,7 +141,9 @@ class Schedule:
         if self._forward.depth == 0:
             if self._backward is not None:
                 self._recover("a backward")
-            self._trail, self._forward.last = 0, None
+            self._forward.last = None
+            for watcher in self.watchers:
+                watcher.on_pass()
         self._forward.depth += 1
 
     def leave_call(self, failed: bool) -> None:
@@ -336,44 +328,19 @@ class Schedule:
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
         self._drop_prefetched(expected=None)
-        landed = self._finish_reductions()
+        self._land_reductions()
         for segment in self._users:
             segment.micro_batch += 1
         self._backward = None
-        _call_gradient_hooks(landed)  # they may step an optimizer
-
-    def _finish_reductions(self) -> list[ShardedTensor]:
-        """Land what is in flight; what no rank used has no gradient.
-
-        Returns:
-            The parameters that any rank used.
-        """
-        used, self._used = self._used, {}
-        if not used:
-            return []
-        are_used = [usage.is_used for usage in used.values()]
-        # One zeroed in place before it was reduced is a gradient on the ranks that had it only.
-        had_gradients = [usage.had_gradient for usage in used.values()]
-        any_rank = self.communicator.control.any_rank([are_used, had_gradients])
-        self._land_reductions()
-        if all(are_used):
-            return list(used)
-        landed = []
-        for (parameter, usage), is_used, had_gradient in zip(
-            used.items(), *any_rank(), strict=True
-        ):
-            if is_used:
-                landed.append(parameter)
-            elif not had_gradient:
-                parameter.grad = None
-            elif isinstance(parameter.grad, ShardedTensor):
-                parameter.grad.micro_batches.pop(usage.micro_batch, None)
-        return landed
+        for watcher in self.watchers:
+            watcher.on_backward_end()
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
         self._reduce_waiting(self._users)
-        _call_gradient_hooks(self._finish_reductions())
+        self._land_reductions()
+        for watcher in self.watchers:
+            watcher.on_backward_end()
 
     def _reduce_waiting(self, candidates: Iterable[Segment]) -> None:
         """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
@@ -388,47 +355,17 @@ class Schedule:
 
     # -- optimizer -------------------------------------------------------------------------------
 
-    def before_optimizer_step(self, stepped: set[int]) -> None:
-        """Let the gradients of a step be the same on all ranks, after backwards without reduction.
-
-        Collective if there were such backwards since the last reduction. What was zeroed on some
-        ranks before it was reduced becomes zeros on all.
-
-        Args:
-            stepped: ``id`` of each parameter of the optimizer.
-
-        Raises:
-            RuntimeError: A gradient waits to be reduced, on any rank.
-        """
-        parameters = [
-            parameter
-            for segment in self._users
-            if segment.sends_sums and segment.is_trainable
-            for parameter in segment.parameters
-            if id(parameter) in stepped
-        ]
-        if not parameters:
-            return
-        waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
-        present = [parameter.grad is not None for parameter in parameters]
-        any_rank = self.communicator.control.any_rank([waiting, present])()
-        for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
-            if is_waiting:
-                raise unreduced(parameter.spec, "an optimizer step")
-            if is_present and parameter.grad is None:
-                parameter.grad = zero_gradient(parameter)
-
     def after_optimizer_step(self, stepped: set[int]) -> None:
         """Free the whole copies of parameters that were just stepped, or renew those in use.
 
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
-        if self.communicator.device.type == "cpu":
-            host_memory.return_unused_memory()
         is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
         if not any(is_stepped.values()):
             return
+        for watcher in self.watchers:
+            watcher.on_step()
         for unit in self.units:
             if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
@@ -444,7 +381,7 @@ class Schedule:
     def gather(self, unit: Unit) -> None:
         """Start a unit's gather, agreed on by all ranks."""
         if not unit.is_held:
-            self._agree("gather", unit.name)
+            self._announce("gather", unit.name)
             unit.unshard()
 
     def reshard(self, unit: Unit) -> None:
@@ -485,17 +422,11 @@ class Schedule:
         if not segments:
             return
         for segment in segments:
-            self._agree(f"reduce {segment.sent_dtype} gradients of", segment.name)
+            self._announce(f"reduce {segment.sent_dtype} gradients of", segment.name)
         self._advance_reductions()  # what they read is freed before more is started
         for segment in segments:
-            for parameter, is_used in segment.reduce():
-                usage = self._used.setdefault(
-                    parameter, _Usage(False, parameter.grad is not None, segment.micro_batch)
-                )
-                usage.is_used |= is_used
+            segment.reduce()
         self._reducing += segments
-        if self.communicator.device.type == "cpu":
-            host_memory.return_unused_memory(sum(s.shard.nbytes for s in segments))
 
     def _advance_reductions(self) -> None:
         """Let each reduction go one stage on; after its last it lands."""
@@ -505,23 +436,20 @@ class Schedule:
         self._reducing = [s for s in self._reducing if s.gradients is Gradients.REDUCING]
 
     def _land_reductions(self) -> None:
+        for watcher in self.watchers:
+            watcher.before_landing()
         reducing, self._reducing = self._reducing, []
         advanced = reducing
         while advanced:  # all are under way before one is waited for
             advanced = [segment for segment in advanced if segment.advance()]
         for segment in reducing:
             segment.land()
+        for watcher in self.watchers:
+            watcher.on_landed()
 
-    def _agree(self, event: str, unit_name: str) -> None:
-        before, self._trail = self._trail, hash((self._trail, event, unit_name))
-        # All ranks know the same one way on from here. Were both ways of a fork remembered, two
-        # ranks could take one each, and neither would ask.
-        if self._continuations.get(before) == self._trail:
-            return
-        self.communicator.control.agree("order of units", f"{event} unit {unit_name!r}")
-        if len(self._continuations) >= _MAX_TRAILS:
-            self._continuations.clear()
-        self._continuations[before] = self._trail
+    def _announce(self, event: str, unit_name: str) -> None:
+        for watcher in self.watchers:
+            watcher.before_collective(event, unit_name)
 
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""
@@ -532,12 +460,8 @@ class Schedule:
             " (gradients of this step are dropped)" if in_backward else "",
         )
         self._forward, self._backward, self._prefetched = _Forward(), None, None
-        self._reducing, self._used, self._trail = [], {}, 0
+        self._reducing = []
         for unit in self.units:
             unit.abandon(drops_gradients=in_backward)
-
-
-def _call_gradient_hooks(parameters: Iterable[ShardedTensor]) -> None:
-    for parameter in parameters:
-        for hook in tuple((parameter.gradient_hooks or {}).values()):
-            hook(parameter)
+        for watcher in self.watchers:
+            watcher.on_recovery()

@@ -16,27 +16,24 @@ the leaf too, so that autograd sums the gradients of all uses, and one reduction
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.layout import SegmentLayout
-from lightning_fsdp.core.leaf import make_leaf, mark_freed, mark_whole
 from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
-
-_log = logging.getLogger(__name__)
+from lightning_fsdp.core.watcher import Watcher
 
 GradientHook = Callable[[ShardedTensor, Tensor], None]
 
@@ -84,8 +81,8 @@ class Segment:
         self.keeps_micro_batches = False
         self.local_hooks: dict[int, GradientHook] = OrderedDict()
         self.reduced_hooks: dict[int, GradientHook] = OrderedDict()
-        self.on_arrival: Callable[[Segment], None] = _ignore
-        self._has_warned = False  # that numpy holds the memory
+        self._watchers: tuple[Watcher, ...] = ()
+        self._on_arrival: Callable[[Segment], None] = _ignore
         self._take_in(shard)
 
     def _take_in(self, shard: Tensor) -> None:
@@ -95,12 +92,7 @@ class Segment:
         self.buffer = FlatBuffer(
             layout.numel, self.policy.param_dtype or shard.dtype, home.compute_device
         )
-        self.leaves = tuple(
-            make_leaf(self.buffer, slot, parameter, _GradientHook(self, index))
-            for index, (slot, parameter) in enumerate(
-                zip(layout.slots, self.parameters, strict=True)
-            )
-        )
+        self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy = ParameterState.UNSHARDED
         self._gather: Pending | None = None
         self._free()
@@ -126,6 +118,18 @@ class Segment:
         return Segment(
             self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
         )
+
+    def watch(self, watchers: tuple[Watcher, ...], on_arrival: Callable[[Segment], None]) -> None:
+        """Be watched by a schedule from now on.
+
+        Args:
+            watchers: What hangs on it.
+            on_arrival: Called before a local gradient is taken in.
+        """
+        self._watchers, self._on_arrival = watchers, on_arrival
+        if self.copy is ParameterState.SHARDED:
+            for watcher in watchers:
+                watcher.on_freed(self)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
@@ -154,9 +158,9 @@ class Segment:
         if self.copy is not ParameterState.SHARDED:
             return
         self._step(ParameterState.GATHERING)
+        for watcher in self._watchers:
+            watcher.before_whole(self)
         self.buffer.allocate()
-        for leaf in self.leaves:
-            mark_whole(leaf)
         start, stop = self.layout.shard_range(self.communicator.rank)
         with torch.no_grad():
             self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
@@ -235,7 +239,7 @@ class Segment:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        self.on_arrival(self)
+        self._on_arrival(self)
         for hook in tuple(self.local_hooks.values()):
             hook(self.parameters[slot], gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -248,12 +252,8 @@ class Segment:
         else:
             self._arrived[slot] = gradient  # as autograd made it
 
-    def reduce(self) -> list[tuple[ShardedTensor, bool]]:
-        """Start the reduce-scatter.
-
-        Returns:
-            Each parameter, and whether this rank has a gradient of it.
-        """
+    def reduce(self) -> None:
+        """Start the reduction."""
         self.land()
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
@@ -268,7 +268,8 @@ class Segment:
         if self.home.is_offloaded:
             self._reduction.then("bring_home", self.name, self.home.to_host)
         self.sends_sums = False
-        return list(zip(self.parameters, has_one, strict=True))
+        for watcher in self._watchers:
+            watcher.on_reduce(self, has_one)
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
@@ -325,6 +326,14 @@ class Segment:
                 gradients[slot], parameter.grad = stand_in.part, stand_in.prior
         return gradients
 
+    def _make_leaf(self, slot: int) -> nn.Parameter:
+        """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
+        leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
+        # Registered once, for all the times at which it trains: frozen leaves take no hook.
+        torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
+        leaf.requires_grad_(False)
+        return leaf
+
     def _free(self) -> None:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
@@ -334,17 +343,8 @@ class Segment:
     def _free_memory(self) -> None:
         self._step(ParameterState.SHARDED)
         self.buffer.free()
-        if not self.buffer.can_be_freed and not self._has_warned:
-            self._has_warned = True
-            _log.warning(
-                "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
-                "got one, which shares the memory: the whole parameters stay allocated from now "
-                "on. Take the array of a copy (weight.detach().clone().numpy()).",
-                self.name,
-                self.communicator.mesh_rank,
-            )
-        for leaf in self.leaves:
-            mark_freed(leaf)
+        for watcher in self._watchers:
+            watcher.on_freed(self)
 
     def _step(self, following: ParameterState) -> None:
         self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)

@@ -1,0 +1,50 @@
+"""What hangs on the essential path sees it through these events, and is imported by none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.segment import Segment
+
+
+class Watcher:
+    """Sees what happens to the units of one schedule, in one order on every rank.
+
+    Each method does nothing here.
+    """
+
+    def anew(self) -> Self:
+        """The same, for the schedule of a copied model."""
+        return type(self)()
+
+    def on_pass(self) -> None:
+        """An outermost call into a sharded module begins."""
+
+    def before_collective(self, event: str, unit_name: str) -> None:
+        """A gather or a reduction is about to start, on every rank or by mistake."""
+
+    def before_whole(self, segment: Segment) -> None:
+        """The whole copy is about to be allocated."""
+
+    def on_freed(self, segment: Segment) -> None:
+        """The whole copy was freed."""
+
+    def on_reduce(self, segment: Segment, has_one: Sequence[bool]) -> None:
+        """A reduction has started; per slot, whether this rank has a gradient."""
+
+    def before_landing(self) -> None:
+        """All reductions of a backward are in flight, or have landed."""
+
+    def on_landed(self) -> None:
+        """All have landed: ``.grad`` holds what they gave."""
+
+    def on_backward_end(self) -> None:
+        """The backward is over, and the schedule idle: an optimizer may step."""
+
+    def on_step(self) -> None:
+        """An optimizer has stepped some of the parameters."""
+
+    def on_recovery(self) -> None:
+        """An exception ended a forward or a backward; nothing is in flight any more."""
