@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
 from lightning_fsdp.core.flat_chunks import FlatPiece
+from lightning_fsdp.core.sharded_module import units_in
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import assert_same_tensors, whole
@@ -52,8 +53,8 @@ def _load(rank, world_size, folder, plan, arguments=None):
     state = {"m": model.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     assert_same_tensors(full_state_dict(model), Oddities(seed=1).state_dict(), atol=0)
-    for parameter in model.parameters():
-        shard, layout = parameter.spec.segment().shard, parameter.spec.layout
+    for segment in {segment for unit in units_in(model) for segment in unit.segments}:
+        shard, layout = segment.shard, segment.layout
         for start, stop in layout.padding(*layout.shard_range(rank)):
             offset = layout.shard_range(rank)[0]
             assert not shard[start - offset : stop - offset].any()

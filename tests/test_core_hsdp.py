@@ -26,6 +26,7 @@ from lightning_fsdp import (
     fully_shard,
     shard_model,
 )
+from lightning_fsdp.core.sharded_module import units_in
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import bytes_of
@@ -62,7 +63,7 @@ def mesh_of(shape, names=NAMES):
 
 
 def segments_of(model):
-    return list({parameter.spec.segment(): None for parameter in model.parameters()})
+    return list({segment: None for unit in units_in(model) for segment in unit.segments})
 
 
 # --- parity ---

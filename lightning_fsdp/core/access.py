@@ -18,7 +18,13 @@ class ByName:
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self.module = module
-        self.parameters = _find(module, what)
+        self._segment_of = {
+            parameter: segment
+            for schedule in schedules_in(module)
+            for segment in schedule.segments
+            for parameter in segment.parameters
+        }
+        self.parameters = self._find(what)
 
     def look_up(self, name: str) -> ShardedTensor:
         """A parameter by its original name.
@@ -34,10 +40,7 @@ class ByName:
         """The names of each segment, in order."""
         segments: dict[Segment, list[str]] = {}
         for name, parameter in self.parameters.items():
-            reference = parameter.spec.segment
-            segment = None if reference is None else reference()
-            assert segment is not None, "a parameter's segment lives as long as its unit"
-            segments.setdefault(segment, []).append(name)
+            segments.setdefault(self._segment_of[parameter], []).append(name)
         return segments
 
     def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -73,27 +76,24 @@ class ByName:
                 wholes[smallest] = wholes[smallest].clone()
             yield smallest, wholes.pop(smallest)
 
-
-def _find(module: nn.Module, what: str) -> dict[str, ShardedTensor]:
-    """Sharded parameters by name; also while their unit computes and leaves stand for them."""
-    computing = {
-        id(leaf): parameter
-        for schedule in schedules_in(module)
-        for unit in schedule.units
-        for segment in unit.segments
-        for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True)
-    }
-    found = {}
-    for name, parameter in module.named_parameters():
-        sharded = computing.get(id(parameter), parameter)
-        if isinstance(sharded, ShardedTensor):
-            found[name] = sharded
-    if not found:
-        raise ValueError(
-            f"{what}: expected a module with sharded parameters, got {type(module).__name__} "
-            "without any. Call fully_shard or shard_model first."
-        )
-    return found
+    def _find(self, what: str) -> dict[str, ShardedTensor]:
+        """By name; also while their unit computes and leaves stand for them."""
+        computing = {
+            id(leaf): parameter
+            for segment in set(self._segment_of.values())
+            for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True)
+        }
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            sharded = computing.get(id(parameter), parameter)
+            if isinstance(sharded, ShardedTensor):
+                found[name] = sharded
+        if not found:
+            raise ValueError(
+                f"{what}: expected a module with sharded parameters, got "
+                f"{type(self.module).__name__} without any. Call fully_shard or shard_model first."
+            )
+        return found
 
 
 def schedules_in(module: nn.Module) -> list[Schedule]:

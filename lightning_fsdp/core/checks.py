@@ -6,7 +6,7 @@ Messages do not name the rank: ranks compare them, and all raise the one that th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -118,12 +118,17 @@ def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> 
         )
 
 
-def check_parameters(plan: UnitPlan) -> None:
-    """Refuse parameters that cannot be sharded, by name."""
+def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
+    """Refuse parameters that cannot be sharded, by name.
+
+    Args:
+        plan: A unit to be.
+        known: Parameters of units that were sharded before.
+    """
     for parameter, sites in plan.sites.items():
         name = plan.names[parameter]
-        if isinstance(parameter, ShardedTensor) and parameter.spec.segment is not None:
-            continue  # tied to a unit that was sharded before
+        if parameter in known:
+            continue  # tied to one of their parameters
         problem = _problem_with(parameter, sites)
         sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
         if sparse:

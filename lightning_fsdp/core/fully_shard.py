@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
+from lightning_fsdp.core import optimizer_guard
 from lightning_fsdp.core.assembly import Prepared, assemble, initialise
 from lightning_fsdp.core.checks import (
     check_arguments,
@@ -41,7 +42,6 @@ from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -297,10 +297,10 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(request.ignored_params or ())
     units = plan_units(root, request.units_of(root), ignored, managed)
-    for unit in units:
-        check_parameters(unit)
-    policy = request.mp_policy or MixedPrecisionPolicy()
     known = _known_segments(units)
+    for unit in units:
+        check_parameters(unit, known)
+    policy = request.mp_policy or MixedPrecisionPolicy()
     check_ties(known.values(), policy, offload)
     check_meshes([segment.communicator for segment in known.values()], communicator)
     return Prepared(
@@ -323,14 +323,13 @@ def _inner_schedules(root: nn.Module) -> list[Schedule]:
 
 def _known_segments(units: Sequence[UnitPlan]) -> dict[Tensor, Segment]:
     """Segments of parameters that are tied to a unit sharded before."""
-    known: dict[Tensor, Segment] = {}
-    for unit in units:
-        for parameter in unit.sites:
-            if isinstance(parameter, ShardedTensor) and parameter.spec.segment is not None:
-                segment = parameter.spec.segment()
-                assert segment is not None, "its parameters are alive"
-                known[parameter] = segment
-    return known
+    segment_of: dict[Tensor, Segment] = {
+        parameter: segment
+        for schedule in optimizer_guard.schedules()
+        for segment in schedule.segments
+        for parameter in segment.parameters
+    }
+    return {p: segment_of[p] for unit in units for p in unit.sites if p in segment_of}
 
 
 def _describe(prepared: Prepared) -> str:

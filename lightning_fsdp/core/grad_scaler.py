@@ -14,21 +14,32 @@ of each parameter that has one elsewhere.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.sharded_tensor import ShardedTensor, handle
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, handle
 from lightning_fsdp.core.unreduced_gradient import UNSCALE, UnreducedGradient
 
 
-def support_grad_scaler() -> None:
-    """Let torch's ``GradScaler`` work on sharded gradients. May be called again."""
-    handle(UNSCALE, _unscale)
+def support_grad_scaler(then: Callable[[Collection[ShardSpec]], None]) -> None:
+    """Let torch's ``GradScaler`` work on sharded gradients. May be called again.
+
+    Args:
+        then: Called with the specs of those that were unscaled, which may not be stepped.
+    """
+    handle(UNSCALE, functools.partial(_unscale, then))
 
 
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _unscale(
+    then: Callable[[Collection[ShardSpec]], None],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
 
     The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
@@ -48,10 +59,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
         mine = found_inf.view(1).to(communicator.device)
         found_inf.copy_(communicator.all_gather_slices(mine, "GradScaler's search for inf").max())
-    for gradient in sharded:
-        segment = gradient.spec.segment() if gradient.spec.segment is not None else None
-        if segment is not None:
-            segment.micro_batch = 0  # the optimizer, which ends the count, may be kept from it
+    then([gradient.spec for gradient in sharded])
 
 
 def _local_of(gradient: Tensor) -> Tensor:

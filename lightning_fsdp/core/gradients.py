@@ -14,9 +14,8 @@ gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -24,15 +23,16 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fsdp.core.access import ByName, schedules_in
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grad_norm import global_norm, partial_dot
-from lightning_fsdp.core.segment import GradientHook, Segment
+from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.core.watcher import GradientWatcher
 
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "reduced"]
 GradientFunction = Callable[[str, Tensor, int], None]
-Hook = TypeVar("Hook", bound=Callable[..., None])
+Hook = TypeVar("Hook")
 GradientSet = int | Mapping[str, Tensor] | None
 """A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
 
@@ -197,13 +197,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         ``micro_batch`` counts backwards since the optimizer's last step, or the one that a gradient
         scaler skipped.
         """
-        names = self._names()
-        return Handle(
-            [
-                register(segment.local_hooks, _calling(function, names, segment))
-                for segment in self.segments()
-            ]
-        )
+        return self._watch(_CallingOnLocal(function, self._names()))
 
     def on_reduced(self, function: GradientFunction) -> Handle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
@@ -211,13 +205,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
         can be edited in place. One that no rank used comes as zeros.
         """
-        names = self._names()
-        return Handle(
-            [
-                register(segment.reduced_hooks, _calling(function, names, segment))
-                for segment in self.segments()
-            ]
-        )
+        return self._watch(_CallingOnReduced(function, self._names()))
 
     @contextlib.contextmanager
     def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
@@ -246,7 +234,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             unit.syncs_gradients = mode != "local"
         for segment in segments:
             segment.micro_batch = 0
-            segment.keeps_micro_batches = mode == "separate"
+        apart = self._watch(_KeepingApart()) if mode == "separate" else Handle([])
         try:
             yield
             if mode == "local":
@@ -255,8 +243,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         finally:
             for unit, syncs in before.items():
                 unit.syncs_gradients = syncs
-            for segment in segments:
-                segment.keeps_micro_batches = False
+            apart.remove()
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
@@ -281,6 +268,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
         mine = partial_dot(first, second, communicator.device)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return communicator.all_gather_slices(mine.view(1), "dot of gradients").sum()
+
+    def _watch(self, watcher: GradientWatcher) -> Handle:
+        return Handle([register(s.gradient_watchers, watcher) for s in self.segments()])
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
@@ -336,14 +326,36 @@ def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
     return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
 
 
-def _calling(
-    function: GradientFunction, names: Mapping[int, str], segment: Segment
-) -> GradientHook:
-    reference = weakref.ref(segment)  # the segment owns the hook
+class _Calling(GradientWatcher):
+    """Calls a function of the user's with the gradients of parameters that have a name."""
 
-    def hook(parameter: ShardedTensor, gradient: Tensor) -> None:
-        alive, name = reference(), names.get(id(parameter))
-        if alive is not None and name is not None:
-            function(name, gradient, alive.micro_batch)
+    def __init__(self, function: GradientFunction, names: Mapping[int, str]) -> None:
+        self._function, self._names = function, names
 
-    return hook
+    def _call(self, segment: Segment, slot: int, gradient: Tensor) -> None:
+        name = self._names.get(id(segment.parameters[slot]))
+        if name is not None:
+            self._function(name, gradient, segment.micro_batch)
+
+
+class _CallingOnLocal(_Calling):
+    def on_local(self, segment: Segment, slot: int, gradient: Tensor) -> None:
+        self._call(segment, slot, gradient)
+
+
+class _CallingOnReduced(_Calling):
+    def on_reduced(self, segment: Segment, slot: int, shard: Tensor) -> None:
+        self._call(segment, slot, shard)
+
+
+class _KeepingApart(GradientWatcher):
+    """Keeps what each micro-batch adds, beside the sum."""
+
+    def on_added(
+        self, segment: Segment, slot: int, gradient: ShardedTensor, total: ShardedTensor
+    ) -> None:
+        # The first one is added to.
+        part = cast(ShardedTensor, gradient.clone()) if total is gradient else gradient
+        kept = total.micro_batches.setdefault(segment.micro_batch, part)
+        if kept is not part:  # it came late, after the first of its micro-batch was reduced
+            kept.add_(part)

@@ -15,6 +15,7 @@ import operator
 import threading
 import warnings
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.checkpoint import SCALARS, slice_state
 from lightning_fsdp.core.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_tensor import ShardedTensor, slices_beside
+from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, slices_beside
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient, unreduced, zero_gradient
 from lightning_fsdp.core.whole_values import support_whole_values
 
@@ -77,7 +78,7 @@ def schedules() -> list[Schedule]:
 def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    support_grad_scaler()
+    support_grad_scaler(_end_micro_batches)
     support_whole_values()
 
 
@@ -94,6 +95,15 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if type(optimizer) not in _ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+
+
+def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
+    # A gradient scaler may keep the optimizer, which ends the count, from its step.
+    unscaled = set(map(id, specs))
+    for schedule in schedules():
+        for segment in schedule.segments:
+            if not unscaled.isdisjoint(id(parameter.spec) for parameter in segment.parameters):
+                segment.micro_batch = 0
 
 
 def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:

@@ -33,9 +33,7 @@ from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
-from lightning_fsdp.core.watcher import Watcher
-
-GradientHook = Callable[[ShardedTensor, Tensor], None]
+from lightning_fsdp.core.watcher import GradientWatcher, Watcher
 
 
 class Segment:
@@ -53,10 +51,8 @@ class Segment:
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
         micro_batch: Of the running or coming backward; the schedule counts.
-        keeps_micro_batches: Whether reduced gradients are also kept apart, by micro-batch.
         copy: Life of the whole copy.
-        local_hooks: Called with parameter and local gradient on arrival, before reduction.
-        reduced_hooks: Called with parameter and shard of the reduced gradient, before it is added.
+        gradient_watchers: By the id of the handle that takes each off.
     """
 
     def __init__(
@@ -72,15 +68,11 @@ class Segment:
         self.name = name
         self.layout = layout
         self.parameters = tuple(parameters)
-        for parameter in parameters:
-            parameter.spec.segment = weakref.ref(self)
         self.communicator = communicator
         self.policy = policy
         self.home = home
         self.micro_batch = 0
-        self.keeps_micro_batches = False
-        self.local_hooks: dict[int, GradientHook] = OrderedDict()
-        self.reduced_hooks: dict[int, GradientHook] = OrderedDict()
+        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers: tuple[Watcher, ...] = ()
         self._on_arrival: Callable[[Segment], None] = _ignore
         self._take_in(shard)
@@ -210,7 +202,9 @@ class Segment:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
-        return bool(self._arrived) or any(map(_stand_in_of, self.parameters))
+        return bool(self._arrived) or any(
+            _stand_in_of(parameter) is not None for parameter in self.parameters
+        )
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -240,8 +234,8 @@ class Segment:
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
         self._on_arrival(self)
-        for hook in tuple(self.local_hooks.values()):
-            hook(self.parameters[slot], gradient)
+        for watcher in tuple(self.gradient_watchers.values()):
+            watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
         stand_in = _stand_in_of(self.parameters[slot])
@@ -282,12 +276,9 @@ class Segment:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = reduction.wait().to(self.shard.dtype)
-            for has_trained, parameter in zip(self._trained, self.parameters, strict=True):
+            for slot, has_trained in enumerate(self._trained):
                 if has_trained:
-                    local = parameter.spec.part_of(shard)
-                    for hook in tuple(self.reduced_hooks.values()):
-                        hook(parameter, local)
-                    self._accumulate(parameter, ShardedTensor(local, parameter.spec))
+                    self._add(slot, self.parameters[slot].spec.part_of(shard))
         self._trained = list(self._trains)
 
     def leave_unreduced(self) -> None:
@@ -296,9 +287,7 @@ class Segment:
             slot, gradient = self._arrived.popitem()
             parameter = self.parameters[slot]
             prior = cast("ShardedTensor | None", parameter.grad)
-            parameter.grad = UnreducedGradient(
-                parameter.spec, parameter.to_local(), prior, gradient.to(self._reduce_dtype)
-            )
+            parameter.grad = UnreducedGradient(parameter, prior, gradient.to(self._reduce_dtype))
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -349,26 +338,22 @@ class Segment:
     def _step(self, following: ParameterState) -> None:
         self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)
 
-    def _accumulate(self, parameter: ShardedTensor, gradient: ShardedTensor) -> None:
-        """Add a reduced gradient to ``parameter.grad``, beside local ones that may wait there."""
-        present = parameter.grad
-        stand_in = present if isinstance(present, UnreducedGradient) else None
-        if stand_in is not None:
-            present = stand_in.prior
+    def _add(self, slot: int, shard: Tensor) -> None:
+        """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""
+        watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
+        for watcher in watchers:
+            watcher.on_reduced(self, slot, shard)
+        gradient = total = ShardedTensor(shard, parameter.spec)
+        stand_in = _stand_in_of(parameter)
+        present = parameter.grad if stand_in is None else stand_in.prior
         if present is not None:
             total = cast(ShardedTensor, present.add_(gradient))
-        elif self.keeps_micro_batches:
-            total = cast(ShardedTensor, gradient.clone())  # the first part would be added to
-        else:
-            total = gradient
-        if self.keeps_micro_batches:  # a part that came late, after the first was reduced, is added
-            part = total.micro_batches.setdefault(self.micro_batch, gradient)
-            if part is not gradient:
-                part.add_(gradient)
-        if stand_in is not None:
+        elif stand_in is not None:
             stand_in.prior = total
         else:
             parameter.grad = total
+        for watcher in watchers:
+            watcher.on_added(self, slot, gradient, total)
 
 
 class _GradientHook:

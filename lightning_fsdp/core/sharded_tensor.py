@@ -48,7 +48,6 @@ class ShardSpec:
         layout: The layout of that region.
         communicator: The sharding group.
         home: Where shards live, and the way from and to it.
-        segment: The segment that the parameter belongs to (``segment.Segment``, opaque here).
         slice: The elements that this rank owns.
     """
 
@@ -57,7 +56,6 @@ class ShardSpec:
     layout: SegmentLayout
     communicator: Communicator = field(repr=False)
     home: Home = field(repr=False)
-    segment: weakref.ref[Any] | None = field(default=None, repr=False)
     slice: FlatSlice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -234,8 +232,7 @@ class ShardedTensor(FlatChunks, Tensor):
         if not isinstance(self, torch.nn.Parameter):
             spec = memo.get(id(self.spec), self.spec)
             return ShardedTensor(local, spec, requires_grad=self.requires_grad)
-        # It belongs to no segment, unless a copy of its own is made too, which takes it in.
-        spec = memo[id(self.spec)] = replace(self.spec, segment=None)
+        spec = memo[id(self.spec)] = replace(self.spec)
         return make_parameter(local, spec, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -6,6 +6,7 @@ or a value taken from it would differ between the ranks.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NoReturn
 
 import torch
@@ -23,13 +24,17 @@ class UnreducedGradient(ShardedTensor):
 
     prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
     part: Tensor  # the sum: original shape, reduce dtype
+    _parameter: weakref.ref[ShardedTensor]
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
-        cls, spec: ShardSpec, like: Tensor, prior: ShardedTensor | None, part: Tensor
+        cls, parameter: ShardedTensor, prior: ShardedTensor | None, part: Tensor
     ) -> UnreducedGradient:
-        stand_in: UnreducedGradient = super().__new__(cls, like.new_empty(0), spec)  # type: ignore[assignment]
+        stand_in: UnreducedGradient = super().__new__(  # type: ignore[assignment]
+            cls, parameter.to_local().new_empty(0), parameter.spec
+        )
         stand_in.prior, stand_in.part = prior, part
+        stand_in._parameter = weakref.ref(parameter)
         return stand_in
 
     def clear(self) -> None:
@@ -39,10 +44,9 @@ class UnreducedGradient(ShardedTensor):
         """
         if self.prior is not None:
             self.prior.zero_()
-        segment = self.spec.segment() if self.spec.segment is not None else None
-        for parameter in segment.parameters if segment is not None else ():
-            if parameter.spec is self.spec and parameter.grad is self:
-                parameter.grad = zero_gradient(parameter) if self.prior is None else self.prior
+        parameter = self._parameter()
+        if parameter is not None and parameter.grad is self:
+            parameter.grad = zero_gradient(parameter) if self.prior is None else self.prior
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from lightning_fsdp.core.segment import Segment
+    from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 
 class Watcher:
@@ -48,3 +51,18 @@ class Watcher:
 
     def on_recovery(self) -> None:
         """An exception ended a forward or a backward; nothing is in flight any more."""
+
+
+class GradientWatcher:
+    """Sees the gradients of one segment's parameters. Each method does nothing here."""
+
+    def on_local(self, segment: Segment, slot: int, gradient: Tensor) -> None:
+        """This rank's own has arrived: original shape, compute dtype. It may be edited in place."""
+
+    def on_reduced(self, segment: Segment, slot: int, shard: Tensor) -> None:
+        """The mean over ranks has landed: this rank's slice, main dtype; likewise."""
+
+    def on_added(
+        self, segment: Segment, slot: int, gradient: ShardedTensor, total: ShardedTensor
+    ) -> None:
+        """It was added to ``total``; which is the same object where there was none before."""
