@@ -347,7 +347,7 @@ def _see_mixtures(rank, world_size):
     with TwoPlaces() as places:
         model = shard_model(mlp(), offload_policy=OFFLOAD)
         segment = segments_of(model)[0]
-        segment.buffer.allocate()
+        segment.unshard("test")
         segment.buffer.flat[: segment.shard.numel()].copy_(segment.shard)
         dist.all_reduce(segment.shard)
     return places.mixtures
