@@ -52,8 +52,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import ZERO3, fully_shard, shard_model
-from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
-from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
+from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.plan.torch_internals import fake_tensors, open_fake_group
 
@@ -376,9 +376,9 @@ def padding_shares(shape: Shape, world_size: int) -> dict[str, float]:
         model = GPT(shape)
     numel = sum(p.numel() for p in model.parameters())
     scratch = 0
-    for segment in cut_segments(plan_units(model, find_units(model, None), set(), set())):
-        shapes = [tuple(p.shape) for p in segment.parameters]
-        layout = plan_segment(list(zip(segment.names, shapes, strict=True)), world_size)
+    for flat_param in cut_flat_params(plan_units(model, find_units(model, None), set(), set())):
+        shapes = [tuple(p.shape) for p in flat_param.parameters]
+        layout = plan_layout(list(zip(flat_param.names, shapes, strict=True)), world_size)
         scratch += layout.numel
     rows = [(p.shape[0], p.numel() // p.shape[0]) for p in model.parameters()]
     fsdp2 = sum(-(-length // world_size) * world_size * width for length, width in rows)

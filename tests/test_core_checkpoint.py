@@ -53,8 +53,8 @@ def _load(rank, world_size, folder, plan, arguments=None):
     state = {"m": model.state_dict()}
     dcp.load(state, checkpoint_id=folder)
     assert_same_tensors(full_state_dict(model), Oddities(seed=1).state_dict(), atol=0)
-    for segment in {segment for unit in units_in(model) for segment in unit.segments}:
-        shard, layout = segment.shard, segment.layout
+    for flat_param in {flat_param for unit in units_in(model) for flat_param in unit.flat_params}:
+        shard, layout = flat_param.shard, flat_param.layout
         for start, stop in layout.padding(*layout.shard_range(rank)):
             offset = layout.shard_range(rank)[0]
             assert not shard[start - offset : stop - offset].any()

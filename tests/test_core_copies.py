@@ -145,7 +145,7 @@ def _share_nothing(rank, world_size):
     kinds = (
         lambda m: m.modules(),
         units_in,
-        lambda m: [segment for unit in units_in(m) for segment in unit.segments],
+        lambda m: [flat_param for unit in units_in(m) for flat_param in unit.flat_params],
         lambda m: {hooks_of(module).schedule for module in m.modules() if hooks_of(module)},
     )
     for kind in kinds:

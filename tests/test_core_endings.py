@@ -19,8 +19,8 @@ from tests.support.ranks import run_on_ranks
 def assert_nothing_is_whole(model):
     for unit in units_in(model):
         assert not unit.is_held, unit
-        for segment in unit.segments:
-            assert segment.buffer.flat.untyped_storage().nbytes() == 0, segment
+        for flat_param in unit.flat_params:
+            assert flat_param.buffer.flat.untyped_storage().nbytes() == 0, flat_param
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, ShardedTensor), name
 
@@ -153,8 +153,8 @@ def fail_in_backward(rank, world_size):
         model(x)
     assert_nothing_is_whole(model)
     for unit in units_in(model):
-        for segment in unit.segments:
-            assert segment.gradients is Gradients.NONE, segment
+        for flat_param in unit.flat_params:
+            assert flat_param.gradients is Gradients.NONE, flat_param
 
 
 def test_a_forward_after_a_backward_that_failed_starts_from_nothing():

@@ -62,8 +62,8 @@ def mesh_of(shape, names=NAMES):
     return init_device_mesh(ranks.active_device, shape, mesh_dim_names=names)
 
 
-def segments_of(model):
-    return list({segment: None for unit in units_in(model) for segment in unit.segments})
+def flat_params_of(model):
+    return list({flat_param: None for unit in units_in(model) for flat_param in unit.flat_params})
 
 
 # --- parity ---
@@ -233,7 +233,7 @@ def _bytes_at_rest(rank, world_size, shape, plan):
     model = shard_model(tied_lm(), PLANS[plan], mesh=mesh_of(shape))
     TASKS["tied_lm"].loss(model, TASKS["tied_lm"].make_batch(0, 0, rank)).backward()
     gradients = [parameter.grad for parameter in model.parameters()]
-    return bytes_of(model.parameters()), bytes_of(gradients), len(segments_of(model))
+    return bytes_of(model.parameters()), bytes_of(gradients), len(flat_params_of(model))
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -241,11 +241,11 @@ def _bytes_at_rest(rank, world_size, shape, plan):
 def test_a_rank_holds_its_shard_of_parameters_and_of_gradients(shape, plan):
     num_shards = shape[1]
     least = 4 * sum(p.numel() for p in tied_lm().parameters()) / num_shards
-    for parameters, gradients, num_segments in run_on_ranks(
+    for parameters, gradients, num_flat_params in run_on_ranks(
         _bytes_at_rest, math.prod(shape), shape, plan
     ):
         num_parameters = len(list(tied_lm().parameters()))
-        padding = 4 * 32 * (num_parameters / num_shards + num_segments)
+        padding = 4 * 32 * (num_parameters / num_shards + num_flat_params)
         assert least <= parameters <= least + padding
         assert least <= gradients <= least + padding
 
@@ -258,7 +258,7 @@ def _count(rank, world_size, shape, plan, backend=None):
     mesh = mesh_of(shape)
     model = shard_model(tied_lm(), PLANS[plan], mesh=mesh)
     row, column, counts = mesh.get_group(1), mesh.get_group(0), []
-    traffic = segments_of(model)[0].communicator.traffic["all_reduce"]
+    traffic = flat_params_of(model)[0].communicator.traffic["all_reduce"]
     for micro_batch in range(3):
         model.set_requires_gradient_sync(micro_batch > 0)
         with CollectiveCounter(row) as in_row, CollectiveCounter(column) as in_column:
@@ -273,7 +273,7 @@ def _count(rank, world_size, shape, plan, backend=None):
                 "counted by the core": traffic.calls - calls,
             }
         )
-    return counts, sorted(segment.layout.shard_numel for segment in segments_of(model))
+    return counts, sorted(flat_param.layout.shard_numel for flat_param in flat_params_of(model))
 
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
@@ -307,18 +307,18 @@ def _states_at_reductions(rank, world_size):
     """How many shards are being averaged when each unit's reduction starts."""
     task = TASKS["lm"]
     model = shard_model(task.build(), ZERO2, mesh=mesh_of((2, 2)))
-    segments, found = segments_of(model), []
-    communicator = segments[0].communicator
+    flat_params, found = flat_params_of(model), []
+    communicator = flat_params[0].communicator
     reduce = communicator.reduce
 
     def watched(*args, **options):
-        in_flight = [s._reduction for s in segments if s._reduction is not None]
+        in_flight = [s._reduction for s in flat_params if s._reduction is not None]
         found.append(sum(not reduction.stages for reduction in in_flight))
         return reduce(*args, **options)
 
     communicator.reduce = watched
     task.loss(model, task.make_batch(0, 0, rank)).backward()
-    return found, [segment._reduction for segment in segments]
+    return found, [flat_param._reduction for flat_param in flat_params]
 
 
 def test_a_shard_is_averaged_while_the_next_units_reduction_runs():

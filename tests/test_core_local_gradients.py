@@ -8,9 +8,9 @@ import torch
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
 from lightning_fsdp.core import collectives
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
@@ -84,7 +84,7 @@ def _see_memory(rank, world_size):
     """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
     collectives._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    receive, exchange = Segment.receive, Communicator._exchange
+    receive, exchange = FlatParameter.receive, Communicator._exchange
     made, sent = {}, set()
 
     def watch(self, slot, gradient):
@@ -95,7 +95,7 @@ def _see_memory(rank, world_size):
         sent.update(data.untyped_storage().data_ptr() for data in to(1 - self.rank))
         return exchange(self, what, to, into, tag)
 
-    Segment.receive, Communicator._exchange = watch, watch_sends
+    FlatParameter.receive, Communicator._exchange = watch, watch_sends
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
@@ -118,7 +118,7 @@ def _pack(layout, gradients, dtype):
 
 
 def test_a_gradient_of_another_layout_is_copied():
-    layout = plan_segment([("w", (4, 6))], shard_world_size=1)
+    layout = plan_layout([("w", (4, 6))], shard_world_size=1)
     gradient = torch.arange(24.0).view(6, 4).t()
     packed = _pack(layout, {0: gradient}, torch.float32)
     assert torch.equal(packed.view(4, 6), gradient)
@@ -143,7 +143,7 @@ def test_a_shared_copy_that_is_stale_is_gathered_anew_while_another_unit_holds_i
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_lose_their_memory_as_they_are_packed(dtype):
-    layout = plan_segment([("w", (64, 64)), ("v", (64, 32)), ("b", (64,))], shard_world_size=2)
+    layout = plan_layout([("w", (64, 64)), ("v", (64, 32)), ("b", (64,))], shard_world_size=2)
     expected = torch.zeros(layout.numel, dtype=dtype)
     for index, slot in enumerate(layout.slots):
         expected[slot.offset : slot.offset + slot.numel] = index + 1
@@ -168,12 +168,12 @@ def _add_up(rank, world_size, values):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard_model(torch.nn.Linear(8, 4, bias=False), mp_policy=policy)
     (unit,) = hooks_of(model).schedule.units
-    (segment,) = unit.segments
-    segment.watch((), lambda _: None)  # no backward runs
+    (flat_param,) = unit.flat_params
+    flat_param.watch((), lambda _: None)  # no backward runs
     for value in values:
-        segment.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
-    assert segment.gradients is Gradients.LOCAL
-    return segment._take_local()[0]
+        flat_param.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
+    assert flat_param.gradients is Gradients.LOCAL
+    return flat_param._take_local()[0]
 
 
 def test_a_second_gradient_is_added_in_the_reduction_dtype():
@@ -183,6 +183,6 @@ def test_a_second_gradient_is_added_in_the_reduction_dtype():
 
 def test_gradients_added_up_for_a_narrow_transfer_are_rounded_once():
     (total,) = run_on_ranks(_add_up, 1, (1.0, 2**-8, 2**-8))  # 1 + 2**-8 has none, the sum has one
-    layout = plan_segment([("w", (4, 8))], shard_world_size=1)
+    layout = plan_layout([("w", (4, 8))], shard_world_size=1)
     packed = _pack(layout, {0: total}, torch.bfloat16)
     assert torch.equal(packed, torch.full((32,), 1 + 2**-7, dtype=torch.bfloat16))

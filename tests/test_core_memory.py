@@ -20,9 +20,9 @@ from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -351,21 +351,21 @@ def test_zero2_keeps_whole_parameters_until_the_step_only():
         assert whole["after the step"] == 0
 
 
-OURS = (Schedule, ModuleHooks, Unit, Segment, ShardedTensor, FlatBuffer)
+OURS = (Schedule, ModuleHooks, Unit, FlatParameter, ShardedTensor, FlatBuffer)
 
 
 def _parts_of(model):
     """Weak references to everything that sharding made of a model, by kind."""
     units = units_in(model)
-    segments = [segment for unit in units for segment in unit.segments]
+    flat_params = [flat_param for unit in units for flat_param in unit.flat_params]
     hooks = [hooks_of(module) for module in model.modules() if hooks_of(module) is not None]
     parts = {
         "module": model.modules(),
         "parameter": model.parameters(),
         "gradient": [p.grad for p in model.parameters() if p.grad is not None],
         "unit": units,
-        "segment": segments,
-        "leaf": [leaf for segment in segments for leaf in segment.leaves],
+        "flat parameter": flat_params,
+        "leaf": [leaf for flat_param in flat_params for leaf in flat_param.leaves],
         "hooks": hooks,
         "schedule": [each.schedule for each in hooks],
     }

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
 from lightning_fsdp.core import collectives
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.layout import plan_layout
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
@@ -106,7 +106,7 @@ def _reduce_a_region(rank, world_size):
     collectives._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
     communicator = Communicator.of(dist.group.WORLD)
     numel = world_size * 264
-    layout = plan_segment([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)
+    layout = plan_layout([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)
     assert layout.numel == numel
     region = _wide_range(rank, numel)
     gradients = {0: region[:270], 1: region[288:-5]}
@@ -270,7 +270,7 @@ LARGE = 40_000.0
 def _reduce_fp16(rank, world_size):
     communicator = Communicator.of(dist.group.WORLD)
     region = _fp16_region(rank, world_size)
-    layout = plan_segment([("a", (region.numel(),))], world_size)
+    layout = plan_layout([("a", (region.numel(),))], world_size)
     reduction = communicator.reduce({0: region}, layout, "fp16", sent_dtype=FP16, dtype=FP16)
     return reduction.wait()
 

@@ -27,7 +27,7 @@ from lightning_fsdp import (
     shard_model,
     weights,
 )
-from lightning_fsdp.core.segment import Segment
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.late_copies import LateCopies
@@ -70,13 +70,13 @@ COMBINATIONS = [
 CLIP = (0.3, 2.0)  # below the norms here
 
 
-def segments_of(model):
-    return list(dict.fromkeys(s for unit in units_in(model) for s in unit.segments))
+def flat_params_of(model):
+    return list(dict.fromkeys(s for unit in units_in(model) for s in unit.flat_params))
 
 
 def traffic_of(model):
     """Calls and bytes to the device, and to the host."""
-    homes = {segment.home for segment in segments_of(model)}
+    homes = {flat_param.home for flat_param in flat_params_of(model)}
     return {
         way: (
             sum(home.traffic[way].calls for home in homes),
@@ -237,7 +237,7 @@ def _count(rank, world_size, plan, precision, num_micro_batches):
     moved = moved_since(before, model)
     gathered = counter.num_gathers(world_size), counter.gathered_bytes(world_size)
     num_reductions = counter.num_reductions(world_size)
-    numels = [segment.layout.shard_numel for segment in segments_of(model)]
+    numels = [flat_param.layout.shard_numel for flat_param in flat_params_of(model)]
     return moved, gathered, num_reductions, numels
 
 
@@ -264,7 +264,7 @@ def test_one_shard_goes_in_per_gather_and_one_comes_out_per_reduction(
 def _count_resident(rank, world_size):
     model = shard_model(mlp(), offload_policy=torch_fsdp.OffloadPolicy())
     TASKS["mlp"].loss(model, TASKS["mlp"].make_batch(0, 0, rank)).backward()
-    assert not segments_of(model)[0].home.is_offloaded
+    assert not flat_params_of(model)[0].home.is_offloaded
     return traffic_of(model)
 
 
@@ -273,25 +273,25 @@ def test_without_offloading_nothing_is_copied():
     assert run_on_ranks(_count_resident, 2) == [nothing] * 2
 
 
-def stages_of(segment):
+def stages_of(flat_param):
     """How many stages of its reduction are to come (the copy is the last); ``None``: it landed."""
-    return None if segment._reduction is None else len(segment._reduction.stages)
+    return None if flat_param._reduction is None else len(flat_param._reduction.stages)
 
 
 def _see_states(rank, world_size):
     """At each reduction, how far the two before it are."""
     model = shard_lm_by_hand(causal_lm(), fully_shard, offload_policy=OFFLOAD)
     task, order, seen = TASKS["lm"], [], []
-    reduce = Segment.reduce
+    reduce = FlatParameter.reduce
 
     def noting(self):
-        seen.append([stages_of(segment) for segment in order[-2:]])
+        seen.append([stages_of(flat_param) for flat_param in order[-2:]])
         order.append(self)
         return reduce(self)
 
-    Segment.reduce = noting
+    FlatParameter.reduce = noting
     task.loss(model, task.make_batch(0, 0, rank)).backward()
-    assert {stages_of(segment) for segment in order} == {None}
+    assert {stages_of(flat_param) for flat_param in order} == {None}
     return seen
 
 
@@ -320,7 +320,7 @@ def _see_places(rank, world_size, policy, from_meta):
         found["parameter"] = {places.place_of(p) for p in model.parameters()}
         found["gradient"] = {places.place_of(p.grad) for p in model.parameters()}
         found["optimizer state"] = {places.place_of(t) for t in optimizer_tensors(optimizer)}
-        found["whole copy"] = {places.place_of(s.buffer.flat) for s in segments_of(model)}
+        found["whole copy"] = {places.place_of(s.buffer.flat) for s in flat_params_of(model)}
         found["whole"] = {places.place_of(whole) for _, whole in gradients(model).full()}
         found["whole"] |= {places.place_of(value) for value in full_state_dict(model).values()}
     assert places.mixtures == []
@@ -346,10 +346,10 @@ def test_what_stays_is_on_the_host_and_what_computes_is_on_the_device(policy, fr
 def _see_mixtures(rank, world_size):
     with TwoPlaces() as places:
         model = shard_model(mlp(), offload_policy=OFFLOAD)
-        segment = segments_of(model)[0]
-        segment.unshard("test")
-        segment.buffer.flat[: segment.shard.numel()].copy_(segment.shard)
-        dist.all_reduce(segment.shard)
+        flat_param = flat_params_of(model)[0]
+        flat_param.unshard("test")
+        flat_param.buffer.flat[: flat_param.shard.numel()].copy_(flat_param.shard)
+        dist.all_reduce(flat_param.shard)
     return places.mixtures
 
 
@@ -456,7 +456,7 @@ def _go_on_after_failure(rank, world_size, offload, fails):
         try:
             model(torch.full((2, 5), 1.0 + rank)).square().mean().backward()
         except ArithmeticError:
-            assert offload is None or 0 in map(stages_of, segments_of(model))
+            assert offload is None or 0 in map(stages_of, flat_params_of(model))
     optimizer.step()
     return full_state_dict(model)
 
@@ -542,7 +542,7 @@ def _train_on_gpu(rank, world_size, offload, precision):
             assert tensor.device.type == tensor.to_local().device.type == device
         assert parameter.to_local().is_pinned() == is_pinned
         assert parameter.grad.to_local().is_pinned() == (is_pinned and not is_widened)
-    assert {s.buffer.flat.device.type for s in segments_of(model)} == {"cuda"}
+    assert {s.buffer.flat.device.type for s in flat_params_of(model)} == {"cuda"}
     for state in optimizer.state.values():
         assert state["exp_avg"].device.type == device
     return on_host(trace)

@@ -122,7 +122,7 @@ CASES = {
     "scaler, fused": {"scales": True},
 }
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "make_optimizer": sgd}
-# The host steps, so it has to have the gradients; those of each segment come by themselves.
+# The host steps, so it has to have the gradients; those of each flat parameter come by themselves.
 LANDINGS = ["synchronize in offload.landed"] * 4
 NORM_OVER_THE_DEVICE = [
     "copy from pageable memory in grad_norm.partial_norm",

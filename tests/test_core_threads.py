@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, gradients, shard_model
 from lightning_fsdp.core import optimizer_guard, torch_internals
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.unit import Unit
 from tests.support.fake_device import DEVICE, NAME, entered
 from tests.support.models import TASKS
@@ -226,9 +226,9 @@ def _events_of(run):
             (Unit, "unshard"),
             (Unit, "wait_for_unshard"),
             (Unit, "reshard"),
-            (Segment, "receive"),
-            (Segment, "reduce"),
-            (Segment, "land"),
+            (FlatParameter, "receive"),
+            (FlatParameter, "reduce"),
+            (FlatParameter, "land"),
         ):
             patch.setattr(cls, name, noting(name, getattr(cls, name)))
         run()

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fsdp.core.grouping import cut_segments, find_units, plan_units
+from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
 
 
 def gpt2(num_layers=3):
@@ -45,11 +45,11 @@ def test_every_parameter_is_in_a_unit_and_only_tied_ones_in_two():
     assert sorted(names) == sorted([name for name, _ in model.named_parameters()] + tied)
 
 
-def test_a_weight_tied_across_units_is_a_segment_of_its_own():
+def test_a_weight_tied_across_units_is_a_flat_param_of_its_own():
     model = gpt2()
     plans = plan_units(model, find_units(model, None), set(), set())
-    shared = [segment for segment in cut_segments(plans) if len(segment.users) == 2]
-    assert [segment.names for segment in shared] == [["transformer.wte.weight"]]
+    shared = [flat_param for flat_param in cut_flat_params(plans) if len(flat_param.users) == 2]
+    assert [flat_param.names for flat_param in shared] == [["transformer.wte.weight"]]
 
 
 def test_parameters_held_directly_by_the_root_are_a_unit_of_the_root():
@@ -125,20 +125,20 @@ def test_ignored_parameters_belong_to_no_unit():
     assert units["norm"] == ["norm.weight", "norm.bias", "head.weight"]
 
 
-def test_frozen_and_trainable_parameters_are_separate_segments():
+def test_frozen_and_trainable_parameters_are_separate_flat_params():
     model = LM()
     model.blocks[0][0].bias.requires_grad_(False)
     plans = plan_units(model, find_units(model, None), set(), set())
-    names = [segment.names for segment in cut_segments(plans)]
+    names = [flat_param.names for flat_param in cut_flat_params(plans)]
     assert ["blocks.0.0.bias"] in names
     assert ["blocks.0.0.weight"] in names
 
 
-def test_parameters_of_two_dtypes_are_separate_segments():
+def test_parameters_of_two_dtypes_are_separate_flat_params():
     model = LM()
     model.blocks[0][0].bias.data = model.blocks[0][0].bias.data.double()
     plans = plan_units(model, find_units(model, None), set(), set())
-    names = [segment.names for segment in cut_segments(plans)]
+    names = [flat_param.names for flat_param in cut_flat_params(plans)]
     assert ["blocks.0.0.bias"] in names
     assert ["blocks.0.0.weight"] in names
 

@@ -10,7 +10,7 @@ from lightning_fsdp.core.layout import (
     Box,
     boxes,
     complement,
-    plan_segment,
+    plan_layout,
 )
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
@@ -19,7 +19,7 @@ world_sizes = st.integers(1, 9)
 
 def plan(list_of_shapes, world_size):
     named = [(f"p{i}", shape) for i, shape in enumerate(list_of_shapes)]
-    return plan_segment(named, world_size)
+    return plan_layout(named, world_size)
 
 
 @given(shapes, world_sizes)
@@ -80,7 +80,7 @@ def test_the_drawing_in_the_docstring_is_to_scale():
 def test_padding_stays_below_one_percent_at_1024_ranks():
     block = [("qkv", (12288, 4096)), ("out", (4096, 4096)), ("up", (16384, 4096)),
              ("down", (4096, 16384)), ("norm", (4096,)), ("bias", (4096,))]  # fmt: skip
-    layout = plan_segment(block, 1024)
+    layout = plan_layout(block, 1024)
     elements = sum(slot.numel for slot in layout.slots)
     assert layout.numel - elements < 0.01 * elements
 

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.collectives import exchanges_in_pairs
 from lightning_fsdp.core.grouping import (
-    SegmentPlan,
+    FlatParameterPlan,
     UnitPlan,
-    cut_segments,
+    cut_flat_params,
     find_units,
     plan_units,
 )
@@ -78,20 +78,20 @@ def model_units(module: nn.Module) -> list[tuple[int, Role, int, int]]:
     """The fields of :class:`UnitFacts`, in order, of a module that is not sharded."""
     plans = plan_units(module, find_units(module, None), set(), set())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
-    segments = cut_segments(plans)
-    for segment in segments:
-        together = {numbers[id(user)] for user in segment.users}
+    flat_params = cut_flat_params(plans)
+    for flat_param in flat_params:
+        together = {numbers[id(user)] for user in flat_param.users}
         for key, number in numbers.items():
             if number in together:
                 numbers[key] = min(together)
     return [
         (
-            sum(_nbytes(parameter) for parameter in segment.parameters),
-            _role(segment.users),
-            _num_modules(segment),
-            numbers[id(segment.users[0])],
+            sum(_nbytes(parameter) for parameter in flat_param.parameters),
+            _role(flat_param.users),
+            _num_modules(flat_param),
+            numbers[id(flat_param.users[0])],
         )
-        for segment in segments
+        for flat_param in flat_params
     ]
 
 
@@ -153,7 +153,7 @@ def _gathers(engine: str, role: Role) -> int:
 
 
 def _in_one(units: Sequence[UnitFacts]) -> list[UnitFacts]:
-    """The core's segments."""
+    """The core's flat parameters."""
     return [replace(unit, num_modules=1) for unit in units]
 
 
@@ -185,10 +185,10 @@ def _role(users: Sequence[UnitPlan]) -> Role:
     return "first" if only_embeds else "inner"
 
 
-def _num_modules(segment: SegmentPlan) -> int:
+def _num_modules(flat_param: FlatParameterPlan) -> int:
     """Modules of the unit, below which the parameters are."""
-    mine = set(segment.parameters)
-    return sum(not mine.isdisjoint(module.parameters()) for module in segment.users[0].modules)
+    mine = set(flat_param.parameters)
+    return sum(not mine.isdisjoint(module.parameters()) for module in flat_param.users[0].modules)
 
 
 def _nbytes(parameter: Tensor) -> int:

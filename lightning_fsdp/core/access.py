@@ -7,22 +7,22 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import Tensor, nn
 
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 
 class ByName:
-    """The sharded parameters of a module by name, and the segments that they belong to."""
+    """The sharded parameters of a module by name, and the flat parameters that they belong to."""
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self.module = module
-        self._segment_of = {
-            parameter: segment
+        self._flat_param_of = {
+            parameter: flat_param
             for schedule in schedules_in(module)
-            for segment in schedule.segments
-            for parameter in segment.parameters
+            for flat_param in schedule.flat_params
+            for parameter in flat_param.parameters
         }
         self.parameters = self._find(what)
 
@@ -36,32 +36,32 @@ class ByName:
             raise unknown(name, self.parameters)
         return self.parameters[name]
 
-    def segments(self) -> dict[Segment, list[str]]:
-        """The names of each segment, in order."""
-        segments: dict[Segment, list[str]] = {}
+    def flat_params(self) -> dict[FlatParameter, list[str]]:
+        """The names of each flat parameter, in order."""
+        flat_params: dict[FlatParameter, list[str]] = {}
         for name, parameter in self.parameters.items():
-            segments.setdefault(self._segment_of[parameter], []).append(name)
-        return segments
+            flat_params.setdefault(self._flat_param_of[parameter], []).append(name)
+        return flat_params
 
     def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather slices one segment at a time, one collective each; of each, the smallest last.
+        """Gather slices of one flat parameter after the other, by one collective each.
 
-        One segment is whole, beside what the caller still holds.
+        One is whole, beside what the caller still holds; its smallest tensor comes last.
         """
-        for segment, names in self.segments().items():
+        for flat_param, names in self.flat_params().items():
             present = [name for name in names if name in shards]
             if not present:
                 continue
-            layout, communicator = segment.layout, segment.communicator
-            home = segment.home
-            region = segment.shard.new_zeros(layout.numel, device=home.compute_device)
+            layout, communicator = flat_param.layout, flat_param.communicator
+            home = flat_param.home
+            region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
             start, _ = layout.shard_range(communicator.rank)
             for name in present:
                 slot = self.parameters[name].spec.slot
                 offset = start + layout.offset_in_shard(slot, communicator.rank)
                 home.to_device(shards[name].detach(), region[offset:][: shards[name].numel()])
             region = home.to_host(
-                communicator.gather(region, segment.name).wait(), may_pin=False
+                communicator.gather(region, flat_param.name).wait(), may_pin=False
             ).wait()
             slots = {name: self.parameters[name].spec.slot for name in present}
             wholes = {
@@ -72,7 +72,7 @@ class ByName:
             *others, smallest = sorted(present, key=lambda name: -slots[name].numel)
             for name in others:
                 yield name, wholes.pop(name)
-            if others:  # the caller holds it while the next segment is gathered, and nothing more
+            if others:  # the caller holds it while the next one is gathered, and nothing more
                 wholes[smallest] = wholes[smallest].clone()
             yield smallest, wholes.pop(smallest)
 
@@ -80,8 +80,8 @@ class ByName:
         """By name; also while their unit computes and leaves stand for them."""
         computing = {
             id(leaf): parameter
-            for segment in set(self._segment_of.values())
-            for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True)
+            for flat_param in set(self._flat_param_of.values())
+            for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True)
         }
         found = {}
         for name, parameter in self.module.named_parameters():

@@ -1,4 +1,4 @@
-"""Turns a module that was found in order into a sharded one: segments, units, hooks, names."""
+"""Turns a module that was found in order into a sharded one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPla
 from lightning_fsdp.core import host_memory, optimizer_guard, torch_internals
 from lightning_fsdp.core.agreement import RecordedOrder
 from lightning_fsdp.core.collectives import Communicator
-from lightning_fsdp.core.grouping import SegmentPlan, UnitPlan
+from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
 from lightning_fsdp.core.guards import FreedMemory
 from lightning_fsdp.core.hooks import ModuleHooks
-from lightning_fsdp.core.layout import plan_segment
+from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.site import Site
@@ -39,23 +39,23 @@ class Prepared:
     policy: PrecisionPolicy
     offload: CPUOffloadPolicy | None
     units: list[UnitPlan]
-    segments: list[SegmentPlan]
+    flat_params: list[FlatParameterPlan]
     inner: list[Schedule]  # of modules below the root that were sharded before
-    known: dict[Tensor, Segment]  # of parameters tied to a unit that was sharded before
+    known: dict[Tensor, FlatParameter]  # of parameters tied to a unit that was sharded before
 
 
 class Region:
-    """A segment to be: its layout and its shard, which takes slices of whole parameters.
+    """A flat parameter to be: its layout and its shard, which takes slices of whole parameters.
 
     Attributes:
         shard: ``(layout.shard_numel,)``, main dtype, at home.
         specs: By parameter.
     """
 
-    def __init__(self, plan: SegmentPlan, communicator: Communicator, home: Home) -> None:
+    def __init__(self, plan: FlatParameterPlan, communicator: Communicator, home: Home) -> None:
         shapes = [tuple(parameter.shape) for parameter in plan.parameters]
         named_shapes = list(zip(plan.names, shapes, strict=True))
-        self.layout = plan_segment(named_shapes, communicator.world_size)
+        self.layout = plan_layout(named_shapes, communicator.world_size)
         dtype = plan.parameters[0].dtype
         self.shard = home.new_shard(self.layout.shard_numel, dtype)
         self.specs = {
@@ -78,7 +78,7 @@ class Initialised:
     """What was on the meta device and has values now.
 
     Attributes:
-        regions: Filled with this rank's slices of parameters, by index of the segment's plan.
+        regions: Filled with this rank's slices of parameters, by index of the plan.
         buffers: The real buffer, by the one that it replaces.
     """
 
@@ -93,12 +93,12 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
         ValueError: Something has no initialiser, on every rank.
         RuntimeError: Ranks came to different values.
     """
-    metas = [any(p.is_meta for p in plan.parameters) for plan in prepared.segments]
+    metas = [any(p.is_meta for p in plan.parameters) for plan in prepared.flat_params]
     if not any(metas) and not meta_buffers(prepared.root):
         return Initialised()
     regions: dict[int, Region] = {}
     region_of: dict[Tensor, Region] = {}
-    for index, plan in enumerate(prepared.segments):
+    for index, plan in enumerate(prepared.flat_params):
         if metas[index]:
             regions[index] = Region(plan, communicator, home)
             region_of.update(dict.fromkeys(plan.parameters, regions[index]))
@@ -151,13 +151,13 @@ def assemble(
         for sites in unit_plan.sites.values():
             for site in sites:
                 torch_internals.detach_flat_weights(site.module)
-    segment_of = dict(prepared.known)
-    for index, segment_plan in enumerate(prepared.segments):
-        region = initialised.regions.get(index) or Region(segment_plan, communicator, home)
-        segment = _make_segment(segment_plan, region, prepared.policy, communicator, home)
-        segment_of.update(dict.fromkeys(segment.parameters, segment))
+    flat_param_of = dict(prepared.known)
+    for index, flat_param_plan in enumerate(prepared.flat_params):
+        region = initialised.regions.get(index) or Region(flat_param_plan, communicator, home)
+        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy, communicator, home)
+        flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
     for unit_plan in prepared.units:
-        unit = _make_unit(unit_plan, segment_of, prepared, communicator)
+        unit = _make_unit(unit_plan, flat_param_of, prepared, communicator)
         schedule.add([unit])
         for module in unit_plan.modules:
             _attach(module, unit, schedule)
@@ -176,13 +176,13 @@ def assemble(
     optimizer_guard.watch(schedule)
 
 
-def _make_segment(
-    plan: SegmentPlan,
+def _make_flat_param(
+    plan: FlatParameterPlan,
     region: Region,
     policy: PrecisionPolicy,
     communicator: Communicator,
     home: Home,
-) -> Segment:
+) -> FlatParameter:
     parameters: list[ShardedTensor] = []
     for parameter in plan.parameters:
         if not parameter.is_meta:
@@ -193,7 +193,7 @@ def _make_segment(
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    return Segment(
+    return FlatParameter(
         plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home
     )
 
@@ -216,15 +216,15 @@ def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None
 
 def _make_unit(
     plan: UnitPlan,
-    segment_of: dict[Tensor, Segment],
+    flat_param_of: dict[Tensor, FlatParameter],
     prepared: Prepared,
     communicator: Communicator,
 ) -> Unit:
-    sites_in: dict[Segment, dict[int, list[Site]]] = {}
+    sites_in: dict[FlatParameter, dict[int, list[Site]]] = {}
     for parameter, sites in plan.sites.items():
-        segment = segment_of[parameter]
-        slot = segment.layout.slots.index(cast(ShardedTensor, parameter).spec.slot)
-        sites_in.setdefault(segment, {})[slot] = sites
+        flat_param = flat_param_of[parameter]
+        slot = flat_param.layout.slots.index(cast(ShardedTensor, parameter).spec.slot)
+        sites_in.setdefault(flat_param, {})[slot] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
         plan.modules,
@@ -258,8 +258,8 @@ def _rename(root: nn.Module, schedule: Schedule) -> None:
     names = {module: name for name, module in root.named_modules()}
     for unit in reversed(schedule.units):
         unit.name = names.get(unit.modules[0]) or type(root).__name__
-        for segment in unit.segments:
-            segment.name = unit.name
+        for flat_param in unit.flat_params:
+            flat_param.name = unit.name
     for name, parameter in root.named_parameters():
         if isinstance(parameter, ShardedTensor):
             parameter.spec.name = name

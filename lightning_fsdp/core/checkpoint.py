@@ -1,4 +1,4 @@
-"""Whole state out of shards and back, one segment at a time. Collective: every rank calls.
+"""Whole state out of shards and back, one flat parameter at a time. Collective: every rank calls.
 
 ``module.state_dict()`` needs no communication and holds :class:`ShardedTensor` values; what is here
 turns them into plain tensors of the original names and shapes, and takes such tensors in.

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.site import Site
@@ -144,23 +144,23 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
 
 
 def check_ties(
-    segments: Iterable[Segment], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
+    flat_params: Iterable[FlatParameter], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
 ) -> None:
     """Refuse other policies for weights that are tied to a unit sharded before: they share all."""
-    for segment in segments:
-        theirs = segment.policy.param_dtype, segment.policy.reduce_dtype
+    for flat_param in flat_params:
+        theirs = flat_param.policy.param_dtype, flat_param.policy.reduce_dtype
         ours = policy.param_dtype, policy.reduce_dtype
         if theirs != ours:
             raise ValueError(
-                f"unit {segment.name!r}: expected one mp_policy for all units that share its "
+                f"unit {flat_param.name!r}: expected one mp_policy for all units that share its "
                 f"weights, got (param_dtype, reduce_dtype) {theirs} there and {ours} here. Pass "
                 "the same policy to both calls."
             )
-        if segment.home.policy != offload:
+        if flat_param.home.policy != offload:
             raise ValueError(
-                f"unit {segment.name!r}: expected one offload_policy for all units that share its "
-                f"weights, got {segment.home.policy} there and {offload} here. Pass the same "
-                "policy to both calls."
+                f"unit {flat_param.name!r}: expected one offload_policy for all units that share "
+                f"its weights, got {flat_param.home.policy} there and {offload} here. Pass the "
+                "same policy to both calls."
             )
 
 

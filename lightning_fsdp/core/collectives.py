@@ -52,7 +52,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import host_memory, torch_internals
 from lightning_fsdp.core.agreement import ControlGroup
-from lightning_fsdp.core.layout import SegmentLayout, complement
+from lightning_fsdp.core.layout import FlatLayout, complement
 
 _MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
@@ -316,7 +316,7 @@ class Communicator:
     def reduce(
         self,
         gradients: dict[int, Tensor],
-        layout: SegmentLayout,
+        layout: FlatLayout,
         unit_name: str,
         *,
         sent_dtype: torch.dtype,
@@ -541,7 +541,7 @@ def _may_overflow(dtype: torch.dtype) -> bool:
 
 def _packed(
     gradients: dict[int, Tensor],
-    layout: SegmentLayout,
+    layout: FlatLayout,
     slots: range,
     start: int,
     stop: int,

@@ -1,9 +1,10 @@
 """A 1-D buffer that is freed and filled again while tensors keep pointing at it.
 
-The whole copy of a segment lives here. Parameters are views of it, made once; freeing sets the
-storage to 0 bytes and allocating gives the same storage its bytes back. What autograd saved for the
-backward are views of this storage too, so gathering again before the backward is enough for exact
-gradients. Swapping ``.data`` would not do: saved tensors follow the storage, not the parameter.
+The whole copy of a flat parameter lives here. Parameters are views of it, made once; freeing sets
+the storage to 0 bytes and allocating gives the same storage its bytes back. What autograd saved for
+the backward are views of this storage too, so gathering again before the backward is enough for
+exact gradients. Swapping ``.data`` would not do: saved tensors follow the storage, not the
+parameter.
 """
 
 from __future__ import annotations

@@ -30,17 +30,17 @@ from lightning_fsdp.core.checks import (
     read_offload_policy,
 )
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import (
     UnitPlan,
     UnitSelector,
-    cut_segments,
+    cut_flat_params,
     find_units,
     plan_units,
 )
 from lightning_fsdp.core.materialize import meta_buffers
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -297,12 +297,12 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(request.ignored_params or ())
     units = plan_units(root, request.units_of(root), ignored, managed)
-    known = _known_segments(units)
+    known = _known_flat_params(units)
     for unit in units:
         check_parameters(unit, known)
     policy = request.mp_policy or MixedPrecisionPolicy()
     check_ties(known.values(), policy, offload)
-    check_meshes([segment.communicator for segment in known.values()], communicator)
+    check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
     return Prepared(
         root=root,
         outermost=modules,
@@ -310,7 +310,7 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
         policy=policy,
         offload=offload,
         units=units,
-        segments=cut_segments(units),
+        flat_params=cut_flat_params(units),
         inner=inner,
         known=known,
     )
@@ -321,15 +321,15 @@ def _inner_schedules(root: nn.Module) -> list[Schedule]:
     return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
 
 
-def _known_segments(units: Sequence[UnitPlan]) -> dict[Tensor, Segment]:
-    """Segments of parameters that are tied to a unit sharded before."""
-    segment_of: dict[Tensor, Segment] = {
-        parameter: segment
+def _known_flat_params(units: Sequence[UnitPlan]) -> dict[Tensor, FlatParameter]:
+    """By parameter that is tied to a unit sharded before, the flat one that it is a part of."""
+    flat_param_of: dict[Tensor, FlatParameter] = {
+        parameter: flat_param
         for schedule in optimizer_guard.schedules()
-        for segment in schedule.segments
-        for parameter in segment.parameters
+        for flat_param in schedule.flat_params
+        for parameter in flat_param.parameters
     }
-    return {p: segment_of[p] for unit in units for p in unit.sites if p in segment_of}
+    return {p: flat_param_of[p] for unit in units for p in unit.sites if p in flat_param_of}
 
 
 def _describe(prepared: Prepared) -> str:

@@ -5,7 +5,7 @@
     g["h.0.weight"].local()    this rank's own, original shape          (state local)
     g["h.0.weight"].shard      this rank's slice of the mean over ranks (state reduced)
     g["h.0.weight"].full()     the mean, original shape; collective     (state reduced)
-    for name, whole in g.full(): ...                 one segment whole at a time; collective
+    for name, whole in g.full(): ...                 one flat parameter whole at a time; collective
 
 Nothing is kept for access but what a mode of :meth:`Gradients.micro_batches` asks for: local
 gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in passing.
@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access import ByName, schedules_in
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grad_norm import global_norm, partial_dot
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -165,7 +165,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole reduced gradient of each parameter that has one. Collective.
 
-        One segment is whole at a time, unless the caller keeps what is yielded.
+        One flat parameter is whole at a time, unless the caller keeps what is yielded.
 
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
@@ -222,8 +222,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 micro-batch of this context.
         """
         check_mode(mode)
-        segments, units = list(self.segments()), list(dict.fromkeys(self._units()))
-        if any(segment.has_local_gradients for segment in segments):
+        flat_params, units = list(self.flat_params()), list(dict.fromkeys(self._units()))
+        if any(flat_param.has_local_gradients for flat_param in flat_params):
             raise RuntimeError(
                 f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "
                 "earlier backward without reduction. Reduce them with the next backward, or drop "
@@ -232,8 +232,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         before = {unit: unit.syncs_gradients for unit in units}
         for unit in units:
             unit.syncs_gradients = mode != "local"
-        for segment in segments:
-            segment.micro_batch = 0
+        for flat_param in flat_params:
+            flat_param.micro_batch = 0
         apart = self._watch(_KeepingApart()) if mode == "separate" else Handle([])
         try:
             yield
@@ -270,7 +270,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         return communicator.all_gather_slices(mine.view(1), "dot of gradients").sum()
 
     def _watch(self, watcher: GradientWatcher) -> Handle:
-        return Handle([register(s.gradient_watchers, watcher) for s in self.segments()])
+        return Handle([register(s.gradient_watchers, watcher) for s in self.flat_params()])
 
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
@@ -280,9 +280,11 @@ class Gradients(ByName, Mapping[str, Gradient]):
         return [g._reduced(None) for g in gradients if g.state != "none"]
 
     def _units(self) -> Iterator[Unit]:
-        segments = self.segments()
+        flat_params = self.flat_params()
         for schedule in schedules_in(self.module):
-            yield from (u for u in schedule.units if not segments.keys().isdisjoint(u.segments))
+            yield from (
+                u for u in schedule.units if not flat_params.keys().isdisjoint(u.flat_params)
+            )
 
     def _communicator(self) -> Communicator:
         return next(iter(self.parameters.values())).spec.communicator
@@ -332,30 +334,30 @@ class _Calling(GradientWatcher):
     def __init__(self, function: GradientFunction, names: Mapping[int, str]) -> None:
         self._function, self._names = function, names
 
-    def _call(self, segment: Segment, slot: int, gradient: Tensor) -> None:
-        name = self._names.get(id(segment.parameters[slot]))
+    def _call(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
+        name = self._names.get(id(flat_param.parameters[slot]))
         if name is not None:
-            self._function(name, gradient, segment.micro_batch)
+            self._function(name, gradient, flat_param.micro_batch)
 
 
 class _CallingOnLocal(_Calling):
-    def on_local(self, segment: Segment, slot: int, gradient: Tensor) -> None:
-        self._call(segment, slot, gradient)
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
+        self._call(flat_param, slot, gradient)
 
 
 class _CallingOnReduced(_Calling):
-    def on_reduced(self, segment: Segment, slot: int, shard: Tensor) -> None:
-        self._call(segment, slot, shard)
+    def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
+        self._call(flat_param, slot, shard)
 
 
 class _KeepingApart(GradientWatcher):
     """Keeps what each micro-batch adds, beside the sum."""
 
     def on_added(
-        self, segment: Segment, slot: int, gradient: ShardedTensor, total: ShardedTensor
+        self, flat_param: FlatParameter, slot: int, gradient: ShardedTensor, total: ShardedTensor
     ) -> None:
         # The first one is added to.
         part = cast(ShardedTensor, gradient.clone()) if total is gradient else gradient
-        kept = total.micro_batches.setdefault(segment.micro_batch, part)
+        kept = total.micro_batches.setdefault(flat_param.micro_batch, part)
         if kept is not part:  # it came late, after the first of its micro-batch was reduced
             kept.add_(part)

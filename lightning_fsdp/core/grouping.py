@@ -10,8 +10,9 @@ Found automatically, in this order:
    with head. Parameters held directly by a module that contains blocks are a unit of that module,
    whole while its forward runs.
 
-A unit's parameters are cut into segments by dtype, by ``requires_grad``, and by the set of units
-that use them: a weight tied across units is a segment of its own, gathered alone for each use.
+A unit's parameters are cut into flat parameters by dtype, by ``requires_grad``, and by the set of
+units that use them: a weight tied across units is a flat parameter of its own, gathered alone for
+each use.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class UnitPlan:
 
 
 @dataclass(frozen=True)
-class SegmentPlan:
+class FlatParameterPlan:
     """Parameters that share one flat region, and the units that use it."""
 
     parameters: list[Tensor]
@@ -113,21 +114,21 @@ def plan_units(
     return [plan for plan in plans if plan.sites]
 
 
-def cut_segments(plans: Sequence[UnitPlan]) -> list[SegmentPlan]:
-    """Cut the units' parameters into segments, in order; those sharded already have theirs."""
+def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
+    """Cut the units' parameters into flat ones, in order; those sharded already have theirs."""
     users: dict[Tensor, list[UnitPlan]] = {}
     for plan in plans:
         for parameter in plan.sites:
             if not isinstance(parameter, ShardedTensor):
                 users.setdefault(parameter, []).append(plan)
-    segments: dict[object, SegmentPlan] = {}
+    flat_params: dict[object, FlatParameterPlan] = {}
     for parameter, plans_of_parameter in users.items():
         ids = tuple(id(plan) for plan in plans_of_parameter)
         key = (parameter.dtype, parameter.requires_grad, ids)
-        segment = segments.setdefault(key, SegmentPlan([], [], plans_of_parameter))
-        segment.parameters.append(parameter)
-        segment.names.append(plans_of_parameter[0].names[parameter])
-    return list(segments.values())
+        flat_param = flat_params.setdefault(key, FlatParameterPlan([], [], plans_of_parameter))
+        flat_param.parameters.append(parameter)
+        flat_param.names.append(plans_of_parameter[0].names[parameter])
+    return list(flat_params.values())
 
 
 def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:

@@ -20,7 +20,7 @@ from lightning_fsdp.core.sharded_tensor import ShardedTensor, flatten
 from lightning_fsdp.core.watcher import Watcher
 
 if TYPE_CHECKING:
-    from lightning_fsdp.core.segment import Segment
+    from lightning_fsdp.core.flat_parameter import FlatParameter
 
 _log = logging.getLogger(__name__)
 
@@ -66,28 +66,29 @@ class FreedMemory(Watcher):
         self._guards: weakref.WeakKeyDictionary[FlatBuffer, torch_internals.AccessGuard] = (
             weakref.WeakKeyDictionary()
         )
-        self._warned: weakref.WeakSet[Segment] = weakref.WeakSet()  # that numpy holds the memory
+        # That numpy holds the memory.
+        self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
-    def before_whole(self, segment: Segment) -> None:
+    def before_whole(self, flat_param: FlatParameter) -> None:
         """The memory comes back."""
-        self._guard_of(segment.buffer).allow_access()
-        for leaf in segment.leaves:
+        self._guard_of(flat_param.buffer).allow_access()
+        for leaf in flat_param.leaves:
             if type(leaf) is _FreedLeaf:
                 leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
-    def on_freed(self, segment: Segment) -> None:
+    def on_freed(self, flat_param: FlatParameter) -> None:
         """The memory is gone."""
-        if not segment.buffer.can_be_freed and segment not in self._warned:
-            self._warned.add(segment)
+        if not flat_param.buffer.can_be_freed and flat_param not in self._warned:
+            self._warned.add(flat_param)
             _log.warning(
                 "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
                 "got one, which shares the memory: the whole parameters stay allocated from now "
                 "on. Take the array of a copy (weight.detach().clone().numpy()).",
-                segment.name,
-                segment.communicator.mesh_rank,
+                flat_param.name,
+                flat_param.communicator.mesh_rank,
             )
-        self._guard_of(segment.buffer).refuse_access()
-        for leaf, parameter in zip(segment.leaves, segment.parameters, strict=True):
+        self._guard_of(flat_param.buffer).refuse_access()
+        for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
                 leaf._parameter = parameter  # type: ignore[attr-defined]
                 leaf.__class__ = _FreedLeaf

@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_fsdp.core.watcher import Watcher
 
 if TYPE_CHECKING:
-    from lightning_fsdp.core.segment import Segment
+    from lightning_fsdp.core.flat_parameter import FlatParameter
 
 SLACK_BYTES = 2**27
 """What a process may hold beyond the most that was in use, before pages are given back."""
@@ -69,9 +69,9 @@ def leave_host_memory_alone() -> None:
 class UnusedMemory(Watcher):
     """Gives unused pages back to the kernel as gradients come, and at each step."""
 
-    def on_reduce(self, segment: Segment, has_one: Sequence[bool]) -> None:
+    def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """As many bytes as the shard has are about to be written."""
-        return_unused_memory(segment.shard.nbytes)
+        return_unused_memory(flat_param.shard.nbytes)
 
     def on_step(self) -> None:
         """Look at once."""

@@ -1,7 +1,8 @@
 """Where each parameter lies in a flat region, and which part of it each rank owns. Integers only.
 
-A segment's parameters are laid end to end in one 1-D region; the region is cut into equal shards,
-one per rank. Drawn to scale for two parameters, ``w`` (3, 10) and ``b`` (10,), on two ranks:
+A flat parameter's parameters are laid end to end in one 1-D region; the region is cut into equal
+shards, one per rank. Drawn to scale for two parameters, ``w`` (3, 10) and ``b`` (10,), on two
+ranks:
 
     element   0         10        20  24    30  32        42    48
               |---------|---------|----|----|...|---------|.....|
@@ -66,7 +67,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class SegmentLayout:
+class FlatLayout:
     """A region of ``shard_world_size`` equal shards that holds ``slots`` in order.
 
     Attributes:
@@ -128,9 +129,9 @@ class SegmentLayout:
         return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(self.slots)], strict=True)]
 
 
-def plan_segment(
+def plan_layout(
     named_shapes: Sequence[tuple[str, tuple[int, ...]]], shard_world_size: int
-) -> SegmentLayout:
+) -> FlatLayout:
     """Lay parameters end to end and cut the region into equal shards.
 
     Args:
@@ -149,7 +150,7 @@ def plan_segment(
         slots.append(Slot(name, shape, position, numel))
         position += numel
     shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
-    return SegmentLayout(tuple(slots), shard_numel, shard_world_size)
+    return FlatLayout(tuple(slots), shard_numel, shard_world_size)
 
 
 def complement(

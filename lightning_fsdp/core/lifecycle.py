@@ -24,7 +24,7 @@ class ParameterState(Enum):
 
 
 class Gradients(Enum):
-    """Which gradients a segment holds; reduced ones are the parameters'."""
+    """Which gradients a flat parameter holds; reduced ones are the parameters'."""
 
     NONE = "none"
     LOCAL = "local"  # this rank's own, full shape, not reduced

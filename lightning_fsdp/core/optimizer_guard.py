@@ -101,9 +101,9 @@ def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
     # A gradient scaler may keep the optimizer, which ends the count, from its step.
     unscaled = set(map(id, specs))
     for schedule in schedules():
-        for segment in schedule.segments:
-            if not unscaled.isdisjoint(id(parameter.spec) for parameter in segment.parameters):
-                segment.micro_batch = 0
+        for flat_param in schedule.flat_params:
+            if not unscaled.isdisjoint(id(parameter.spec) for parameter in flat_param.parameters):
+                flat_param.micro_batch = 0
 
 
 def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:
@@ -117,9 +117,9 @@ def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:
     """
     parameters = [
         parameter
-        for segment in schedule.segments
-        if segment.sends_sums and segment.is_trainable
-        for parameter in segment.parameters
+        for flat_param in schedule.flat_params
+        if flat_param.sends_sums and flat_param.is_trainable
+        for parameter in flat_param.parameters
         if id(parameter) in stepped
     ]
     if not parameters:

@@ -11,7 +11,8 @@ those that enclose them, and beside what ZeRO-2 keeps).
 
 What happens when depends on the graph alone, never on which gradients this rank happens to have: a
 unit's gradients are reduced when the backward leaves it through its inputs, or at the end of the
-backward where its inputs need no gradient. A segment that several units share waits for the last.
+backward where its inputs need no gradient. A flat parameter that several units share waits for the
+last.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.watcher import Watcher
 
@@ -77,7 +78,8 @@ class _Backward:
     ending: weakref.ref[Callable[[], None]]  # what is called at its end
     last: Unit | None = None
     progress: dict[Unit, _Progress] = field(default_factory=dict)  # in the backward's order
-    unsettled: dict[Segment, None] = field(default_factory=dict)  # gradients to reduce or keep
+    # With gradients to reduce, or to keep.
+    unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
     @property
     def is_alive(self) -> bool:
@@ -105,11 +107,11 @@ class Schedule:
         self._forward = _Forward()
         self._backward: _Backward | None = None
         self._prefetched: Unit | None = None
-        self._reducing: list[Segment] = []  # in flight, the last at the end
+        self._reducing: list[FlatParameter] = []  # in flight, the last at the end
         self._follower_in_forward: dict[Unit, Unit] = {}
         self._follower_in_backward: dict[Unit, Unit] = {}
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
-        self._users: defaultdict[Segment, list[Unit]] = defaultdict(list)
+        self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
         # Units are added as they are copied.
@@ -121,7 +123,7 @@ class Schedule:
         return self._forward.depth > 0 or self._backward is not None
 
     @property
-    def segments(self) -> Iterable[Segment]:
+    def flat_params(self) -> Iterable[FlatParameter]:
         """Of all units, each once."""
         return self._users.keys()
 
@@ -129,10 +131,10 @@ class Schedule:
         """Take units over, from their making or from the schedule of an inner module."""
         for unit in units:
             self.units.append(unit)
-            for segment in unit.segments:
-                if segment not in self._users:
-                    segment.watch(self.watchers, self._note_arrival)
-                self._users[segment].append(unit)
+            for flat_param in unit.flat_params:
+                if flat_param not in self._users:
+                    flat_param.watch(self.watchers, self._note_arrival)
+                self._users[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -259,16 +261,16 @@ class Schedule:
     def _touch(self, unit: Unit, progress: _Progress) -> None:
         backward = self._open_backward()
         backward.progress[unit] = progress
-        backward.unsettled.update(dict.fromkeys(unit.segments))
+        backward.unsettled.update(dict.fromkeys(unit.flat_params))
 
     def _finish(self, unit: Unit) -> None:
         self._touch(unit, _Progress.FINISHED)
         self._release(unit)
         progress = self._open_backward().progress.get
         self._settle(
-            segment
-            for segment in unit.segments
-            if all(progress(user) is _Progress.FINISHED for user in self._users[segment])
+            flat_param
+            for flat_param in unit.flat_params
+            if all(progress(user) is _Progress.FINISHED for user in self._users[flat_param])
         )
 
     def _release(self, unit: Unit) -> None:
@@ -279,26 +281,26 @@ class Schedule:
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
 
-    def _note_arrival(self, segment: Segment) -> None:
-        backward, users = self._open_backward(), self._users[segment]
-        backward.unsettled.setdefault(segment)
+    def _note_arrival(self, flat_param: FlatParameter) -> None:
+        backward, users = self._open_backward(), self._users[flat_param]
+        backward.unsettled.setdefault(flat_param)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
         if backward.progress.keys().isdisjoint(users):
             backward.progress.update(dict.fromkeys(users, _Progress.TOUCHED))
 
-    def _settle(self, segments: Iterable[Segment]) -> None:
+    def _settle(self, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
-        for segment in segments:
-            self._open_backward().unsettled.pop(segment, None)
-            if self._syncs_gradients(segment):
-                synced.append(segment)
+        for flat_param in flat_params:
+            self._open_backward().unsettled.pop(flat_param, None)
+            if self._syncs_gradients(flat_param):
+                synced.append(flat_param)
             else:
-                segment.leave_unreduced()
-        self._reduce([segment for segment in synced if segment.is_trainable])
+                flat_param.leave_unreduced()
+        self._reduce([flat_param for flat_param in synced if flat_param.is_trainable])
 
-    def _syncs_gradients(self, segment: Segment) -> bool:
-        return all(unit.syncs_gradients for unit in self._users[segment])
+    def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
+        return all(unit.syncs_gradients for unit in self._users[flat_param])
 
     def _open_backward(self) -> _Backward:
         # One that is alive runs, or a node of it runs another one (reentrant checkpointing).
@@ -306,10 +308,10 @@ class Schedule:
             return self._backward
         if self._backward is not None:
             self._recover("a backward")
-        for segment in self._users:
+        for flat_param in self._users:
             # Whether or not this rank has gradients of it: all ranks must send the same dtype.
-            if not self._syncs_gradients(segment):
-                segment.sends_sums = True
+            if not self._syncs_gradients(flat_param):
+                flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
         self._backward = _Backward(weakref.ref(close))
         torch_internals.call_at_end_of_backward(close)
@@ -323,14 +325,14 @@ class Schedule:
                 self._finish(unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
-        for segment in list(backward.unsettled):
-            self._settle([segment])
+        for flat_param in list(backward.unsettled):
+            self._settle([flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
         self._drop_prefetched(expected=None)
         self._land_reductions()
-        for segment in self._users:
-            segment.micro_batch += 1
+        for flat_param in self._users:
+            flat_param.micro_batch += 1
         self._backward = None
         for watcher in self.watchers:
             watcher.on_backward_end()
@@ -342,16 +344,16 @@ class Schedule:
         for watcher in self.watchers:
             watcher.on_backward_end()
 
-    def _reduce_waiting(self, candidates: Iterable[Segment]) -> None:
+    def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
         """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
-        segments = [segment for segment in candidates if segment.is_trainable]
-        if not segments:
+        flat_params = [flat_param for flat_param in candidates if flat_param.is_trainable]
+        if not flat_params:
             return
-        waiting = [segment.has_local_gradients for segment in segments]
+        waiting = [flat_param.has_local_gradients for flat_param in flat_params]
         any_rank = self.communicator.control.any_rank(waiting)()
-        for segment, is_waiting in zip(segments, any_rank, strict=True):
+        for flat_param, is_waiting in zip(flat_params, any_rank, strict=True):
             if is_waiting:
-                self._reduce([segment])
+                self._reduce([flat_param])
 
     # -- optimizer -------------------------------------------------------------------------------
 
@@ -369,8 +371,8 @@ class Schedule:
         for unit in self.units:
             if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
-            for segment in unit.segments:
-                segment.micro_batch = 0
+            for flat_param in unit.flat_params:
+                flat_param.micro_batch = 0
             if unit in self._forward.running:
                 self._refresh(unit)
             else:
@@ -418,21 +420,21 @@ class Schedule:
         if prefetched is not None and prefetched is not expected:
             prefetched.reshard()
 
-    def _reduce(self, segments: list[Segment]) -> None:
-        if not segments:
+    def _reduce(self, flat_params: list[FlatParameter]) -> None:
+        if not flat_params:
             return
-        for segment in segments:
-            self._announce(f"reduce {segment.sent_dtype} gradients of", segment.name)
+        for flat_param in flat_params:
+            self._announce(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
         self._advance_reductions()  # what they read is freed before more is started
-        for segment in segments:
-            segment.reduce()
-        self._reducing += segments
+        for flat_param in flat_params:
+            flat_param.reduce()
+        self._reducing += flat_params
 
     def _advance_reductions(self) -> None:
         """Let each reduction go one stage on; after its last it lands."""
-        for segment in self._reducing:
-            if not segment.advance():
-                segment.land()
+        for flat_param in self._reducing:
+            if not flat_param.advance():
+                flat_param.land()
         self._reducing = [s for s in self._reducing if s.gradients is Gradients.REDUCING]
 
     def _land_reductions(self) -> None:
@@ -441,9 +443,9 @@ class Schedule:
         reducing, self._reducing = self._reducing, []
         advanced = reducing
         while advanced:  # all are under way before one is waited for
-            advanced = [segment for segment in advanced if segment.advance()]
-        for segment in reducing:
-            segment.land()
+            advanced = [flat_param for flat_param in advanced if flat_param.advance()]
+        for flat_param in reducing:
+            flat_param.land()
         for watcher in self.watchers:
             watcher.on_landed()
 

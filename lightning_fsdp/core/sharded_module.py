@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core import optimizer_guard, torch_internals
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.unit import Unit
 
 
@@ -49,7 +49,9 @@ def _shards_in_place(module: nn.Module) -> Iterator[None]:
             unit.install_leaves()
 
 
-def _check_conversion(unit: Unit, segment: Segment, dtype: torch.dtype, ours: set[int]) -> None:
+def _check_conversion(
+    unit: Unit, flat_param: FlatParameter, dtype: torch.dtype, ours: set[int]
+) -> None:
     where = f"unit {unit.name!r} (rank {unit.communicator.mesh_rank})"
     if not dtype.is_floating_point:
         raise TypeError(f"{where}: expected a floating-point dtype, got {dtype}.")
@@ -58,12 +60,12 @@ def _check_conversion(unit: Unit, segment: Segment, dtype: torch.dtype, ours: se
             f"{where}: expected to change its dtype between forwards, got it inside of one. "
             "Call it after the forward."
         )
-    if segment.gradients is not Gradients.NONE:
+    if flat_param.gradients is not Gradients.NONE:
         raise RuntimeError(
             f"{where}: expected to change its dtype between steps, got gradients that wait to "
             "be reduced. Run the last backward outside no_sync() first, or zero_grad()."
         )
-    for parameter in segment.parameters:
+    for parameter in flat_param.parameters:
         if id(parameter) not in ours:
             raise RuntimeError(
                 f"{where}: expected to change the dtype of a module with all of the unit's "
@@ -237,21 +239,23 @@ class ShardedModule(nn.Module):
     def _convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         units = units_in(self)
         ours = {id(parameter) for parameter in self.parameters()}
-        converted: dict[Segment, torch.dtype] = {}
+        converted: dict[FlatParameter, torch.dtype] = {}
         for unit in units:
-            for segment in unit.segments:
-                dtype = fn(segment.shard.new_empty(0)).dtype
-                if dtype == segment.shard.dtype:
+            for flat_param in unit.flat_params:
+                dtype = fn(flat_param.shard.new_empty(0)).dtype
+                if dtype == flat_param.shard.dtype:
                     continue
-                _check_conversion(unit, segment, dtype, ours)
-                converted[segment] = dtype
+                _check_conversion(unit, flat_param, dtype, ours)
+                converted[flat_param] = dtype
         users = [
-            u for u in self._hooks().schedule.units if not converted.keys().isdisjoint(u.segments)
+            u
+            for u in self._hooks().schedule.units
+            if not converted.keys().isdisjoint(u.flat_params)
         ]
         for unit in users:
             self._hooks().schedule.reshard(unit)
-        for segment, dtype in converted.items():
-            segment.convert(dtype)
+        for flat_param, dtype in converted.items():
+            flat_param.convert(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another sharded module, at any time and without communication.

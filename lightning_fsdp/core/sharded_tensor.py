@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.flat_chunks import FlatChunks
-from lightning_fsdp.core.layout import FlatSlice, SegmentLayout, Slot
+from lightning_fsdp.core.layout import FlatLayout, FlatSlice, Slot
 from lightning_fsdp.core.offload import Home
 
 aten = torch.ops.aten
@@ -44,7 +44,7 @@ class ShardSpec:
 
     Attributes:
         name: Original name of the parameter; kept up to date when an outer module is sharded.
-        slot: Its place in the segment's region.
+        slot: Its place in the flat parameter's region.
         layout: The layout of that region.
         communicator: The sharding group.
         home: Where shards live, and the way from and to it.
@@ -53,7 +53,7 @@ class ShardSpec:
 
     name: str
     slot: Slot
-    layout: SegmentLayout
+    layout: FlatLayout
     communicator: Communicator = field(repr=False)
     home: Home = field(repr=False)
     slice: FlatSlice = field(init=False)
@@ -78,7 +78,7 @@ class ShardedTensor(FlatChunks, Tensor):
     are those of the whole tensor. ``torch.distributed.checkpoint`` saves and loads it in place.
     """
 
-    _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the segment's shard
+    _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
     spec: ShardSpec
     micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
     gradient_hooks: OrderedDict[int, Callable[..., Any]] | None  # of a parameter: see below

@@ -1,6 +1,6 @@
 """What one module needs whole at once, and where it is registered. It has no life of its own.
 
-Every state is the segments'; when to take a step is the schedule's business.
+Every state is the flat parameters'; when to take a step is the schedule's business.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.lifecycle import ParameterState
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.site import Site
 
@@ -29,7 +29,7 @@ class Unit:
     Attributes:
         name: Original name of the first module.
         modules: The modules whose forward needs the parameters.
-        sites: By segment and slot, where the modules register a parameter; unused slots are
+        sites: By flat parameter and slot, where the modules register a parameter; unused slots are
             missing.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
         reshard_after_backward: Likewise.
@@ -44,7 +44,7 @@ class Unit:
         self,
         name: str,
         modules: Sequence[nn.Module],
-        sites: Mapping[Segment, Mapping[int, Sequence[Site]]],
+        sites: Mapping[FlatParameter, Mapping[int, Sequence[Site]]],
         communicator: Communicator,
         *,
         policy: PrecisionPolicy,
@@ -64,7 +64,7 @@ class Unit:
         self.is_kept_for_graph = False
 
     def __repr__(self) -> str:
-        states = ", ".join(segment.copy.value for segment in self.sites)
+        states = ", ".join(flat_param.copy.value for flat_param in self.sites)
         return f"Unit({self.name!r}, {states})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
@@ -91,53 +91,53 @@ class Unit:
         return copied
 
     @property
-    def segments(self) -> Iterator[Segment]:
+    def flat_params(self) -> Iterator[FlatParameter]:
         """What is whole at once."""
         return iter(self.sites)
 
     def parameters(self) -> Iterator[ShardedTensor]:
         """The sharded parameters that the unit uses."""
-        for segment, slots in self.sites.items():
+        for flat_param, slots in self.sites.items():
             for slot in slots:
-                yield segment.parameters[slot]
+                yield flat_param.parameters[slot]
 
     @property
     def is_held(self) -> bool:
         """Whether the whole copy is there for this unit, or on its way."""
-        return all(self in segment.holders for segment in self.sites)
+        return all(self in flat_param.holders for flat_param in self.sites)
 
     @property
     def is_whole(self) -> bool:
         """Whether the whole copy is there for this unit."""
         return all(
-            self in segment.holders and segment.copy is ParameterState.UNSHARDED
-            for segment in self.sites
+            self in flat_param.holders and flat_param.copy is ParameterState.UNSHARDED
+            for flat_param in self.sites
         )
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to after it was gathered for this unit."""
-        return any(self in segment.holders and segment.is_stale for segment in self.sites)
+        return any(self in flat_param.holders and flat_param.is_stale for flat_param in self.sites)
 
     def unshard(self) -> None:
-        """Start the all-gather of every segment that is not whole, or stale."""
+        """Start the all-gather of every flat parameter that is not whole, or stale."""
         with torch_internals.profiled("unshard", self.name):
-            for segment in self.sites:
-                segment.unshard(self)
+            for flat_param in self.sites:
+                flat_param.unshard(self)
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
         if self.is_whole:
             return
         with torch_internals.profiled("wait_for_unshard", self.name):
-            for segment in self.sites:
-                segment.wait_for_unshard()
+            for flat_param in self.sites:
+                flat_param.wait_for_unshard()
 
     def reshard(self) -> None:
         """Free the whole copy; nothing if there is none. What others share stays for them."""
         self.is_kept_for_graph = False
-        for segment in self.sites:
-            segment.reshard(self)
+        for flat_param in self.sites:
+            flat_param.reshard(self)
 
     def install_leaves(self) -> None:
         """Put the leaves into the modules.
@@ -146,32 +146,32 @@ class Unit:
             RuntimeError: A module holds another parameter than the one that was sharded.
         """
         self.has_leaves_installed = True
-        for segment, slots in self.sites.items():
+        for flat_param, slots in self.sites.items():
             for slot, sites in slots.items():
-                parameter, leaf = segment.parameters[slot], segment.leaves[slot]
+                parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
                 for site in sites:
                     found: Tensor | None = site.module._parameters.get(site.name)
                     if found is not parameter and found is not leaf:
                         raise RuntimeError(self._describe_replaced(parameter, site))
                     site.put(leaf)
-                segment.prepare_leaf(slot)
+                flat_param.prepare_leaf(slot)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
         self.has_leaves_installed = False
-        for segment, slots in self.sites.items():
+        for flat_param, slots in self.sites.items():
             for slot, sites in slots.items():
                 for site in sites:
-                    if site.module._parameters.get(site.name) is segment.leaves[slot]:
-                        site.put(segment.parameters[slot])
+                    if site.module._parameters.get(site.name) is flat_param.leaves[slot]:
+                        site.put(flat_param.parameters[slot])
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""
         self.install_shards()
         self.is_kept_for_graph = False
-        for segment in self.sites:
+        for flat_param in self.sites:
             try:
-                segment.abandon(drops_gradients=drops_gradients)
+                flat_param.abandon(drops_gradients=drops_gradients)
             except RuntimeError as error:  # that a collective never ended may be what happened
                 _log.warning("while recovering: %s", error)
 

@@ -18,7 +18,7 @@ from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.watcher import Watcher
 
 if TYPE_CHECKING:
-    from lightning_fsdp.core.segment import Segment
+    from lightning_fsdp.core.flat_parameter import FlatParameter
 
 
 @dataclass
@@ -43,11 +43,11 @@ class UnusedParameters(Watcher):
         """The same, for the schedule of a copied model."""
         return type(self)(self._control)
 
-    def on_reduce(self, segment: Segment, has_one: Sequence[bool]) -> None:
+    def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
-        for parameter, is_used in zip(segment.parameters, has_one, strict=True):
+        for parameter, is_used in zip(flat_param.parameters, has_one, strict=True):
             usage = self._usage.setdefault(
-                parameter, _Usage(False, parameter.grad is not None, segment.micro_batch)
+                parameter, _Usage(False, parameter.grad is not None, flat_param.micro_batch)
             )
             usage.is_used |= is_used
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_fsdp.core.segment import Segment
+    from lightning_fsdp.core.flat_parameter import FlatParameter
     from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 
@@ -28,13 +28,13 @@ class Watcher:
     def before_collective(self, event: str, unit_name: str) -> None:
         """A gather or a reduction is about to start, on every rank or by mistake."""
 
-    def before_whole(self, segment: Segment) -> None:
+    def before_whole(self, flat_param: FlatParameter) -> None:
         """The whole copy is about to be allocated."""
 
-    def on_freed(self, segment: Segment) -> None:
+    def on_freed(self, flat_param: FlatParameter) -> None:
         """The whole copy was freed."""
 
-    def on_reduce(self, segment: Segment, has_one: Sequence[bool]) -> None:
+    def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """A reduction has started; per slot, whether this rank has a gradient."""
 
     def before_landing(self) -> None:
@@ -54,15 +54,15 @@ class Watcher:
 
 
 class GradientWatcher:
-    """Sees the gradients of one segment's parameters. Each method does nothing here."""
+    """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
 
-    def on_local(self, segment: Segment, slot: int, gradient: Tensor) -> None:
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
         """This rank's own has arrived: original shape, compute dtype. It may be edited in place."""
 
-    def on_reduced(self, segment: Segment, slot: int, shard: Tensor) -> None:
+    def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
         """The mean over ranks has landed: this rank's slice, main dtype; likewise."""
 
     def on_added(
-        self, segment: Segment, slot: int, gradient: ShardedTensor, total: ShardedTensor
+        self, flat_param: FlatParameter, slot: int, gradient: ShardedTensor, total: ShardedTensor
     ) -> None:
         """It was added to ``total``; which is the same object where there was none before."""

@@ -47,7 +47,7 @@ class Weights(ByName, Mapping[str, Weight]):
         return len(self.parameters)
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of each parameter, one segment whole at a time. Collective."""
+        """Name and whole value of each, one flat parameter whole at a time. Collective."""
         yield from self.stream({name: p.to_local() for name, p in self.parameters.items()})
 
 

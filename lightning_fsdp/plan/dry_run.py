@@ -278,9 +278,11 @@ class _Training:
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def _tell_owners(self, ledger: FakeLedger) -> None:
-        segments = {segment for unit in units_in(self._model) for segment in unit.segments}
-        ledger.tell(GATHERED, (segment.buffer.flat for segment in segments))
-        ledger.tell("parameters", (segment.shard for segment in segments))
+        flat_params = {
+            flat_param for unit in units_in(self._model) for flat_param in unit.flat_params
+        }
+        ledger.tell(GATHERED, (flat_param.buffer.flat for flat_param in flat_params))
+        ledger.tell("parameters", (flat_param.shard for flat_param in flat_params))
         ledger.tell("parameters", self._model.buffers())
         states = (value for state in self._optimizer.state.values() for value in state.values())
         ledger.tell("optimizer", (local_part(v) for v in states if isinstance(v, Tensor)))

@@ -18,9 +18,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from lightning_fsdp.core import assembly, collectives, torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
-from lightning_fsdp.core.layout import SegmentLayout
+from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.layout import FlatLayout
 from lightning_fsdp.core.offload import Home
-from lightning_fsdp.core.segment import Segment
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -50,13 +50,13 @@ def none() -> None:
 @_fault
 def no_division_by_world_size() -> None:
     """Reduced gradients are sums over the ranks, not means."""
-    _change_reduced(lambda segment, shard: shard.mul_(segment.communicator.world_size))
+    _change_reduced(lambda flat_param, shard: shard.mul_(flat_param.communicator.world_size))
 
 
 @_fault
 def gradients_times_3() -> None:
     """Reduced gradients are three times too large; Adam's steps hide it."""
-    _change_reduced(lambda segment, shard: shard.mul_(3))
+    _change_reduced(lambda flat_param, shard: shard.mul_(3))
 
 
 @_fault
@@ -66,7 +66,7 @@ def reduction_without_communication() -> None:
     def reduce(
         self: Communicator,
         gradients: Any,
-        layout: SegmentLayout,
+        layout: FlatLayout,
         unit_name: str,
         *,
         sent_dtype: torch.dtype,
@@ -85,8 +85,8 @@ def reduction_without_communication() -> None:
 def gradient_padding_of_ones() -> None:
     """The padding between reduced gradients holds ones, not zeros."""
 
-    def fill(segment: Segment, shard: Tensor) -> Tensor:
-        _fill_padding(segment, shard)
+    def fill(flat_param: FlatParameter, shard: Tensor) -> Tensor:
+        _fill_padding(flat_param, shard)
         return shard
 
     _change_reduced(fill)
@@ -111,19 +111,19 @@ def gather_repeats_the_own_shard() -> None:
 def every_rank_keeps_shard_0() -> None:
     """Sharding leaves every rank with the values of rank 0's shard."""
 
-    def fill(segment: Segment, wholes: list[Tensor]) -> None:
-        region = torch.zeros(segment.layout.numel, dtype=segment.shard.dtype)
-        for slot, whole in zip(segment.layout.slots, wholes, strict=True):
+    def fill(flat_param: FlatParameter, wholes: list[Tensor]) -> None:
+        region = torch.zeros(flat_param.layout.numel, dtype=flat_param.shard.dtype)
+        for slot, whole in zip(flat_param.layout.slots, wholes, strict=True):
             region[slot.offset : slot.offset + slot.numel] = whole.reshape(-1)
-        segment.shard.copy_(region[: segment.layout.shard_numel])
+        flat_param.shard.copy_(region[: flat_param.layout.shard_numel])
 
-    _change_new_segments(fill)
+    _change_new_flat_params(fill)
 
 
 @_fault
 def padding_of_ones() -> None:
     """The padding between parameters holds ones, not zeros."""
-    _change_new_segments(lambda segment, wholes: _fill_padding(segment, segment.shard))
+    _change_new_flat_params(lambda flat_param, wholes: _fill_padding(flat_param, flat_param.shard))
 
 
 @_fault
@@ -180,9 +180,9 @@ def dropped_gathers_are_not_waited_for() -> None:
     original = Unit.reshard
 
     def reshard(self: Unit) -> None:
-        for segment in self.segments:
-            if segment._gather is not None:
-                segment._gather.works = ()
+        for flat_param in self.flat_params:
+            if flat_param._gather is not None:
+                flat_param._gather.works = ()
         original(self)
 
     Unit.reshard = reshard
@@ -310,31 +310,31 @@ def loading_an_optimizer_does_nothing() -> None:
 # --- how faults are made ---
 
 
-def _change_reduced(change: Callable[[Segment, Tensor], Tensor]) -> None:
+def _change_reduced(change: Callable[[FlatParameter, Tensor], Tensor]) -> None:
     """Let ``change`` have every reduced shard of gradients, whichever way it was reduced."""
-    original = Segment.reduce
+    original = FlatParameter.reduce
 
-    def reduce(self: Segment) -> Any:
+    def reduce(self: FlatParameter) -> Any:
         used = original(self)
         finish = self._reduction.finish
         self._reduction.finish = lambda: change(self, finish())
         return used
 
-    Segment.reduce = reduce
+    FlatParameter.reduce = reduce
 
 
-def _change_new_segments(change: Callable[[Segment, list[Tensor]], None]) -> None:
-    """Let ``change`` have every new segment, and the whole parameters that it was made of."""
-    original = assembly._make_segment
+def _change_new_flat_params(change: Callable[[FlatParameter, list[Tensor]], None]) -> None:
+    """Let ``change`` have every new flat parameter, and the whole ones that it was made of."""
+    original = assembly._make_flat_param
 
-    def make_segment(plan: Any, *args: Any) -> Segment:
+    def make_flat_param(plan: Any, *args: Any) -> FlatParameter:
         wholes = [parameter.detach().clone() for parameter in plan.parameters]
-        segment = original(plan, *args)
+        flat_param = original(plan, *args)
         with torch.no_grad():
-            change(segment, wholes)
-        return segment
+            change(flat_param, wholes)
+        return flat_param
 
-    assembly._make_segment = make_segment
+    assembly._make_flat_param = make_flat_param
 
 
 def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -> None:
@@ -378,9 +378,9 @@ def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
     Communicator.reduce, collectives._packed = reduce, note
 
 
-def _fill_padding(segment: Segment, shard: Tensor) -> None:
-    first, last = segment.layout.shard_range(segment.communicator.rank)
-    for start, stop in segment.layout.padding(first, last):
+def _fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:
+    first, last = flat_param.layout.shard_range(flat_param.communicator.rank)
+    for start, stop in flat_param.layout.padding(first, last):
         shard[start - first : stop - first] = 1
 
 

@@ -54,7 +54,7 @@ class TwoPlaces(TorchDispatchMode):
             assemble(prepared, communicator, home, *rest)
             self._is_at_the_door = False
             if home.is_offloaded:
-                parameters = [p for plan in prepared.segments for p in plan.parameters]
+                parameters = [p for plan in prepared.flat_params for p in plan.parameters]
                 self.mark([p for p in parameters if self.place_of(p) is None], HOST)
 
         def to_device_marked(home: Home, source: Tensor, target: Tensor) -> None:

@@ -9,8 +9,9 @@
 
 Offloaded, the left side is on the host and the right side on the device that computes.
 
-A segment belongs to one unit, or to several that share its weights. Those share the whole copy and
-the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the sum.
+A flat parameter belongs to one unit, or to several that share its weights. Those share the whole
+copy and the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the
+sum.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.collectives import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
-from lightning_fsdp.core.layout import SegmentLayout
+from lightning_fsdp.core.layout import FlatLayout
 from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
 from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
@@ -36,7 +37,7 @@ from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.watcher import GradientWatcher, Watcher
 
 
-class Segment:
+class FlatParameter:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
 
     Attributes:
@@ -58,7 +59,7 @@ class Segment:
     def __init__(
         self,
         name: str,
-        layout: SegmentLayout,
+        layout: FlatLayout,
         shard: Tensor,
         parameters: Sequence[ShardedTensor],
         communicator: Communicator,
@@ -74,7 +75,7 @@ class Segment:
         self.micro_batch = 0
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers: tuple[Watcher, ...] = ()
-        self._on_arrival: Callable[[Segment], None] = _ignore
+        self._on_arrival: Callable[[FlatParameter], None] = _ignore
         self._take_in(shard)
 
     def _take_in(self, shard: Tensor) -> None:
@@ -98,20 +99,22 @@ class Segment:
         self._reduction: Pending | None = None
 
     def __repr__(self) -> str:
-        return f"Segment({self.name!r}, {len(self.parameters)}, gradients {self.gradients.value})"
+        return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Segment:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
         parameters: list[ShardedTensor] = [copy.deepcopy(p, memo) for p in self.parameters]
         for parameter in parameters:
             parameter._local = parameter.spec.part_of(shard)
-        return Segment(
+        return FlatParameter(
             self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
         )
 
-    def watch(self, watchers: tuple[Watcher, ...], on_arrival: Callable[[Segment], None]) -> None:
+    def watch(
+        self, watchers: tuple[Watcher, ...], on_arrival: Callable[[FlatParameter], None]
+    ) -> None:
         """Be watched by a schedule from now on.
 
         Args:
@@ -359,17 +362,17 @@ class Segment:
 class _GradientHook:
     """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
 
-    def __init__(self, segment: Segment, slot: int) -> None:
-        self._segment = weakref.ref(segment)  # the segment owns the leaf, which owns this hook
+    def __init__(self, flat_param: FlatParameter, slot: int) -> None:
+        self._flat_param = weakref.ref(flat_param)  # which owns the leaf, which owns this hook
         self._slot = slot
 
     def __call__(self, leaf: Tensor) -> None:
-        segment, gradient = self._segment(), leaf.grad
+        flat_param, gradient = self._flat_param(), leaf.grad
         leaf.grad = None
-        if segment is not None and gradient is not None:
+        if flat_param is not None and gradient is not None:
             with torch.no_grad():
                 # With create_graph=True it has a graph, which a reduction would hold for nothing.
-                segment.receive(
+                flat_param.receive(
                     self._slot, gradient.detach() if gradient.requires_grad else gradient
                 )
 
@@ -380,5 +383,5 @@ def _stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
     return present if isinstance(present, UnreducedGradient) else None
 
 
-def _ignore(segment: Segment) -> None:
+def _ignore(flat_param: FlatParameter) -> None:
     pass
