@@ -90,8 +90,8 @@ def huge():
     return sum(1024 * int(row[1]) for row in rows if row[0] == "AnonHugePages:")
 
 {call}
-host_memory.keep_freed_memory()
-flat = FlatBuffer({numel}, torch.float32, torch.device("cpu"))
+home = host_memory.HostHome(torch.device("cpu"))
+flat = FlatBuffer({numel}, torch.float32, home)
 before, seen = huge(), []
 for _ in range(2):
     flat.free()
@@ -139,9 +139,11 @@ def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(host_memory, "_keeps_freed_memory", False)
     with pytest.raises(AssertionError, match="mallopt was called"):
         host_memory.keep_freed_memory()
+    home = object.__new__(host_memory.HostHome)
+    home.compute_device = torch.device("cpu")
     with pytest.raises(AssertionError, match="mallopt was called"):
-        host_memory.empty(host_memory.OWN_BYTES, torch.uint8, torch.device("cpu"))
+        home.empty(host_memory.OWN_BYTES, torch.uint8)
     lightning_fsdp.leave_host_memory_alone()
-    host_memory.keep_freed_memory()
-    host_memory.empty(host_memory.OWN_BYTES, torch.uint8, torch.device("cpu"))
+    home = host_memory.HostHome(torch.device("cpu"))
+    home.empty(host_memory.OWN_BYTES, torch.uint8)
     host_memory.return_unused_memory(slack=0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
-from lightning_fsdp.core import collectives
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core import pairs
+from lightning_fsdp.core.communicator import pack
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.lifecycle import Gradients
@@ -51,7 +51,7 @@ def _train_in_every_cut(rank, world_size, task_name):
     )
     traces = {}
     for cut, accumulation in itertools.product(CUTS, ["local", "sum"]):
-        collectives._LARGE_NUMEL = cut  # this process is the rank's own
+        pairs._LARGE_NUMEL = cut  # this process is the rank's own
         model = shard_model(task.build())
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         traces[cut, accumulation] = train_on_rank(
@@ -82,9 +82,9 @@ def test_every_cut_trains_alike(world_size, task_name):
 
 def _see_memory(rank, world_size):
     """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
-    collectives._LARGE_NUMEL = 40
+    pairs._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    receive, exchange = FlatParameter.receive, Communicator._exchange
+    receive, exchange = FlatParameter.receive, pairs.PairCommunicator._exchange
     made, sent = {}, set()
 
     def watch(self, slot, gradient):
@@ -95,7 +95,7 @@ def _see_memory(rank, world_size):
         sent.update(data.untyped_storage().data_ptr() for data in to(1 - self.rank))
         return exchange(self, what, to, into, tag)
 
-    FlatParameter.receive, Communicator._exchange = watch, watch_sends
+    FlatParameter.receive, pairs.PairCommunicator._exchange = watch, watch_sends
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
@@ -113,8 +113,7 @@ def test_gradients_are_kept_and_large_ones_sent_from_where_autograd_made_them():
 
 
 def _pack(layout, gradients, dtype):
-    slots, device = range(len(layout.slots)), torch.device("cpu")
-    return collectives._packed(gradients, layout, slots, 0, layout.numel, dtype, device).data
+    return pack(gradients, layout, lambda numel, dtype: torch.empty(numel, dtype=dtype), dtype)
 
 
 def test_a_gradient_of_another_layout_is_copied():

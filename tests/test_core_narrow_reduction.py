@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
-from lightning_fsdp.core import collectives
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core import communicator as plain
+from lightning_fsdp.core import pairs
+from lightning_fsdp.core.groups import communicator_of
 from lightning_fsdp.core.layout import plan_layout
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
@@ -56,7 +57,7 @@ def full_gradients(model):
 def _one_backward(rank, world_size, plan):
     found = []
     for cut in CUTS:
-        collectives._LARGE_NUMEL = cut  # this process is the rank's own
+        pairs._LARGE_NUMEL = cut  # this process is the rank's own
         model = shard_model(causal_lm(), PLANS[plan], mp_policy=POLICIES["fp32"])
         lm_loss(model, token_batch(0, 0, rank)).backward()
         found.append(full_gradients(model))
@@ -100,17 +101,21 @@ def _wide_range(rank, numel):
     return (torch.randn(numel, generator=generator) * 2.0**exponents).bfloat16()
 
 
+def _empty(numel, dtype):
+    return torch.empty(numel, dtype=dtype)
+
+
 def _reduce_a_region(rank, world_size):
     """Two gradients with padding between and after them, sent apart or all as one."""
-    collectives._LARGE_NUMEL = 1
-    collectives._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
-    communicator = Communicator.of(dist.group.WORLD)
+    pairs._LARGE_NUMEL = 1
+    plain._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
+    communicator = communicator_of(dist.group.WORLD)
     numel = world_size * 264
     layout = plan_layout([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)
     assert layout.numel == numel
     region = _wide_range(rank, numel)
     gradients = {0: region[:270], 1: region[288:-5]}
-    pending = communicator.reduce(gradients, layout, "u", sent_dtype=BF16, dtype=FP32)
+    pending = communicator.reduce(gradients, layout, "u", _empty, sent_dtype=BF16, dtype=FP32)
     traffic = communicator.traffic["reduce_scatter"]
     return pending.wait(), traffic.calls, traffic.sent_bytes
 
@@ -268,10 +273,12 @@ LARGE = 40_000.0
 
 
 def _reduce_fp16(rank, world_size):
-    communicator = Communicator.of(dist.group.WORLD)
+    communicator = communicator_of(dist.group.WORLD)
     region = _fp16_region(rank, world_size)
     layout = plan_layout([("a", (region.numel(),))], world_size)
-    reduction = communicator.reduce({0: region}, layout, "fp16", sent_dtype=FP16, dtype=FP16)
+    reduction = communicator.reduce(
+        {0: region}, layout, "fp16", _empty, sent_dtype=FP16, dtype=FP16
+    )
     return reduction.wait()
 
 

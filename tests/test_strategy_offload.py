@@ -44,7 +44,7 @@ def _offloads(rank, world_size, folder):
     class Looks(Regressor):
         def on_before_optimizer_step(self, optimizer):
             homes = {p.spec.home for p in self.parameters() if hasattr(p, "spec")}
-            seen.append([home.traffic["to_host"].calls for home in homes if home.is_offloaded])
+            seen.append([home.traffic["to_host"].calls for home in homes if home.policy])
 
     fit(ScratchFSDPStrategy(cpu_offload=True), folder, seeded(Looks))
     return seen

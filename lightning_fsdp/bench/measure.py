@@ -41,8 +41,8 @@ from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
-from lightning_fsdp.core.collectives import Communicator
 from lightning_fsdp.core.grad_norm import global_norm
+from lightning_fsdp.core.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
 
 
@@ -306,7 +306,7 @@ def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
     if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
         return None
     assert torch.distributed.group.WORLD is not None, "a strategy has made it"
-    traffic = Communicator.of(torch.distributed.group.WORLD).traffic
+    traffic = communicator_of(torch.distributed.group.WORLD).traffic
     return {kind: of_kind.calls for kind, of_kind in traffic.items()}
 
 

@@ -30,7 +30,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.collectives import exchanges_in_pairs
 from lightning_fsdp.core.grouping import (
     FlatParameterPlan,
     UnitPlan,
@@ -38,6 +37,7 @@ from lightning_fsdp.core.grouping import (
     find_units,
     plan_units,
 )
+from lightning_fsdp.core.pairs import exchanges_in_pairs
 
 Role = Literal["first", "inner", "shared"]
 

@@ -11,14 +11,15 @@ from torch import Tensor, nn
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import host_memory, optimizer_guard, torch_internals
 from lightning_fsdp.core.agreement import RecordedOrder
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
+from lightning_fsdp.core.groups import control_of
 from lightning_fsdp.core.guards import FreedMemory
+from lightning_fsdp.core.home import Home
 from lightning_fsdp.core.hooks import ModuleHooks
 from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.materialize import materialize, meta_buffers
-from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
@@ -118,7 +119,7 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
     try:
-        communicator.control.agree(f"initialising {type(prepared.root).__name__}", statement)
+        control_of(communicator).agree(f"initialising {type(prepared.root).__name__}", statement)
     except RuntimeError as disagreement:
         raise disagreement from error
     if error is not None:
@@ -134,12 +135,11 @@ def assemble(
 ) -> None:
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
     watchers: list[Watcher] = [
-        RecordedOrder(communicator.control),
-        UnusedParameters(communicator.control),
+        RecordedOrder(control_of(communicator)),
+        UnusedParameters(communicator.any_rank),
         FreedMemory(),
     ]
     if home.compute_device.type == "cpu":
-        host_memory.keep_freed_memory()
         watchers.append(host_memory.UnusedMemory())
     schedule = Schedule(communicator, watchers)
     for other in prepared.inner:

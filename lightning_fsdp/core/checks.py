@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import UnitPlan
+from lightning_fsdp.core.groups import describe, spans_same_ranks
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
@@ -84,10 +85,11 @@ def is_offered(mesh: DeviceMesh) -> bool:
 def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
     """Refuse another mesh than that of units sharded before: norms and agreement need one."""
     for other in earlier:
-        if not other.spans_same_ranks(communicator):
+        if not spans_same_ranks(other, communicator):
             raise ValueError(
-                f"fully_shard: expected one mesh for all units of a model, got {other} before and "
-                f"{communicator} now. Pass the same mesh to every call."
+                "fully_shard: expected one mesh for all units of a model, got "
+                f"{describe(other)} before and {describe(communicator)} now. Pass the same mesh to "
+                "every call."
             )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core import host_memory
+from lightning_fsdp.core.home import Home
 from lightning_fsdp.core.layout import Slot
 
 
@@ -25,10 +25,11 @@ class FlatBuffer:
         flat: ``(numel,)``; its storage has 0 bytes while free.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, home: Home) -> None:
         # Outside of inference mode: an inference tensor could never be written to in training.
         with torch.inference_mode(False):
-            self.flat = host_memory.empty(numel, dtype, device)
+            self.flat = home.empty(numel, dtype)
+        self._home = home
         self._nbytes = self.flat.untyped_storage().nbytes()
 
     @property
@@ -39,7 +40,7 @@ class FlatBuffer:
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
         if self.can_be_freed:
-            host_memory.allocate(self.flat.untyped_storage(), self._nbytes)
+            self._home.allocate(self.flat.untyped_storage(), self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.collectives import Communicator, Pending
+from lightning_fsdp.core.communicator import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.home import Home
 from lightning_fsdp.core.layout import FlatLayout
 from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
-from lightning_fsdp.core.offload import Home
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.watcher import GradientWatcher, Watcher
@@ -82,9 +82,7 @@ class FlatParameter:
         """Begin with a shard that the parameters are slices of."""
         layout, home = self.layout, self.home
         self.shard = shard
-        self.buffer = FlatBuffer(
-            layout.numel, self.policy.param_dtype or shard.dtype, home.compute_device
-        )
+        self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy = ParameterState.UNSHARDED
         self._gather: Pending | None = None
@@ -259,11 +257,12 @@ class FlatParameter:
                 gradients,
                 self.layout,
                 self.name,
+                self.home.empty,
                 sent_dtype=self.sent_dtype,
                 dtype=self._reduce_dtype,
             )
-        if self.home.is_offloaded:
-            self._reduction.then("bring_home", self.name, self.home.to_host)
+        for name, stage in self.home.after_reduction:
+            self._reduction.then(name, self.name, stage)
         self.sends_sums = False
         for watcher in self._watchers:
             watcher.on_reduce(self, has_one)

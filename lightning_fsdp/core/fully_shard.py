@@ -29,7 +29,7 @@ from lightning_fsdp.core.checks import (
     is_offered,
     read_offload_policy,
 )
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import (
     UnitPlan,
@@ -38,8 +38,16 @@ from lightning_fsdp.core.grouping import (
     find_units,
     plan_units,
 )
+from lightning_fsdp.core.groups import (
+    communicator_of,
+    communicator_of_mesh,
+    control_of,
+    describe,
+)
+from lightning_fsdp.core.home import Home
+from lightning_fsdp.core.host_memory import HostHome
 from lightning_fsdp.core.materialize import meta_buffers
-from lightning_fsdp.core.offload import Home
+from lightning_fsdp.core.offload import OffloadedHome
 from lightning_fsdp.core.schedule import Schedule
 from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 
@@ -244,7 +252,9 @@ def _shard(request: _Request) -> None:
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
         communicator, device = _open_group(request.mesh)
         prepared = _agree_on(request, communicator)
-        home = Home(device, prepared.offload)
+        home = HostHome(device) if device.type == "cpu" else Home(device)
+        if prepared.offload is not None:
+            home = OffloadedHome(home, prepared.offload)
         assemble(prepared, communicator, home, initialise(prepared, communicator, home))
 
 
@@ -252,13 +262,13 @@ def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     error: Exception | None = None
     try:
         prepared = _prepare(request, communicator)
-        statement = f"{communicator}; {_describe(prepared)}"
+        statement = f"{describe(communicator)}; {_describe(prepared)}"
     except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
     what = ", ".join(type(module).__name__ for module in request.modules)
     try:
-        communicator.control.agree(f"sharding {what}", statement)
+        control_of(communicator).agree(f"sharding {what}", statement)
     except RuntimeError as disagreement:
         raise disagreement from error
     if error is not None:
@@ -273,11 +283,11 @@ def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
     if isinstance(mesh, DeviceMesh) and is_offered(mesh):
-        communicator, device_type = Communicator.of_mesh(mesh), mesh.device_type
+        communicator, device_type = communicator_of_mesh(mesh), mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
         assert default is not None, "it is initialized"
-        communicator = Communicator.of(default)
+        communicator = communicator_of(default)
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(device_type)
     if device_type == "cuda":

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
+from lightning_fsdp.core.groups import all_gather_slices
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
 
@@ -77,7 +78,7 @@ def global_norm(
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        parts = communicator.all_gather_slices(parts, "norm of gradients").view(-1)
+        parts = all_gather_slices(communicator, parts, "norm of gradients").view(-1)
     parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
     return total_norm(parts, norm_type).to(home)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core.groups import all_gather_slices
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, handle
 from lightning_fsdp.core.unreduced_gradient import UNSCALE, UnreducedGradient
 
@@ -58,7 +59,7 @@ def _unscale(
     for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
         mine = found_inf.view(1).to(communicator.device)
-        found_inf.copy_(communicator.all_gather_slices(mine, "GradScaler's search for inf").max())
+        found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
     then([gradient.spec for gradient in sharded])
 
 

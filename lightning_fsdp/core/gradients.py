@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access import ByName, schedules_in
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grad_norm import global_norm, partial_dot
+from lightning_fsdp.core.groups import all_gather_slices
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
@@ -267,7 +268,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         communicator = self._communicator()
         mine = partial_dot(first, second, communicator.device)
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
-        return communicator.all_gather_slices(mine.view(1), "dot of gradients").sum()
+        return all_gather_slices(communicator, mine.view(1), "dot of gradients").sum()
 
     def _watch(self, watcher: GradientWatcher) -> Handle:
         return Handle([register(s.gradient_watchers, watcher) for s in self.flat_params()])

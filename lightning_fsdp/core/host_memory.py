@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core.home import Home
 from lightning_fsdp.core.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -88,31 +89,37 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # the parameter is an int
 
 
-def empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.empty((numel,))``; much of it on the host has memory of its own, in huge pages."""
-    flat = torch.empty(0, dtype=dtype, device=device)
-    storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
-    if not _is_own(storage, num_bytes):
-        return torch.empty(numel, dtype=dtype, device=device)
-    allocate(storage, num_bytes)
-    return flat.resize_(numel)
+class HostHome(Home):
+    """Memory of this host; much of it at once is mapped on its own, in huge pages."""
 
+    def __init__(self, compute_device: torch.device) -> None:
+        super().__init__(compute_device)
+        keep_freed_memory()
 
-def allocate(storage: torch.UntypedStorage, num_bytes: int) -> None:
-    """Give an empty storage its bytes, as :func:`empty` does."""
-    libc = _glibc()
-    if libc is None or not _is_own(storage, num_bytes):
-        storage.resize_(num_bytes)
-        return
-    libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
-    try:
-        storage.resize_(num_bytes)
-    finally:
-        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
-    # Pages that are the block's alone.
-    begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``(numel,)``; the content is undefined."""
+        flat = torch.empty(0, dtype=dtype, device=self.compute_device)
+        storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
+        if not _is_own(storage, num_bytes):
+            return super().empty(numel, dtype)
+        self.allocate(storage, num_bytes)
+        return flat.resize_(numel)
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give an empty storage its bytes."""
+        libc = _glibc()
+        if libc is None or not _is_own(storage, num_bytes):
+            storage.resize_(num_bytes)
+            return
+        libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
+        try:
+            storage.resize_(num_bytes)
+        finally:
+            libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+        # Pages that are the block's alone.
+        begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
 
 
 def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:

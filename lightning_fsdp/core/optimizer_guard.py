@@ -126,7 +126,7 @@ def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:
         return
     waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
     present = [parameter.grad is not None for parameter in parameters]
-    any_rank = schedule.communicator.control.any_rank([waiting, present])()
+    any_rank = schedule.communicator.any_rank([waiting, present])()
     for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
         if is_waiting:
             raise unreduced(parameter.spec, "an optimizer step")

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.unit import Unit
@@ -350,7 +350,7 @@ class Schedule:
         if not flat_params:
             return
         waiting = [flat_param.has_local_gradients for flat_param in flat_params]
-        any_rank = self.communicator.control.any_rank(waiting)()
+        any_rank = self.communicator.any_rank(waiting)()
         for flat_param, is_waiting in zip(flat_params, any_rank, strict=True):
             if is_waiting:
                 self._reduce([flat_param])

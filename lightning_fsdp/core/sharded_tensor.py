@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_chunks import FlatChunks
+from lightning_fsdp.core.home import Home
 from lightning_fsdp.core.layout import FlatLayout, FlatSlice, Slot
-from lightning_fsdp.core.offload import Home
 
 aten = torch.ops.aten
 

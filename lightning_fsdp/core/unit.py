@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.lifecycle import ParameterState
 from lightning_fsdp.core.sharded_tensor import ShardedTensor

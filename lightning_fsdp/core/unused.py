@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch import Tensor
 
-from lightning_fsdp.core.agreement import ControlGroup
+from lightning_fsdp.core.communicator import Flags
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.watcher import Watcher
 
@@ -33,15 +33,15 @@ class _Usage:
 class UnusedParameters(Watcher):
     """Takes gradients away that are zeros of nobody, and calls the users' hooks on the others."""
 
-    def __init__(self, control: ControlGroup) -> None:
-        self._control = control
+    def __init__(self, any_rank: Callable[[Flags], Callable[[], Tensor]]) -> None:
+        self._any_rank = any_rank
         self._usage: dict[ShardedTensor, _Usage] = {}
         self._answer: Callable[[], Tensor] | None = None
         self._landed: list[ShardedTensor] = []  # used on some rank
 
     def anew(self) -> Self:
         """The same, for the schedule of a copied model."""
-        return type(self)(self._control)
+        return type(self)(self._any_rank)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
@@ -57,7 +57,7 @@ class UnusedParameters(Watcher):
             are_used = [usage.is_used for usage in self._usage.values()]
             # One zeroed in place before it was reduced is a gradient on ranks that had it only.
             had_gradients = [usage.had_gradient for usage in self._usage.values()]
-            self._answer = self._control.any_rank([are_used, had_gradients])
+            self._answer = self._any_rank([are_used, had_gradients])
 
     def on_landed(self) -> None:
         """Act on the answer."""

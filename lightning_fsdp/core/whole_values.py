@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.collectives import Communicator
+from lightning_fsdp.core.communicator import Communicator
+from lightning_fsdp.core.groups import all_gather_slices, control_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, handle, slices_beside
 
 aten = torch.ops.aten
@@ -57,7 +58,7 @@ def one_stream_of_numbers(
     source = torch.default_generator if generator is None else generator
     mine = source.get_state()
     firsts = mine.clone()
-    communicator.control.share(firsts)
+    control_of(communicator).share(firsts)
     source.set_state(firsts)
     is_done = False
     try:
@@ -104,5 +105,5 @@ def _gathered(tensor: ShardedTensor, answer: Tensor, what: str) -> Tensor:
     """The 0-d bools of all ranks, where the tensor is."""
     communicator = tensor.spec.communicator
     mine = answer.view(1).to(communicator.device)
-    rows = communicator.all_gather_slices(mine, f"{what} of {tensor.spec.name!r}")
+    rows = all_gather_slices(communicator, mine, f"{what} of {tensor.spec.name!r}")
     return rows.view(-1).to(tensor.device)

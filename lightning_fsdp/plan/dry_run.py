@@ -35,9 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp.callbacks.storages import local_part
 from lightning_fsdp.config import plan_of_stage
-from lightning_fsdp.core.collectives import Communicator, exchanges_in_pairs
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.gradients import gradients
+from lightning_fsdp.core.groups import communicator_of
+from lightning_fsdp.core.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.harness.amounts import format_bytes
@@ -318,8 +319,8 @@ def _group_of(run: Run) -> Iterator[DeviceMesh]:
     torch_internals.open_fake_group(run.world_size)
     try:
         mesh = init_device_mesh("cpu", (run.world_size,))
-        communicator = Communicator.of(mesh.get_group())
-        communicator.exchanges_in_pairs = exchanges_in_pairs(run.backend, run.world_size)
+        in_pairs = exchanges_in_pairs(run.backend, run.world_size)
+        communicator_of(mesh.get_group(), in_pairs=in_pairs)
         yield mesh
     finally:
         dist.destroy_process_group()

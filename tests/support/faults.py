@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint as torch_checkpoint
 
-from lightning_fsdp.core import assembly, collectives, torch_internals
-from lightning_fsdp.core.collectives import Communicator, Pending
+from lightning_fsdp.core import assembly, communicator, pairs, torch_internals
+from lightning_fsdp.core.communicator import Communicator, Pending
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.layout import FlatLayout
-from lightning_fsdp.core.offload import Home
+from lightning_fsdp.core.offload import OffloadedHome
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
@@ -68,14 +68,14 @@ def reduction_without_communication() -> None:
         gradients: Any,
         layout: FlatLayout,
         unit_name: str,
+        empty: communicator.Empty,
         *,
         sent_dtype: torch.dtype,
         dtype: torch.dtype,
     ) -> Pending:
-        slots = range(len(layout.slots))
-        region = collectives._packed(gradients, layout, slots, 0, layout.numel, dtype, self.device)
+        region = communicator.pack(gradients, layout, empty, dtype)
         start, stop = layout.shard_range(self.rank)
-        shard = region.data[start:stop].clone()
+        shard = region[start:stop].clone()
         return Pending("a reduction that asks nobody", (), lambda: shard)
 
     Communicator.reduce = reduce
@@ -210,10 +210,10 @@ def arrivals_on_the_host_are_not_waited_for() -> None:
 def shards_travel_without_staging() -> None:
     """A copy to the device reads the shard itself, which the host may write to meanwhile."""
 
-    def to_device(self: Home, source: Tensor, target: Tensor) -> None:
+    def to_device(self: OffloadedHome, source: Tensor, target: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    Home.to_device = to_device
+    OffloadedHome.to_device = to_device
 
 
 # --- memory ---
@@ -361,12 +361,11 @@ def _forget_waits_for(what: str) -> None:
 
 
 def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
-    original, pack, packed = Communicator.reduce, collectives._packed, list[Tensor]()
+    original, pack, packed = Communicator.reduce, communicator.pack, list[Tensor]()
 
-    def note(*args: Any) -> collectives.Piece:
-        piece = pack(*args)
-        packed.append(piece.data)
-        return piece
+    def note(*args: Any) -> Tensor:
+        packed.append(pack(*args))
+        return packed[-1]
 
     def reduce(self: Communicator, *args: Any, **kwargs: Any) -> Pending:
         packed.clear()
@@ -375,7 +374,7 @@ def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
             change(data)
         return pending
 
-    Communicator.reduce, collectives._packed = reduce, note
+    Communicator.reduce, communicator.pack, pairs.pack = reduce, note, note
 
 
 def _fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:

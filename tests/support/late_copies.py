@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp.core import offload
-from lightning_fsdp.core.offload import Home
+from lightning_fsdp.core.offload import OffloadedHome
 from tests.support.counting import has_wrapper
 from tests.support.worst_case import poison
 
@@ -59,20 +59,20 @@ class LateCopies(TorchDispatchMode):
         self._queue: list[_Copy] = []
 
     def __enter__(self) -> Self:
-        self._originals = Home.__init__, offload._record_event
+        self._originals = OffloadedHome.__init__, offload._record_event
         make_home, _ = self._originals
 
-        def make_home_that_pins(home: Home, *args: Any) -> None:
+        def make_home_that_pins(home: OffloadedHome, *args: Any) -> None:
             make_home(home, *args)
-            home._pins = home.is_offloaded
+            home._pins = True
 
-        Home.__init__ = make_home_that_pins
+        OffloadedHome.__init__ = make_home_that_pins
         offload._record_event = lambda device: Event(self)
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        Home.__init__, offload._record_event = self._originals
+        OffloadedHome.__init__, offload._record_event = self._originals
         if exception[0] is None:
             self.run_up_to(self.num_queued)
 

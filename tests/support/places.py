@@ -10,8 +10,8 @@ where the core names a device, the dispatcher sees which of the two it means:
     a new tensor of neither           takes the place of what it first meets
 
 An operation on both, or a data collective on the host, would fail on a real accelerator (or copy in
-secret). It is a mixture, unless :class:`Home` does it: its two ways are the only door. Tensors of
-one element are of no place: torch lets them travel.
+secret). It is a mixture, unless :class:`OffloadedHome` does it: its two ways are the only door.
+Tensors of one element are of no place: torch lets them travel.
 """
 
 from collections.abc import Iterable
@@ -23,8 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp.core import fully_shard as door
-from lightning_fsdp.core.collectives import Pending
-from lightning_fsdp.core.offload import Home
+from lightning_fsdp.core.communicator import Pending
+from lightning_fsdp.core.home import Home
+from lightning_fsdp.core.offload import OffloadedHome
 from tests.support.counting import flat_tensors, has_wrapper
 from tests.support.memory import plain_parts
 
@@ -46,25 +47,24 @@ class TwoPlaces(TorchDispatchMode):
         self._is_at_the_door = False
 
     def __enter__(self) -> Self:
-        self._originals = door._open_group, door.assemble, Home.to_device, Home.to_host
+        ours = OffloadedHome
+        self._originals = door._open_group, door.assemble, ours.to_device, ours.to_host
         open_group, assemble, to_device, to_host = self._originals
 
         def assemble_and_mark(prepared: Any, communicator: Any, home: Home, *rest: Any) -> None:
             self._is_at_the_door = True  # whole parameters were wherever the user built them
             assemble(prepared, communicator, home, *rest)
             self._is_at_the_door = False
-            if home.is_offloaded:
+            if home.policy is not None:
                 parameters = [p for plan in prepared.flat_params for p in plan.parameters]
                 self.mark([p for p in parameters if self.place_of(p) is None], HOST)
 
         def to_device_marked(home: Home, source: Tensor, target: Tensor) -> None:
-            self._is_at_the_door = home.is_offloaded
+            self._is_at_the_door = True
             to_device(home, source, target)
             self._is_at_the_door = False
 
         def to_host_marked(home: Home, source: Tensor, **options: Any) -> Pending:
-            if not home.is_offloaded:
-                return to_host(home, source, **options)
             self._is_at_the_door = True
             pending = to_host(home, source, **options)
             self._is_at_the_door = False
@@ -84,12 +84,13 @@ class TwoPlaces(TorchDispatchMode):
 
         door._open_group = lambda mesh: (open_group(mesh)[0], _COMPUTE)
         door.assemble = assemble_and_mark
-        Home.to_device, Home.to_host = to_device_marked, to_host_marked
+        ours.to_device, ours.to_host = to_device_marked, to_host_marked
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
-        door._open_group, door.assemble, Home.to_device, Home.to_host = self._originals
+        (door._open_group, door.assemble, *of_home) = self._originals
+        OffloadedHome.to_device, OffloadedHome.to_host = of_home
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_wrapper(types):
