@@ -74,11 +74,40 @@ class FlatLayout:
         slots: One per parameter, by offset.
         shard_numel: Elements of a shard, padding included.
         shard_world_size: Number of shards.
+
+    Raises:
+        ValueError: A slot lies where it must not.
     """
 
     slots: tuple[Slot, ...]
     shard_numel: int
     shard_world_size: int
+
+    def __post_init__(self) -> None:
+        if self.shard_numel % SHARD_ALIGNMENT:
+            raise ValueError(
+                f"layout: expected shards of a multiple of {SHARD_ALIGNMENT} elements, got "
+                f"{self.shard_numel}."
+            )
+        stop, before = 0, "the region's start"
+        for slot in self.slots:
+            where = f"layout: expected slot {slot.name!r}"
+            if slot.numel != math.prod(slot.shape):
+                raise ValueError(
+                    f"{where} of shape {slot.shape} to have as many elements, got {slot.numel}."
+                )
+            if slot.offset % ALIGNMENT:
+                raise ValueError(f"{where} at a multiple of {ALIGNMENT}, got {slot.offset}.")
+            if slot.offset < stop:
+                raise ValueError(
+                    f"{where} behind {before}, which ends at {stop}, got {slot.offset}."
+                )
+            stop, before = slot.offset + slot.numel, f"{slot.name!r}"
+        if stop > self.numel:
+            raise ValueError(
+                f"layout: expected {before} to end in the region of {self.numel} "
+                f"elements, got {stop}."
+            )
 
     @property
     def numel(self) -> int:
