@@ -347,7 +347,7 @@ def _see_mixtures(rank, world_size):
     with TwoPlaces() as places:
         model = shard_model(mlp(), offload_policy=OFFLOAD)
         flat_param = flat_params_of(model)[0]
-        flat_param.unshard("test")
+        flat_param.unshard(model)
         flat_param.buffer.flat[: flat_param.shard.numel()].copy_(flat_param.shard)
         dist.all_reduce(flat_param.shard)
     return places.mixtures

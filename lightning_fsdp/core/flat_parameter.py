@@ -75,7 +75,7 @@ class FlatParameter:
         self.micro_batch = 0
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers: tuple[Watcher, ...] = ()
-        self._on_arrival: Callable[[FlatParameter], None] = _ignore
+        self._on_arrival: weakref.WeakMethod[Callable[[FlatParameter], None]] | None = None
         self._take_in(shard)
 
     def _take_in(self, shard: Tensor) -> None:
@@ -92,7 +92,7 @@ class FlatParameter:
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
-        self.holders: set[object] = set()
+        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._gathered_version = -1
         self._reduction: Pending | None = None
 
@@ -117,9 +117,10 @@ class FlatParameter:
 
         Args:
             watchers: What hangs on it.
-            on_arrival: Called before a local gradient is taken in.
+            on_arrival: The schedule's method to call before a local gradient is taken in.
         """
-        self._watchers, self._on_arrival = watchers, on_arrival
+        # The schedule owns its flat parameters, so that one refers to it weakly.
+        self._watchers, self._on_arrival = watchers, weakref.WeakMethod(on_arrival)
         if self.copy is ParameterState.SHARDED:
             for watcher in watchers:
                 watcher.on_freed(self)
@@ -234,7 +235,9 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        self._on_arrival(self)
+        on_arrival = None if self._on_arrival is None else self._on_arrival()
+        if on_arrival is not None:
+            on_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -380,7 +383,3 @@ def _stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
     """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
     present = parameter.grad
     return present if isinstance(present, UnreducedGradient) else None
-
-
-def _ignore(flat_param: FlatParameter) -> None:
-    pass

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,21 +58,27 @@ class ModuleHooks:
     """The hooks of one sharded module.
 
     Attributes:
-        module: The module that was sharded, or one of the modules of a unit.
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
         schedule: Replaced when an outer module is sharded.
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-        self.module = module
+        self._module = weakref.ref(module)  # which owns these
         self.unit = unit
         self.schedule = schedule
-        self._keepers: list[nn.Module] | None = None
+        self._keepers: list[weakref.ref[nn.Module]] | None = None
         self._handles = (
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was sharded, or one of the modules of a unit."""
+        module = self._module()
+        assert module is not None, "its hooks are called"
+        return module
 
     def remove(self) -> None:
         """Take the hooks off the module."""
@@ -163,10 +170,11 @@ class ModuleHooks:
     def _kept_tensors(self) -> list[Tensor]:
         """What the modules of the unit keep as attributes since this call, and was computed."""
         if self._keepers is None:  # not before all that is inside was sharded
-            self._keepers = list(_keepers_in(self.module))
+            self._keepers = [weakref.ref(module) for module in _keepers_in(self.module)]
         kept = []
-        for module in self._keepers:
-            for value in module.__dict__.values():
+        for keeper in self._keepers:
+            module = keeper()
+            for value in module.__dict__.values() if module is not None else ():
                 if not isinstance(value, Tensor) or value.grad_fn is None:
                     continue
                 metadata: Any = value.grad_fn.metadata  # a property, which torch types as a method

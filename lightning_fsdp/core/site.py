@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+import weakref
+from typing import Any
 
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
 class Site:
-    """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``."""
+    """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
-    module: nn.Module
-    name: str
+    It refers to the module weakly: what a module owns may refer to it, and both go together.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        return Site(copy.deepcopy(self.module, memo), self.name)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is alive."""
+        module = self._module()
+        assert module is not None, "whoever asks has it"
+        return module
 
     def put(self, parameter: Tensor) -> None:
         """Register ``parameter`` here."""
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = parameter  # type: ignore[assignment]
+        module = self.module
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[self.name] = parameter  # type: ignore[assignment]
         else:  # modules that keep lists of their weights (nn.RNNBase) watch their attributes
-            setattr(self.module, self.name, parameter)
+            setattr(module, self.name, parameter)

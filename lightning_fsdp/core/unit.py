@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +29,6 @@ class Unit:
 
     Attributes:
         name: Original name of the first module.
-        modules: The modules whose forward needs the parameters.
         sites: By flat parameter and slot, where the modules register a parameter; unused slots are
             missing.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
@@ -52,14 +52,14 @@ class Unit:
         reshard_after_backward: bool,
     ) -> None:
         self.name = name
-        self.modules = tuple(modules)
+        self._modules = tuple(map(weakref.ref, modules))  # which own the unit
         self.sites = sites
         self.communicator = communicator
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = reshard_after_backward
         self.syncs_gradients = True
-        self.needs_backward_gather = not all(_is_plain_embedding(m) for m in self.modules)
+        self.needs_backward_gather = not all(map(_is_plain_embedding, modules))
         self.has_leaves_installed = False
         self.is_kept_for_graph = False
 
@@ -86,9 +86,14 @@ class Unit:
         copied.syncs_gradients = True
         copied.has_leaves_installed = False
         copied.is_kept_for_graph = False
-        copied.modules = copy.deepcopy(self.modules, memo)
+        copied._modules = tuple(weakref.ref(copy.deepcopy(m, memo)) for m in self.modules)
         copied.sites = copy.deepcopy(self.sites, memo)
         return copied
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose forward needs the parameters, as far as they are alive."""
+        return tuple(module for module in (ref() for ref in self._modules) if module is not None)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
