@@ -1,5 +1,6 @@
 """A reader finds the room of any idea from docs/design.md."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_fsdp"
+CORE = PACKAGE / "core"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 FOLDERS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 
@@ -36,3 +38,34 @@ def test_every_folder_and_every_file_beside_them_is_in_the_first_table():
     table = DESIGN[: DESIGN.index("### `lightning_fsdp/core`")]
     for name in [*(f"{folder}/" for folder in FOLDERS), *files_in("")]:
         assert f"`{name}`" in table, name
+
+
+def _raises(function):
+    """Whether a function makes an exception; what derived classes are to write makes none."""
+    inside = list(function.body)
+    while inside:
+        node = inside.pop()
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            return True
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            inside.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def _public_functions(node):
+    for inner in node.body:
+        if not isinstance(inner, (ast.FunctionDef, ast.ClassDef)) or inner.name.startswith("_"):
+            continue
+        if isinstance(inner, ast.FunctionDef):
+            if not any(ast.unparse(d).endswith(".setter") for d in inner.decorator_list):
+                yield inner  # of a property, the getter speaks for both
+        else:
+            yield from _public_functions(inner)
+
+
+@pytest.mark.parametrize("path", sorted(CORE.glob("*.py")), ids=lambda path: path.name)
+def test_public_functions_of_the_core_that_raise_say_so(path):
+    for function in _public_functions(ast.parse(path.read_text())):
+        always = function.returns is not None and ast.unparse(function.returns) == "NoReturn"
+        if _raises(function) and not always:
+            assert "Raises:" in (ast.get_docstring(function) or ""), function.name

@@ -60,8 +60,8 @@ class RecordedOrder(Watcher):
             RuntimeError: Ranks are about to do different things.
         """
         before, self._trail = self._trail, hash((self._trail, event, unit_name))
-        # All ranks know the same one way on from here. Were both ways of a fork remembered, two
-        # ranks could take one each, and neither would ask.
+        # Only the last event that followed is remembered, and that is the same on all ranks. Were
+        # two remembered, one rank could do the one and another rank the other, and none would ask.
         if self._continuations.get(before) == self._trail:
             return
         self._control.agree("order of units", f"{event} unit {unit_name!r}")

@@ -28,7 +28,13 @@ _DEVICE_TYPES = "cpu", "cuda"
 
 
 def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any) -> None:
-    """Refuse arguments of the wrong kind, and what is not offered."""
+    """Refuse arguments of the wrong kind, and what is not offered.
+
+    Raises:
+        TypeError: A module, the mesh or the policy is none.
+        ValueError: A module has no forward of its own.
+        NotImplementedError: The mesh has other dimensions, or other devices.
+    """
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(
@@ -83,7 +89,11 @@ def is_offered(mesh: DeviceMesh) -> bool:
 
 
 def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
-    """Refuse another mesh than that of units sharded before: norms and agreement need one."""
+    """Refuse another mesh than that of units sharded before: norms and agreement need one.
+
+    Raises:
+        ValueError: It is another.
+    """
     for other in earlier:
         if not spans_same_ranks(other, communicator):
             raise ValueError(
@@ -94,7 +104,12 @@ def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) ->
 
 
 def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:
-    """Refuse modules that cannot be sharded now."""
+    """Refuse modules that cannot be sharded now.
+
+    Raises:
+        ValueError: They are sharded already, or wrapped by DDP.
+        RuntimeError: A forward or backward of an inner module runs.
+    """
     for module in outermost:
         if hooks_of(module) is not None:
             raise ValueError(
@@ -126,6 +141,9 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
     Args:
         plan: A unit to be.
         known: Parameters of units that were sharded before.
+
+    Raises:
+        ValueError: A parameter is of another kind, or used in a way that slices cannot serve.
     """
     for parameter, sites in plan.sites.items():
         name = plan.names[parameter]
@@ -148,7 +166,11 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
 def check_ties(
     flat_params: Iterable[FlatParameter], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
 ) -> None:
-    """Refuse other policies for weights that are tied to a unit sharded before: they share all."""
+    """Refuse other policies for weights that are tied to a unit sharded before: they share all.
+
+    Raises:
+        ValueError: The dtypes differ, or how they are offloaded.
+    """
     for flat_param in flat_params:
         theirs = flat_param.policy.param_dtype, flat_param.policy.reduce_dtype
         ours = policy.param_dtype, policy.reduce_dtype

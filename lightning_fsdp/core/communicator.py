@@ -127,6 +127,9 @@ def named(what: str, ranks: str) -> Iterator[None]:
 
     They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
     connections closed.
+
+    Raises:
+        RuntimeError: It failed.
     """
     try:
         yield

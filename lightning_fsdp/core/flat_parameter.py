@@ -228,7 +228,15 @@ class FlatParameter:
         return Gradients.LOCAL if self.has_local_gradients else Gradients.NONE
 
     def receive(self, slot: int, gradient: Tensor) -> None:
-        """Take in one parameter's local gradient."""
+        """Take in one parameter's local gradient.
+
+        Args:
+            slot: The parameter's.
+            gradient: Original shape, compute dtype; owned by this call, which keeps it.
+
+        Raises:
+            RuntimeError: It is sparse.
+        """
         if gradient.layout is not torch.strided:
             raise RuntimeError(
                 f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "

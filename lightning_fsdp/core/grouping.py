@@ -201,7 +201,7 @@ def _find_leftovers(
     name: str, module: nn.Module, blocks: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
     if module in blocks:
-        # Inside a block, inner blocks were chosen as well, and the rest is the block's own.
+        # The parameters of a block that are in no block inside it are the block's own unit.
         return
     has_own = any(p is not None for p in module._parameters.values())
     contains_blocks = any(inner in blocks for inner in module.modules())

@@ -159,8 +159,9 @@ class ModuleHooks:
             if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
                 nodes.add(tensor._base.grad_fn)
         for node in nodes:
-            # Units may end in one node, on this rank: the enclosing one is entered first, as on a
-            # rank where it adds something to what the inner one gave.
+            # An outer unit that returns what an inner one made has the same node. It is entered
+            # first, as it is on a rank where it computes something after the inner one and has a
+            # node of its own: ranks gather in one order.
             metadata: Any = node.metadata  # a property, which torch types as a method
             ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
             ending.insert(0, self)

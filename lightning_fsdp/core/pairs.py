@@ -102,7 +102,8 @@ class PairCommunicator(Communicator):
         )
 
         def mean_in_rank_order(rows: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
-            # Two terms commute to the bit, so the sum may begin with the first row that came.
+            # a + b and b + a have the same bits, so the first two terms may change places: the sum
+            # begins with a row that was received, in whose memory it is made.
             first = min(rows)
             shard = rows.pop(first).to(dtype)
             for rank in range(self.world_size):

@@ -146,6 +146,9 @@ class ShardedTensor(FlatChunks, Tensor):
 
         What was taken before keeps the old values then, as in torch: ``kept = p.data; p.data = ...;
         p.data = kept`` restores them.
+
+        Raises:
+            RuntimeError: What is assigned has another shape, dtype or device.
         """
         return self.detach()
 
@@ -404,7 +407,7 @@ def slices_beside(likes: Sequence[Any], tensors: Sequence[Any], what: Any) -> li
             what has no dimensions, or is no tensor, is returned.
         what: The operation, for errors.
     """
-    # Nearly always they are the parameters' own, all of them; steps ask this many times.
+    # The short way, for what an optimizer's step asks many times: all sharded, with the same specs.
     are_sharded = {ShardedTensor} == set(map(type, tensors)) == set(map(type, likes))
     if are_sharded and list(map(_spec_of, tensors)) == list(map(_spec_of, likes)):
         return list(map(_slice_of, tensors))
