@@ -26,7 +26,7 @@ from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_pa
 from lightning_fsdp.core.site import Site
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.unused import UnusedParameters
-from lightning_fsdp.core.watcher import Watcher
+from lightning_fsdp.core.watcher import Watcher, Watchers
 from lightning_fsdp.core.whole_values import one_stream_of_numbers
 
 
@@ -141,7 +141,7 @@ def assemble(
     ]
     if home.compute_device.type == "cpu":
         watchers.append(host_memory.UnusedMemory())
-    schedule = Schedule(communicator, watchers)
+    schedule = Schedule(communicator, Watchers(watchers))
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more

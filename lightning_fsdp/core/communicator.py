@@ -17,10 +17,9 @@ waits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -112,8 +111,10 @@ class Pending:
     def _end(self) -> Tensor:
         works, self.works = self.works, ()
         for work, ranks in works:
-            with named(self.what, ranks):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise left_alone(self.what, ranks) from error
         self.keeps = ()
         return self.finish()
 
@@ -121,25 +122,18 @@ class Pending:
 Stage = Callable[[Tensor], Pending]
 
 
-@contextlib.contextmanager
-def named(what: str, ranks: str) -> Iterator[None]:
-    """Say which collective failed where others did not take part.
+def left_alone(what: str, ranks: str) -> RuntimeError:
+    """The error for a collective in which others did not take part, and which of them.
 
     They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
     connections closed.
-
-    Raises:
-        RuntimeError: It failed.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
-            "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
-            "the first error on the other ranks; make all ranks run the same units in the same "
-            "order."
-        ) from error
+    return RuntimeError(
+        f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
+        "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
+        "the first error on the other ranks; make all ranks run the same units in the same "
+        "order."
+    )
 
 
 class Communicator:
@@ -155,6 +149,7 @@ class Communicator:
         mesh_rank: This process among all that train together, replicas included; what messages
             name.
         mesh_size: How many those are.
+        where: Which of them this is, for messages.
         device: Of the tensors that the group moves; the one that was current at the sharding.
             Which is current is each thread's own affair, so it is not asked again.
         after_reduction: What follows each reduction: names, and what makes a stage of a result and
@@ -163,11 +158,12 @@ class Communicator:
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
         self._group = weakref.ref(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
-        self.rank = self.mesh_rank = dist.get_rank(group)
-        self.world_size = self.mesh_size = dist.get_world_size(group)
+        self.rank, self.mesh_rank = dist.get_rank(group), mesh_rank
+        self.world_size, self.mesh_size = dist.get_world_size(group), mesh_size
+        self.where = f"(rank {mesh_rank} of {mesh_size})"
         self.device = torch.device("cpu")
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -245,16 +241,13 @@ class Communicator:
             what: The operation, for the message if it fails.
         """
         group = self.group
-        with named(f"{what} {self.where}", "every rank"):
+        try:
             for rank, part in enumerate(parts):
                 if part.numel() and self.world_size > 1:
                     # As bytes: gloo does not know every dtype.
                     dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
-
-    @property
-    def where(self) -> str:
-        """Which rank this is, for messages."""
-        return f"(rank {self.mesh_rank} of {self.mesh_size})"
+        except RuntimeError as error:
+            raise left_alone(f"{what} {self.where}", "every rank") from error
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""
@@ -264,10 +257,12 @@ class Communicator:
 
     def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
         group = self.group
-        with named(what, "every rank"):
+        try:
             work = torch_internals.all_gather_single(
                 whole, slots[self.rank], group=group, async_op=True
             )
+        except RuntimeError as error:
+            raise left_alone(what, "every rank") from error
         return [(work, "every rank")]
 
     def _reduce(
@@ -282,18 +277,23 @@ class Communicator:
     ) -> Pending:
         region, group = pack(gradients, layout, empty, sent_dtype), self.group
         self.count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
-        if sent_dtype != dtype or may_overflow(dtype):
-            received = torch.empty_like(region)
-            with named(what, "every rank"):
-                exchange = dist.all_to_all_single(received, region, group=group, async_op=True)
-            rows = received.view(self.world_size, layout.shard_numel)
-            works = [(exchange, "every rank")]
-            return Pending(what, works, lambda: _mean_of(rows, dtype), keeps=(region,))
-        shard = region.new_empty(layout.shard_numel)
-        with named(what, "every rank"):
-            work = torch_internals.reduce_scatter_single(shard, region, group=group, async_op=True)
-        works = [(work, "every rank")]
-        return Pending(what, works, lambda: shard.div_(self.world_size), keeps=(region, shard))
+        finish: Callable[[], Tensor]
+        keeps: Sequence[Tensor]
+        try:
+            if sent_dtype != dtype or may_overflow(dtype):
+                received = torch.empty_like(region)
+                rows = received.view(self.world_size, layout.shard_numel)
+                work = dist.all_to_all_single(received, region, group=group, async_op=True)
+                finish, keeps = functools.partial(_mean_of, rows, dtype), (region,)
+            else:
+                shard = region.new_empty(layout.shard_numel)
+                work = torch_internals.reduce_scatter_single(
+                    shard, region, group=group, async_op=True
+                )
+                finish, keeps = functools.partial(shard.div_, self.world_size), (region, shard)
+        except RuntimeError as error:
+            raise left_alone(what, "every rank") from error
+        return Pending(what, [(work, "every rank")], finish, keeps)
 
 
 Flags = Sequence[bool] | Sequence[Sequence[bool]]

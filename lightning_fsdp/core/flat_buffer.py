@@ -39,8 +39,9 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
-        if self.can_be_freed:
-            self._home.allocate(self.flat.untyped_storage(), self._nbytes)
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == 0:  # else it could not be freed
+            self._home.allocate(storage, self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

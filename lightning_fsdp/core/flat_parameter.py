@@ -34,7 +34,7 @@ from lightning_fsdp.core.layout import FlatLayout
 from lightning_fsdp.core.lifecycle import Gradients, ParameterState, take_step
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.unreduced_gradient import UnreducedGradient
-from lightning_fsdp.core.watcher import GradientWatcher, Watcher
+from lightning_fsdp.core.watcher import GradientWatcher, Watchers
 
 
 class FlatParameter:
@@ -74,7 +74,7 @@ class FlatParameter:
         self.home = home
         self.micro_batch = 0
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
-        self._watchers: tuple[Watcher, ...] = ()
+        self._watchers = Watchers()
         self._on_arrival: weakref.WeakMethod[Callable[[FlatParameter], None]] | None = None
         self._take_in(shard)
 
@@ -92,7 +92,7 @@ class FlatParameter:
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
-        self.holders: weakref.WeakSet[object] = weakref.WeakSet()
+        self.holders: set[object] = set()
         self._gathered_version = -1
         self._reduction: Pending | None = None
 
@@ -110,9 +110,7 @@ class FlatParameter:
             self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
         )
 
-    def watch(
-        self, watchers: tuple[Watcher, ...], on_arrival: Callable[[FlatParameter], None]
-    ) -> None:
+    def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
         """Be watched by a schedule from now on.
 
         Args:
@@ -122,8 +120,8 @@ class FlatParameter:
         # The schedule owns its flat parameters, so that one refers to it weakly.
         self._watchers, self._on_arrival = watchers, weakref.WeakMethod(on_arrival)
         if self.copy is ParameterState.SHARDED:
-            for watcher in watchers:
-                watcher.on_freed(self)
+            for call in watchers.on_freed:
+                call(self)
 
     def convert(self, dtype: torch.dtype) -> None:
         """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
@@ -152,8 +150,8 @@ class FlatParameter:
         if self.copy is not ParameterState.SHARDED:
             return
         self._step(ParameterState.GATHERING)
-        for watcher in self._watchers:
-            watcher.before_whole(self)
+        for call in self._watchers.before_whole:
+            call(self)
         self.buffer.allocate()
         start, stop = self.layout.shard_range(self.communicator.rank)
         with torch.no_grad():
@@ -275,8 +273,8 @@ class FlatParameter:
         for name, stage in self.home.after_reduction:
             self._reduction.then(name, self.name, stage)
         self.sends_sums = False
-        for watcher in self._watchers:
-            watcher.on_reduce(self, has_one)
+        for call in self._watchers.on_reduce:
+            call(self, has_one)
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
@@ -345,8 +343,8 @@ class FlatParameter:
     def _free_memory(self) -> None:
         self._step(ParameterState.SHARDED)
         self.buffer.free()
-        for watcher in self._watchers:
-            watcher.on_freed(self)
+        for call in self._watchers.on_freed:
+            call(self)
 
     def _step(self, following: ParameterState) -> None:
         self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.agreement import ControlGroup
-from lightning_fsdp.core.communicator import Communicator, Pending, may_overflow, named
+from lightning_fsdp.core.communicator import Communicator, Pending, left_alone, may_overflow
 from lightning_fsdp.core.pairs import PairCommunicator, exchanges_in_pairs
 
 
@@ -78,8 +78,10 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
         return rows.copy_(mine)
     if mine.numel():
         group = communicator.group
-        with named(f"{what} {communicator.where}", "every rank"):
+        try:
             torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
+        except RuntimeError as error:
+            raise left_alone(f"{what} {communicator.where}", "every rank") from error
     return rows
 
 
@@ -102,8 +104,10 @@ class _Replicas:
         dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
         communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
         group = torch_internals.alive(self._group)
-        with named(what, "every replica"):
+        try:
             work = dist.all_reduce(shard, group=group, async_op=True)
+        except RuntimeError as error:
+            raise left_alone(what, "every replica") from error
         works = [(work, "every replica")]
         return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
 
@@ -120,13 +124,14 @@ def _known(
         backend, world_size = dist.get_backend(group), dist.get_world_size(group)
         if in_pairs is None:
             in_pairs = exchanges_in_pairs(backend, world_size)
-        communicator = (PairCommunicator if in_pairs else Communicator)(group)
-        control = _controls[communicator] = ControlGroup(
+        control = ControlGroup(
             everyone or dist.get_process_group_ranks(group),
             torch_internals.group_timeout(group),
             data_backend=backend,
         )
-        communicator.mesh_rank, communicator.mesh_size = control.rank, control.world_size
+        cls = PairCommunicator if in_pairs else Communicator
+        communicator = cls(group, control.rank, control.world_size)
+        _controls[communicator] = control
         communicator.any_rank = control.any_rank
         if replicas is not None:
             communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)

@@ -31,10 +31,10 @@ class Gradients(Enum):
     REDUCING = "reducing"  # the reduction, or a stage that follows it, is in flight
 
 
-_LEGAL_STEPS = {
-    ParameterState.SHARDED: {ParameterState.GATHERING},
-    ParameterState.GATHERING: {ParameterState.UNSHARDED},
-    ParameterState.UNSHARDED: {ParameterState.SHARDED},
+_NEXT = {
+    ParameterState.SHARDED: ParameterState.GATHERING,
+    ParameterState.GATHERING: ParameterState.UNSHARDED,
+    ParameterState.UNSHARDED: ParameterState.SHARDED,
 }
 
 
@@ -46,8 +46,8 @@ def take_step(
     Args:
         unit_name: Original name of the unit's module, for the message.
         rank: Rank among all that train together, for the message.
-        current: The state that the unit is in.
-        following: The state that it is to enter.
+        current: The state that the parameters are in.
+        following: The state that they are to enter.
 
     Returns:
         ``following``.
@@ -55,11 +55,10 @@ def take_step(
     Raises:
         RuntimeError: The table has no such step.
     """
-    if following not in _LEGAL_STEPS[current]:
-        legal = ", ".join(sorted(state.value for state in _LEGAL_STEPS[current]))
+    if following is not _NEXT[current]:
         raise RuntimeError(
-            f"unit {unit_name!r} (rank {rank}): expected a step from {current.value} to one of "
-            f"[{legal}], got {following.value}. An operation was called out of order: wait before "
-            "use, and reshard only what is whole."
+            f"unit {unit_name!r} (rank {rank}): expected a step from {current.value} to "
+            f"{_NEXT[current].value}, got {following.value}. An operation was called out of order: "
+            "wait before use, and reshard only what is whole."
         )
     return following

@@ -21,8 +21,8 @@ from lightning_fsdp.core.communicator import (
     Empty,
     Pending,
     Works,
+    left_alone,
     may_overflow,
-    named,
     pack,
 )
 from lightning_fsdp.core.layout import FlatLayout, complement
@@ -134,7 +134,7 @@ class PairCommunicator(Communicator):
         works: Works = []
         group = self.group
         for peer in self._peers():
-            with named(what, f"rank {peer}"):
+            try:
                 for data in into(peer):
                     receive = dist.irecv(data, group=group, group_src=peer, tag=tag)
                     assert receive is not None, "this rank is in the group"
@@ -143,6 +143,8 @@ class PairCommunicator(Communicator):
                     send = dist.isend(data, group=group, group_dst=peer, tag=tag)
                     assert send is not None, "this rank is in the group"
                     works.append((send, f"rank {peer}"))
+            except RuntimeError as error:
+                raise left_alone(what, f"rank {peer}") from error
         return works
 
     def _peers(self) -> list[int]:

@@ -21,7 +21,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -33,7 +33,7 @@ from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.unit import Unit
-from lightning_fsdp.core.watcher import Watcher
+from lightning_fsdp.core.watcher import Watchers
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +81,12 @@ class _Backward:
     # With gradients to reduce, or to keep.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
+    def touch(self, unit: Unit, progress: _Progress) -> None:
+        """Note how far it has come in a unit, whose gradients are to be settled."""
+        self.progress[unit] = progress
+        for flat_param in unit.sites:
+            self.unsettled.setdefault(flat_param)
+
     @property
     def is_alive(self) -> bool:
         """Whether no exception ended it.
@@ -100,9 +106,9 @@ class Schedule:
         units: All units, in the order in which they were sharded.
     """
 
-    def __init__(self, communicator: Communicator, watchers: Sequence[Watcher] = ()) -> None:
+    def __init__(self, communicator: Communicator, watchers: Watchers) -> None:
         self.communicator = communicator
-        self.watchers = tuple(watchers)
+        self.watchers = watchers
         self.units: list[Unit] = []
         self._forward = _Forward()
         self._backward: _Backward | None = None
@@ -115,7 +121,7 @@ class Schedule:
 
     def __deepcopy__(self, memo: object) -> Schedule:
         # Units are added as they are copied.
-        return Schedule(self.communicator, [watcher.anew() for watcher in self.watchers])
+        return Schedule(self.communicator, self.watchers.anew())
 
     @property
     def is_busy(self) -> bool:
@@ -144,8 +150,8 @@ class Schedule:
             if self._backward is not None:
                 self._recover("a backward")
             self._forward.last = None
-            for watcher in self.watchers:
-                watcher.on_pass()
+            for call in self.watchers.on_pass:
+                call()
         self._forward.depth += 1
 
     def leave_call(self, failed: bool) -> None:
@@ -237,7 +243,7 @@ class Schedule:
         if unit is None:
             return
         is_first = backward.progress.get(unit, _Progress.TOUCHED) is _Progress.TOUCHED
-        self._touch(unit, _Progress.ENTERED)
+        backward.touch(unit, _Progress.ENTERED)
         if not unit.needs_backward_gather:
             return
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
@@ -252,25 +258,22 @@ class Schedule:
 
     def close_call(self, call: Call) -> None:
         """The backward leaves a unit through the inputs of a call; the last call finishes it."""
-        self._open_backward()
-        calls = self._calls[call.unit]
+        backward, calls = self._open_backward(), self._calls[call.unit]
         calls.discard(call)
         if not calls:
-            self._finish(call.unit)
+            self._finish(backward, call.unit)
 
-    def _touch(self, unit: Unit, progress: _Progress) -> None:
-        backward = self._open_backward()
-        backward.progress[unit] = progress
-        backward.unsettled.update(dict.fromkeys(unit.flat_params))
-
-    def _finish(self, unit: Unit) -> None:
-        self._touch(unit, _Progress.FINISHED)
+    def _finish(self, backward: _Backward, unit: Unit) -> None:
+        backward.touch(unit, _Progress.FINISHED)
         self._release(unit)
-        progress = self._open_backward().progress.get
+        finished = backward.progress.get
         self._settle(
-            flat_param
-            for flat_param in unit.flat_params
-            if all(progress(user) is _Progress.FINISHED for user in self._users[flat_param])
+            backward,
+            [
+                flat_param
+                for flat_param in unit.flat_params
+                if all(finished(user) is _Progress.FINISHED for user in self._users[flat_param])
+            ],
         )
 
     def _release(self, unit: Unit) -> None:
@@ -288,11 +291,11 @@ class Schedule:
         if backward.progress.keys().isdisjoint(users):
             backward.progress.update(dict.fromkeys(users, _Progress.TOUCHED))
 
-    def _settle(self, flat_params: Iterable[FlatParameter]) -> None:
+    def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
         for flat_param in flat_params:
-            self._open_backward().unsettled.pop(flat_param, None)
+            backward.unsettled.pop(flat_param, None)
             if self._syncs_gradients(flat_param):
                 synced.append(flat_param)
             else:
@@ -322,11 +325,11 @@ class Schedule:
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
         for unit, progress in list(backward.progress.items()):
             if progress is not _Progress.FINISHED:
-                self._finish(unit)
+                self._finish(backward, unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
         for flat_param in list(backward.unsettled):
-            self._settle([flat_param])
+            self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
         self._drop_prefetched(expected=None)
@@ -334,15 +337,15 @@ class Schedule:
         for flat_param in self._users:
             flat_param.micro_batch += 1
         self._backward = None
-        for watcher in self.watchers:
-            watcher.on_backward_end()
+        for call in self.watchers.on_backward_end:
+            call()
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
         self._reduce_waiting(self._users)
         self._land_reductions()
-        for watcher in self.watchers:
-            watcher.on_backward_end()
+        for call in self.watchers.on_backward_end:
+            call()
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
         """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
@@ -366,8 +369,8 @@ class Schedule:
         is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
         if not any(is_stepped.values()):
             return
-        for watcher in self.watchers:
-            watcher.on_step()
+        for call in self.watchers.on_step:
+            call()
         for unit in self.units:
             if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
@@ -438,20 +441,20 @@ class Schedule:
         self._reducing = [s for s in self._reducing if s.gradients is Gradients.REDUCING]
 
     def _land_reductions(self) -> None:
-        for watcher in self.watchers:
-            watcher.before_landing()
+        for call in self.watchers.before_landing:
+            call()
         reducing, self._reducing = self._reducing, []
         advanced = reducing
         while advanced:  # all are under way before one is waited for
             advanced = [flat_param for flat_param in advanced if flat_param.advance()]
         for flat_param in reducing:
             flat_param.land()
-        for watcher in self.watchers:
-            watcher.on_landed()
+        for call in self.watchers.on_landed:
+            call()
 
     def _announce(self, event: str, unit_name: str) -> None:
-        for watcher in self.watchers:
-            watcher.before_collective(event, unit_name)
+        for call in self.watchers.before_collective:
+            call(event, unit_name)
 
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""
@@ -465,5 +468,5 @@ class Schedule:
         self._reducing = []
         for unit in self.units:
             unit.abandon(drops_gradients=in_backward)
-        for watcher in self.watchers:
-            watcher.on_recovery()
+        for call in self.watchers.on_recovery:
+            call()

@@ -29,6 +29,18 @@ class Site:
         assert module is not None, "whoever asks has it"
         return module
 
+    def get(self) -> Tensor | None:
+        """The parameter that is registered here."""
+        return self.module._parameters.get(self.name)
+
+    def replace(self, old: Tensor, new: Tensor) -> bool:
+        """Register ``new`` in the place of ``old``; ``False`` if something else is there."""
+        module = self._module()
+        if module is None or module._parameters.get(self.name) is not old:
+            return False
+        self.put(new)
+        return True
+
     def put(self, parameter: Tensor) -> None:
         """Register ``parameter`` here."""
         module = self.module

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core import torch_internals
@@ -54,6 +54,7 @@ class Unit:
         self.name = name
         self._modules = tuple(map(weakref.ref, modules))  # which own the unit
         self.sites = sites
+        self._hold = object()  # stands for the unit among holders, and does not refer to it
         self.communicator = communicator
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
@@ -84,6 +85,7 @@ class Unit:
         copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
         copied.__dict__.update(self.__dict__)
         copied.syncs_gradients = True
+        copied._hold = object()
         copied.has_leaves_installed = False
         copied.is_kept_for_graph = False
         copied._modules = tuple(weakref.ref(copy.deepcopy(m, memo)) for m in self.modules)
@@ -93,7 +95,12 @@ class Unit:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forward needs the parameters, as far as they are alive."""
-        return tuple(module for module in (ref() for ref in self._modules) if module is not None)
+        modules = []
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                modules.append(module)
+        return tuple(modules)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
@@ -109,26 +116,32 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether the whole copy is there for this unit, or on its way."""
-        return all(self in flat_param.holders for flat_param in self.sites)
+        for flat_param in self.sites:
+            return self._hold in flat_param.holders  # all are held together
+        return False
 
     @property
     def is_whole(self) -> bool:
         """Whether the whole copy is there for this unit."""
-        return all(
-            self in flat_param.holders and flat_param.copy is ParameterState.UNSHARDED
-            for flat_param in self.sites
-        )
+        for flat_param in self.sites:
+            if flat_param.copy is not ParameterState.UNSHARDED:
+                return False
+        return self.is_held
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to after it was gathered for this unit."""
-        return any(self in flat_param.holders and flat_param.is_stale for flat_param in self.sites)
+        if self.is_held:
+            for flat_param in self.sites:
+                if flat_param.is_stale:
+                    return True
+        return False
 
     def unshard(self) -> None:
         """Start the all-gather of every flat parameter that is not whole, or stale."""
         with torch_internals.profiled("unshard", self.name):
             for flat_param in self.sites:
-                flat_param.unshard(self)
+                flat_param.unshard(self._hold)
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
@@ -142,7 +155,7 @@ class Unit:
         """Free the whole copy; nothing if there is none. What others share stays for them."""
         self.is_kept_for_graph = False
         for flat_param in self.sites:
-            flat_param.reshard(self)
+            flat_param.reshard(self._hold)
 
     def install_leaves(self) -> None:
         """Put the leaves into the modules.
@@ -155,10 +168,8 @@ class Unit:
             for slot, sites in slots.items():
                 parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
                 for site in sites:
-                    found: Tensor | None = site.module._parameters.get(site.name)
-                    if found is not parameter and found is not leaf:
+                    if not site.replace(parameter, leaf) and site.get() is not leaf:
                         raise RuntimeError(self._describe_replaced(parameter, site))
-                    site.put(leaf)
                 flat_param.prepare_leaf(slot)
 
     def install_shards(self) -> None:
@@ -167,8 +178,7 @@ class Unit:
         for flat_param, slots in self.sites.items():
             for slot, sites in slots.items():
                 for site in sites:
-                    if site.module._parameters.get(site.name) is flat_param.leaves[slot]:
-                        site.put(flat_param.parameters[slot])
+                    site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole."""

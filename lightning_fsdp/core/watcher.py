@@ -53,6 +53,34 @@ class Watcher:
         """An exception ended a forward or a backward; nothing is in flight any more."""
 
 
+class Watchers:
+    """The watchers of a schedule by event: those that do nothing at an event are not called.
+
+    Attributes:
+        each: All of them.
+    """
+
+    def __init__(self, each: Sequence[Watcher] = ()) -> None:
+        self.each = tuple(each)
+        self.on_pass = [w.on_pass for w in self._of("on_pass")]
+        self.before_collective = [w.before_collective for w in self._of("before_collective")]
+        self.before_whole = [w.before_whole for w in self._of("before_whole")]
+        self.on_freed = [w.on_freed for w in self._of("on_freed")]
+        self.on_reduce = [w.on_reduce for w in self._of("on_reduce")]
+        self.before_landing = [w.before_landing for w in self._of("before_landing")]
+        self.on_landed = [w.on_landed for w in self._of("on_landed")]
+        self.on_backward_end = [w.on_backward_end for w in self._of("on_backward_end")]
+        self.on_step = [w.on_step for w in self._of("on_step")]
+        self.on_recovery = [w.on_recovery for w in self._of("on_recovery")]
+
+    def anew(self) -> Watchers:
+        """The same, for the schedule of a copied model."""
+        return Watchers([watcher.anew() for watcher in self.each])
+
+    def _of(self, event: str) -> list[Watcher]:
+        return [w for w in self.each if getattr(type(w), event) is not getattr(Watcher, event)]
+
+
 class GradientWatcher:
     """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
 
