@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fsdp import fully_shard, gradients
-from lightning_fsdp.core.sharded_module import unit_of
+from lightning_fsdp.core.hooks import unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 

@@ -9,9 +9,9 @@ from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
 from lightning_fsdp.core import pairs
 from lightning_fsdp.core.communicator import pack
 from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.hooks import hooks_of
 from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.sharded_module import hooks_of
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
 from tests.support.one_exchange import train_on_rank

@@ -21,9 +21,9 @@ from torch import nn
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.flat_buffer import FlatBuffer
 from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_module import hooks_of, units_in
+from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from tests.support.memory import (

@@ -29,7 +29,7 @@ from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.bench.usage import Usage
-from lightning_fsdp.core.agreement import BACKENDS_WITHOUT_OTHERS
+from lightning_fsdp.core.agreement import expect_no_others
 
 # By the name engines see which device's tensors a group moves.
 DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}
@@ -258,7 +258,7 @@ def simulated(network: Network, device_type: str = "cpu") -> Iterator[Usage]:
 
     # What ranks agree on is on CPU, wherever they compute.
     dist.Backend.register_backend(backend, create, devices=sorted({"cpu", device_type}))
-    BACKENDS_WITHOUT_OTHERS.add(backend)
+    expect_no_others(backend)
     store = HashStore()
     dist.init_process_group(backend, rank=0, world_size=network.world_size, store=store)
     try:

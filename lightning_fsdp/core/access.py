@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import Tensor, nn
 
 from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.hooks import hooks_of
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_module import hooks_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 

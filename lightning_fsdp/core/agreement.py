@@ -24,9 +24,16 @@ from lightning_fsdp.core.watcher import Watcher
 _HOST = torch.device("cpu")  # whatever the user's default device is
 _Answer = Callable[[], torch.Tensor]
 
-# Of process groups whose other ranks do not exist: nobody is there to agree with. Such a backend
-# enters its name before it opens a group.
-BACKENDS_WITHOUT_OTHERS = {"fake"}  # torch's own
+_without_others = {"fake"}  # torch's own backend
+
+
+def expect_no_others(backend: str) -> None:
+    """Agree with nobody in groups of a backend whose other ranks do not exist.
+
+    Args:
+        backend: Its name; to be said before it opens a group.
+    """
+    _without_others.add(backend)
 
 
 _MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
@@ -98,7 +105,7 @@ class ControlGroup:
         self.world_size = len(self.ranks)
         self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        if self.world_size > 1 and data_backend not in BACKENDS_WITHOUT_OTHERS:
+        if self.world_size > 1 and data_backend not in _without_others:
             group = dist.new_group(
                 list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
             )

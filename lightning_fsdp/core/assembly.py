@@ -17,11 +17,11 @@ from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
 from lightning_fsdp.core.groups import control_of
 from lightning_fsdp.core.guards import FreedMemory
 from lightning_fsdp.core.home import Home
-from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.layout import plan_layout
 from lightning_fsdp.core.materialize import materialize, meta_buffers
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of
+from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.site import Site
 from lightning_fsdp.core.unit import Unit
@@ -163,7 +163,7 @@ def assemble(
             _attach(module, unit, schedule)
         for sites in unit_plan.sites.values():
             for site in sites:
-                site.module.__dict__.setdefault("_lightning_fsdp_unit", unit)
+                enter_in_unit(site.module, unit)
     for module in prepared.outermost:
         if hooks_of(module) is None:
             _attach(module, None, schedule)
@@ -237,7 +237,7 @@ def _make_unit(
 
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    module.__dict__["_lightning_fsdp_hooks"] = ModuleHooks(module, unit, schedule)
+    attach(module, unit, schedule)
     module.__class__ = _sharded_class(type(module))
     torch_internals.enter_as_sharded(module)
 

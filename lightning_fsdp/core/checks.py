@@ -19,8 +19,8 @@ from lightning_fsdp.core.communicator import Communicator
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.groups import describe, spans_same_ranks
+from lightning_fsdp.core.hooks import hooks_of, unit_of
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.site import Site
 

@@ -45,11 +45,11 @@ from lightning_fsdp.core.groups import (
     describe,
 )
 from lightning_fsdp.core.home import Home
+from lightning_fsdp.core.hooks import hooks_of, unit_of
 from lightning_fsdp.core.host_memory import HostHome
 from lightning_fsdp.core.materialize import meta_buffers
 from lightning_fsdp.core.offload import OffloadedHome
 from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.sharded_module import hooks_of, unit_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

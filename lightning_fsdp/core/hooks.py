@@ -53,6 +53,39 @@ from lightning_fsdp.core.schedule import Call, Schedule
 from lightning_fsdp.core.structures import map_tensors, tensors_in
 from lightning_fsdp.core.unit import Unit
 
+_HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks | None:
+    """The hooks of a module that was sharded itself; ``None`` for others."""
+    hooks: ModuleHooks | None = module.__dict__.get(_HOOKS)
+    return hooks
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that the module's own parameters belong to, if any."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+def attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
+    """Hook a module. See :class:`ModuleHooks`."""
+    module.__dict__[_HOOKS] = ModuleHooks(module, unit, schedule)
+
+
+def enter_in_unit(module: nn.Module, unit: Unit) -> None:
+    """Note that a module holds parameters of a unit; the first one counts."""
+    module.__dict__.setdefault(_UNIT, unit)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo both."""
+    hooks = hooks_of(module)
+    if hooks is not None:
+        hooks.remove()
+    for name in (_HOOKS, _UNIT):
+        module.__dict__.pop(name, None)
+
 
 class ModuleHooks:
     """The hooks of one sharded module.
@@ -213,7 +246,7 @@ def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
     if not type(module).__module__.startswith("torch.nn."):
         yield module
     for child in module.children():
-        hooks: ModuleHooks | None = child.__dict__.get("_lightning_fsdp_hooks")
+        hooks = hooks_of(child)
         if hooks is None or hooks.unit is None:
             yield from _keepers_in(child)
 

@@ -13,21 +13,9 @@ from torch import Tensor, nn
 from lightning_fsdp.core import optimizer_guard, torch_internals
 from lightning_fsdp.core.flat_parameter import FlatParameter
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.hooks import ModuleHooks
+from lightning_fsdp.core.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.lifecycle import Gradients
 from lightning_fsdp.core.unit import Unit
-
-
-def hooks_of(module: nn.Module) -> ModuleHooks | None:
-    """The hooks of a module that was sharded itself; ``None`` for others."""
-    hooks: ModuleHooks | None = module.__dict__.get("_lightning_fsdp_hooks")
-    return hooks
-
-
-def unit_of(module: nn.Module) -> Unit | None:
-    """The unit that the module's own parameters belong to, if any."""
-    unit: Unit | None = module.__dict__.get("_lightning_fsdp_unit")
-    return unit
 
 
 def units_in(module: nn.Module) -> list[Unit]:

@@ -17,7 +17,8 @@ from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.grouping import UnitSelector
-from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
+from lightning_fsdp.core.hooks import hooks_of
+from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.unit import Unit
 from lightning_fsdp.core.weights import weights

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.sharded_module import ShardedModule, hooks_of, units_in
+from lightning_fsdp.core.hooks import detach
+from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.sharded_tensor import ShardedTensor
 
 _OWN_OF_TENSOR = ("_local", "spec", "_is_param", "micro_batches", "gradient_hooks", "_aliases")
-_OWN_OF_MODULE = ("_lightning_fsdp_hooks", "_lightning_fsdp_unit")
 
 
 def give_back(module: nn.Module) -> None:
@@ -28,14 +28,10 @@ def give_back(module: nn.Module) -> None:
             _make_plain(parameter)
     for inner in module.modules():
         torch_internals.attach_flat_weights(inner)
-        hooks = hooks_of(inner)
-        if hooks is not None:
-            hooks.remove()
         if isinstance(inner, ShardedModule):
             inner.__class__ = type(inner).__mro__[2]
             torch_internals.leave_as_plain(inner)
-        for name in _OWN_OF_MODULE:
-            inner.__dict__.pop(name, None)
+        detach(inner)
 
 
 def _make_plain(parameter: ShardedTensor) -> None:

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import lightning_fsdp
 from lightning_fsdp.core import fully_shard as door
-from lightning_fsdp.core.agreement import BACKENDS_WITHOUT_OTHERS, ControlGroup
+from lightning_fsdp.core.agreement import ControlGroup, expect_no_others
 from tests.support.counting import flat_tensors
 
 NAME = "fakegpu"
@@ -195,7 +195,7 @@ def entered() -> Iterator[tuple[HostWaits, DeviceMesh]]:
     devices = ["cpu", NAME]
     create = fake_pg._create_fake_pg
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=devices)
-    BACKENDS_WITHOUT_OTHERS.add(BACKEND)
+    expect_no_others(BACKEND)
     dist.init_process_group(BACKEND, rank=0, world_size=4, store=fake_pg.FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

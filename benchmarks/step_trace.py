@@ -1,0 +1,79 @@
+"""What of the core one steady ZeRO-3 step goes through: what who reads along has to open.
+
+    python benchmarks/step_trace.py
+
+One process on torch's fake backend, as rank 0 of 2: five linear layers, each a unit, and AdamW.
+Counted in the third step: calls of the core's functions, and how often two calls, one after the
+other, are of two files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightning_fsdp.core
+from lightning_fsdp import fully_shard
+from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.plan.torch_internals import open_fake_group
+
+CORE = Path(lightning_fsdp.core.__file__).parent
+NUM_UNITS = 5
+Call = tuple[str, str]
+"""File, relative to the core's folder, and qualified name of a function."""
+
+
+def calls_of_a_step() -> list[Call]:
+    """The core's functions that the third step of a small model calls, in order."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(NUM_UNITS)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = torch.ones(2, 8, requires_grad=True)
+    calls: list[Call] = []
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(CORE):
+            calls.append((str(path.relative_to(CORE)), frame.f_code.co_qualname))
+
+    for _ in range(3):
+        calls.clear()
+        sys.setprofile(note)
+        try:
+            model(inputs).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+def main() -> None:
+    """Count, and print a table by file."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    open_fake_group(2)
+    calls = calls_of_a_step()
+    by_file = Counter(file for file, _ in calls)
+    functions = {file: len({name for f, name in calls if f == file}) for file in by_file}
+    changes = sum(one[0] != other[0] for one, other in itertools.pairwise(calls))
+    rows = [[file, functions[file], number] for file, number in by_file.most_common()]
+    print(markdown_table(["file of the core", "functions", "calls"], rows))
+    print(
+        f"\n{len(by_file)} files, {sum(functions.values())} functions, {len(calls)} calls, "
+        f"{changes} changes of file"
+    )
+
+
+if __name__ == "__main__":
+    main()
