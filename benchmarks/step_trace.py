@@ -67,7 +67,7 @@ def main() -> None:
     by_file = Counter(file for file, _ in calls)
     functions = {file: len({name for f, name in calls if f == file}) for file in by_file}
     changes = sum(one[0] != other[0] for one, other in itertools.pairwise(calls))
-    rows = [[file, functions[file], number] for file, number in by_file.most_common()]
+    rows = [[file, str(functions[file]), str(number)] for file, number in by_file.most_common()]
     print(markdown_table(["file of the core", "functions", "calls"], rows))
     print(
         f"\n{len(by_file)} files, {sum(functions.values())} functions, {len(calls)} calls, "

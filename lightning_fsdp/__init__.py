@@ -31,23 +31,25 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
-    from lightning_fsdp.core.checkpoint import (
-        full_optimizer_state_dict as full_optimizer_state_dict,
-    )
-    from lightning_fsdp.core.checkpoint import full_state_dict as full_state_dict
-    from lightning_fsdp.core.checkpoint import (
-        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
-    )
-    from lightning_fsdp.core.checkpoint import load_full_state_dict as load_full_state_dict
+    from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
+    from lightning_fsdp.core.access.gradients import gradients as gradients
+    from lightning_fsdp.core.access.weights import weights as weights
+    from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
     from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
-    from lightning_fsdp.core.gradients import GradientUnavailable as GradientUnavailable
-    from lightning_fsdp.core.gradients import gradients as gradients
-    from lightning_fsdp.core.host_memory import leave_host_memory_alone as leave_host_memory_alone
-    from lightning_fsdp.core.sharded_tensor import ShardedTensor as ShardedTensor
-    from lightning_fsdp.core.weights import weights as weights
+    from lightning_fsdp.core.memory.host_memory import (
+        leave_host_memory_alone as leave_host_memory_alone,
+    )
+    from lightning_fsdp.core.state.full_state import (
+        full_optimizer_state_dict as full_optimizer_state_dict,
+    )
+    from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
+    from lightning_fsdp.core.state.full_state import (
+        load_full_optimizer_state_dict as load_full_optimizer_state_dict,
+    )
+    from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
@@ -71,18 +73,18 @@ _HOME = {
     "ShardingPlan": "config",
     "ZERO2": "config",
     "ZERO3": "config",
-    "GradientUnavailable": "core.gradients",
+    "GradientUnavailable": "core.access.gradients",
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedEMA": "callbacks.weight_averaging",
-    "ShardedTensor": "core.sharded_tensor",
+    "ShardedTensor": "core.engine.sharded_tensor",
     "async_save_sharded": "checkpoint.sharded",
-    "full_optimizer_state_dict": "core.checkpoint",
-    "full_state_dict": "core.checkpoint",
+    "full_optimizer_state_dict": "core.state.full_state",
+    "full_state_dict": "core.state.full_state",
     "fully_shard": "core.fully_shard",
-    "gradients": "core.gradients",
-    "leave_host_memory_alone": "core.host_memory",
-    "load_full_optimizer_state_dict": "core.checkpoint",
-    "load_full_state_dict": "core.checkpoint",
+    "gradients": "core.access.gradients",
+    "leave_host_memory_alone": "core.memory.host_memory",
+    "load_full_optimizer_state_dict": "core.state.full_state",
+    "load_full_state_dict": "core.state.full_state",
     "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
     "optimizers_follow": "engines.optimizers",
@@ -91,7 +93,7 @@ _HOME = {
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
-    "weights": "core.weights",
+    "weights": "core.access.weights",
 }
 
 __all__ = [

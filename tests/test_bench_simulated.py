@@ -25,7 +25,7 @@ from lightning_fsdp.bench.scaling import Point, networks_of
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.bench.simulated import SimulatedGroup, find_usage, simulated
 from lightning_fsdp.bench.transfers_on_host import HostTransfers
-from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
 from tests.support import warm
 from tests.support.counting import CollectiveCounter

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_fsdp import fully_shard, gradients
-from lightning_fsdp.core.hooks import unit_of
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.hooks import unit_of
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "a-step.md"

@@ -19,7 +19,7 @@ from lightning_fsdp import (
     register_forward_method,
     shard_model,
 )
-from lightning_fsdp.core.hooks import hooks_of
+from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, storages_of

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import fully_shard
-from lightning_fsdp.core.lifecycle import Gradients
+from lightning_fsdp.core.engine.lifecycle import Gradients
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import units_in
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import lightning_fsdp
-from lightning_fsdp.core import host_memory
+from lightning_fsdp.core.memory import host_memory
 
 MIB = 2**20
 # Every second of many blocks is freed: holes that nothing larger fits into.
 HOLES = """
 import torch
-from lightning_fsdp.core.host_memory import keep_freed_memory, return_unused_memory
+from lightning_fsdp.core.memory.host_memory import keep_freed_memory, return_unused_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -52,7 +52,7 @@ def test_what_lies_unused_is_returned_once_the_process_holds_too_much(slack, wri
 # Two of these in turn: in the heap, neither fits into the hole that the other leaves.
 LARGE = """
 import torch
-from lightning_fsdp.core import host_memory
+from lightning_fsdp.core.memory import host_memory
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -82,8 +82,8 @@ def test_large_blocks_leave_no_holes():
 
 HUGE = """
 import torch
-from lightning_fsdp.core import host_memory
-from lightning_fsdp.core.flat_buffer import FlatBuffer
+from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 
 def huge():
     rows = [row.split() for row in open("/proc/self/smaps")]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
-from lightning_fsdp.core.communicator import Communicator
+from lightning_fsdp.core.engine.communicator import Communicator
 from tests.support.models import TASKS, causal_lm, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (

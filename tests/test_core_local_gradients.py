@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
-from lightning_fsdp.core import pairs
-from lightning_fsdp.core.communicator import pack
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.hooks import hooks_of
-from lightning_fsdp.core.layout import plan_layout
-from lightning_fsdp.core.lifecycle import Gradients
+from lightning_fsdp.core.engine.communicator import pack
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.engine.layout import plan_layout
+from lightning_fsdp.core.engine.lifecycle import Gradients
+from lightning_fsdp.core.ranks import pairs
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
 from tests.support.one_exchange import train_on_rank

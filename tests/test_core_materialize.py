@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, full_state_dict, fully_shard, shard_model
-from lightning_fsdp.core import marks
+from lightning_fsdp.core.state import marks
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import (
     LMShape,

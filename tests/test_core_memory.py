@@ -19,13 +19,13 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
-from lightning_fsdp.core.flat_buffer import FlatBuffer
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.hooks import ModuleHooks, hooks_of
-from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.sharded_module import units_in
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.unit import Unit
 from tests.support.memory import (
     StorageTracker,
     bytes_of,

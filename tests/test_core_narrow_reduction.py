@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
-from lightning_fsdp.core import communicator as plain
-from lightning_fsdp.core import pairs
-from lightning_fsdp.core.groups import communicator_of
-from lightning_fsdp.core.layout import plan_layout
+from lightning_fsdp.core.engine import communicator as plain
+from lightning_fsdp.core.engine.layout import plan_layout
+from lightning_fsdp.core.ranks import pairs
+from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch

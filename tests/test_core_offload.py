@@ -27,7 +27,7 @@ from lightning_fsdp import (
     shard_model,
     weights,
 )
-from lightning_fsdp.core.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.late_copies import LateCopies

@@ -18,10 +18,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, gradients, shard_model
-from lightning_fsdp.core import optimizer_guard, torch_internals
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.schedule import Schedule
-from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.optimizers import optimizer_guard
 from tests.support.fake_device import DEVICE, NAME, entered
 from tests.support.models import TASKS
 from tests.support.parity import (

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_fsdp.core.layout import (
+from lightning_fsdp.core.engine.layout import (
     ALIGNMENT,
     SHARD_ALIGNMENT,
     Box,

@@ -2,8 +2,8 @@ import itertools
 
 import pytest
 
-from lightning_fsdp.core.lifecycle import ParameterState as P
-from lightning_fsdp.core.lifecycle import take_step
+from lightning_fsdp.core.engine.lifecycle import ParameterState as P
+from lightning_fsdp.core.engine.lifecycle import take_step
 
 LEGAL = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
 

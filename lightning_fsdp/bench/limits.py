@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from lightning_fsdp.bench.runner import Run
-from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.processes import run_command
 
 _ROUNDS = 15

@@ -41,8 +41,8 @@ from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
-from lightning_fsdp.core.grad_norm import global_norm
-from lightning_fsdp.core.groups import communicator_of
+from lightning_fsdp.core.access.grad_norm import global_norm
+from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
 
 

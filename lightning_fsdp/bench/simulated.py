@@ -29,7 +29,7 @@ from lightning_fsdp.bench.transfer import Transfer
 from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.bench.usage import Usage
-from lightning_fsdp.core.agreement import expect_no_others
+from lightning_fsdp.core.ranks.agreement import expect_no_others
 
 # By the name engines see which device's tensors a group moves.
 DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}

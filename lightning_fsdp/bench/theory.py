@@ -30,14 +30,14 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.grouping import (
+from lightning_fsdp.core.engine.grouping import (
     FlatParameterPlan,
     UnitPlan,
     cut_flat_params,
     find_units,
     plan_units,
 )
-from lightning_fsdp.core.pairs import exchanges_in_pairs
+from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 
 Role = Literal["first", "inner", "shared"]
 

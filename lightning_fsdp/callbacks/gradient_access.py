@@ -31,7 +31,7 @@ from lightning_fsdp.callbacks.plain_access import (
     gradients_of,
     square_of,
 )
-from lightning_fsdp.core.gradients import GradientUnavailable
+from lightning_fsdp.core.access.gradients import GradientUnavailable
 
 Moment = Literal["before_backward", "after_zero_grad", "after_backward", "before_step"]
 _STATES = ("none", "local", "reduced", "unavailable")

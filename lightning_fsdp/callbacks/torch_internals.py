@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fsdp.core.torch_internals import is_in_backward
+from lightning_fsdp.core.engine.torch_internals import is_in_backward
 
 
 def record_memory_history(is_on: bool) -> None:

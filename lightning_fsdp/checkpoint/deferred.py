@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_fsdp.checkpoint import torch_internals
 from lightning_fsdp.checkpoint.ranks import Ranks
-from lightning_fsdp.core.torch_internals import disabled_torch_function, wrap_without_storage
+from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
 from lightning_fsdp.engines.gatherable import Gatherable, gather_all
 
 aten = torch.ops.aten

@@ -34,10 +34,10 @@ from lightning_fsdp.checkpoint.safetensors_folder import (
     SafetensorsWriter,
     bytes_of,
 )
-from lightning_fsdp.core.flat_chunks import FlatChunks
-from lightning_fsdp.core.layout import Box
+from lightning_fsdp.core.engine.flat_chunks import FlatChunks
+from lightning_fsdp.core.engine.layout import Box
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.native import NativeEngine

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_fsdp.checkpoint.files import naming
-from lightning_fsdp.core.layout import Box
+from lightning_fsdp.core.engine.layout import Box
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

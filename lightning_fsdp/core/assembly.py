@@ -9,25 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core import host_memory, optimizer_guard, torch_internals
-from lightning_fsdp.core.agreement import RecordedOrder
-from lightning_fsdp.core.communicator import Communicator
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
-from lightning_fsdp.core.groups import control_of
-from lightning_fsdp.core.guards import FreedMemory
-from lightning_fsdp.core.home import Home
-from lightning_fsdp.core.hooks import attach, enter_in_unit, hooks_of
-from lightning_fsdp.core.layout import plan_layout
-from lightning_fsdp.core.materialize import materialize, meta_buffers
-from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.access.whole_values import one_stream_of_numbers
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.grouping import FlatParameterPlan, UnitPlan
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
+from lightning_fsdp.core.engine.layout import plan_layout
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
+from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.engine.watcher import Watcher, Watchers
+from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core.optimizers import optimizer_guard
+from lightning_fsdp.core.ranks.agreement import RecordedOrder
+from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.safety.guards import FreedMemory
+from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
-from lightning_fsdp.core.site import Site
-from lightning_fsdp.core.unit import Unit
-from lightning_fsdp.core.unused import UnusedParameters
-from lightning_fsdp.core.watcher import Watcher, Watchers
-from lightning_fsdp.core.whole_values import one_stream_of_numbers
+from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,29 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core import optimizer_guard
 from lightning_fsdp.core.assembly import Prepared, assemble, initialise
-from lightning_fsdp.core.checks import (
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.grouping import (
+    UnitPlan,
+    UnitSelector,
+    cut_flat_params,
+    find_units,
+    plan_units,
+)
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.memory.host_memory import HostHome
+from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.optimizers import optimizer_guard
+from lightning_fsdp.core.ranks.groups import (
+    communicator_of,
+    communicator_of_mesh,
+    control_of,
+    describe,
+)
+from lightning_fsdp.core.safety.checks import (
     check_arguments,
     check_meshes,
     check_modules,
@@ -29,27 +49,7 @@ from lightning_fsdp.core.checks import (
     is_offered,
     read_offload_policy,
 )
-from lightning_fsdp.core.communicator import Communicator
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.grouping import (
-    UnitPlan,
-    UnitSelector,
-    cut_flat_params,
-    find_units,
-    plan_units,
-)
-from lightning_fsdp.core.groups import (
-    communicator_of,
-    communicator_of_mesh,
-    control_of,
-    describe,
-)
-from lightning_fsdp.core.home import Home
-from lightning_fsdp.core.hooks import hooks_of, unit_of
-from lightning_fsdp.core.host_memory import HostHome
-from lightning_fsdp.core.materialize import meta_buffers
-from lightning_fsdp.core.offload import OffloadedHome
-from lightning_fsdp.core.schedule import Schedule
+from lightning_fsdp.core.state.materialize import meta_buffers
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

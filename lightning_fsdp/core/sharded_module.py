@@ -10,12 +10,13 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp.core import optimizer_guard, torch_internals
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.hooks import ModuleHooks, hooks_of
-from lightning_fsdp.core.lifecycle import Gradients
-from lightning_fsdp.core.unit import Unit
+from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
+from lightning_fsdp.core.engine.lifecycle import Gradients
+from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.optimizers import optimizer_guard
 
 
 def units_in(module: nn.Module) -> list[Unit]:

@@ -1,8 +1,8 @@
 """Gradients and weights by original name under torch's FSDP1 and FSDP2.
 
-The same words as :mod:`lightning_fsdp.core.gradients`. Both of torch's engines show the optimizer a
-piece of the reduced gradient; this rank's own gradients they hide, and are looked up where torch
-keeps them.
+The same words as :mod:`lightning_fsdp.core.access.gradients`. Both of torch's engines show the
+optimizer a piece of the reduced gradient; this rank's own gradients they hide, and are looked up
+where torch keeps them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access import unknown
-from lightning_fsdp.core.grad_norm import partial_dot
-from lightning_fsdp.core.gradients import (
+from lightning_fsdp.core.access.by_name import unknown
+from lightning_fsdp.core.access.grad_norm import partial_dot
+from lightning_fsdp.core.access.gradients import (
     GradientFunction,
     GradientSet,
     GradientState,

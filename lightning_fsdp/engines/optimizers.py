@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_fsdp.core.checkpoint import SCALARS, no_values, slice_state
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.site import Site
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.state.full_state import SCALARS, no_values, slice_state
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
 _MOST_NAMES = 3

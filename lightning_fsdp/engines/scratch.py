@@ -12,16 +12,16 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from lightning_fsdp.core import checkpoint
+from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
+from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients
+from lightning_fsdp.core.access.weights import weights
+from lightning_fsdp.core.engine.grouping import UnitSelector
+from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
-from lightning_fsdp.core.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.gradients import GradientUnavailable, gradients
-from lightning_fsdp.core.grouping import UnitSelector
-from lightning_fsdp.core.hooks import hooks_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.unit import Unit
-from lightning_fsdp.core.weights import weights
+from lightning_fsdp.core.state import full_state as checkpoint
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0

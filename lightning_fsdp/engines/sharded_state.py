@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.checkpoint import SCALARS
-from lightning_fsdp.core.flat_chunks import FlatChunks
+from lightning_fsdp.core.engine.flat_chunks import FlatChunks
+from lightning_fsdp.core.state.full_state import SCALARS
 
 
 class ShardedState:

@@ -35,10 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp.callbacks.storages import local_part
 from lightning_fsdp.config import plan_of_stage
+from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
-from lightning_fsdp.core.gradients import gradients
-from lightning_fsdp.core.groups import communicator_of
-from lightning_fsdp.core.pairs import exchanges_in_pairs
+from lightning_fsdp.core.ranks.groups import communicator_of
+from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.harness.amounts import format_bytes

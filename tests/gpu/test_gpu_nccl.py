@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.engine import torch_internals
 from tests.support.ranks import run_on_ranks
 
 

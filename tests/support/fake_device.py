@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import lightning_fsdp
 from lightning_fsdp.core import fully_shard as door
-from lightning_fsdp.core.agreement import ControlGroup, expect_no_others
+from lightning_fsdp.core.ranks.agreement import ControlGroup, expect_no_others
 from tests.support.counting import flat_tensors
 
 NAME = "fakegpu"

@@ -15,15 +15,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint as torch_checkpoint
 
-from lightning_fsdp.core import assembly, communicator, pairs, torch_internals
-from lightning_fsdp.core.communicator import Communicator, Pending
-from lightning_fsdp.core.flat_buffer import FlatBuffer
-from lightning_fsdp.core.flat_parameter import FlatParameter
-from lightning_fsdp.core.layout import FlatLayout
-from lightning_fsdp.core.offload import OffloadedHome
+from lightning_fsdp.core import assembly
+from lightning_fsdp.core.engine import communicator, torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator, Pending
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.memory.offload import OffloadedHome
+from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.unit import Unit
 from tests.support import late_copies
 
 FAULTS: dict[str, Callable[[], None]] = {}

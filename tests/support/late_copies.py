@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_fsdp.core import offload
-from lightning_fsdp.core.offload import OffloadedHome
+from lightning_fsdp.core.memory import offload
+from lightning_fsdp.core.memory.offload import OffloadedHome
 from tests.support.counting import has_wrapper
 from tests.support.worst_case import poison
 

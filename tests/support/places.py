@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp.core import fully_shard as door
-from lightning_fsdp.core.communicator import Pending
-from lightning_fsdp.core.home import Home
-from lightning_fsdp.core.offload import OffloadedHome
+from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.memory.offload import OffloadedHome
 from tests.support.counting import flat_tensors, has_wrapper
 from tests.support.memory import plain_parts
 

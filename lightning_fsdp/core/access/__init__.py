@@ -1,0 +1,1 @@
+"""Gradients and weights by name, norms, and operations that mean the whole."""

@@ -1,0 +1,111 @@
+"""Sharded parameters of a module by original name, and their values streamed as whole tensors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+
+
+class ByName:
+    """The sharded parameters of a module by name, and the flat parameters that they belong to."""
+
+    def __init__(self, module: nn.Module, what: str) -> None:
+        self.module = module
+        self._flat_param_of = {
+            parameter: flat_param
+            for schedule in schedules_in(module)
+            for flat_param in schedule.flat_params
+            for parameter in flat_param.parameters
+        }
+        self.parameters = self._find(what)
+
+    def look_up(self, name: str) -> ShardedTensor:
+        """A parameter by its original name.
+
+        Raises:
+            KeyError: There is none; the message says which are near.
+        """
+        if name not in self.parameters:
+            raise unknown(name, self.parameters)
+        return self.parameters[name]
+
+    def flat_params(self) -> dict[FlatParameter, list[str]]:
+        """The names of each flat parameter, in order."""
+        flat_params: dict[FlatParameter, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            flat_params.setdefault(self._flat_param_of[parameter], []).append(name)
+        return flat_params
+
+    def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Gather slices of one flat parameter after the other, by one collective each.
+
+        One is whole, beside what the caller still holds; its smallest tensor comes last.
+        """
+        for flat_param, names in self.flat_params().items():
+            present = [name for name in names if name in shards]
+            if not present:
+                continue
+            layout, communicator = flat_param.layout, flat_param.communicator
+            home = flat_param.home
+            region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
+            start, _ = layout.shard_range(communicator.rank)
+            for name in present:
+                slot = self.parameters[name].spec.slot
+                offset = start + layout.offset_in_shard(slot, communicator.rank)
+                home.to_device(shards[name].detach(), region[offset:][: shards[name].numel()])
+            region = home.to_host(
+                communicator.gather(region, flat_param.name).wait(), may_pin=False
+            ).wait()
+            slots = {name: self.parameters[name].spec.slot for name in present}
+            wholes = {
+                name: region[slot.offset : slot.offset + slot.numel].view(slot.shape)
+                for name, slot in slots.items()
+            }
+            del region
+            *others, smallest = sorted(present, key=lambda name: -slots[name].numel)
+            for name in others:
+                yield name, wholes.pop(name)
+            if others:  # the caller holds it while the next one is gathered, and nothing more
+                wholes[smallest] = wholes[smallest].clone()
+            yield smallest, wholes.pop(smallest)
+
+    def _find(self, what: str) -> dict[str, ShardedTensor]:
+        """By name; also while their unit computes and leaves stand for them."""
+        computing = {
+            id(leaf): parameter
+            for flat_param in set(self._flat_param_of.values())
+            for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True)
+        }
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            sharded = computing.get(id(parameter), parameter)
+            if isinstance(sharded, ShardedTensor):
+                found[name] = sharded
+        if not found:
+            raise ValueError(
+                f"{what}: expected a module with sharded parameters, got "
+                f"{type(self.module).__name__} without any. Call fully_shard or shard_model first."
+            )
+        return found
+
+
+def schedules_in(module: nn.Module) -> list[Schedule]:
+    """The schedules that run the units of a module, or of modules inside it."""
+    hooks = (hooks_of(inner) for inner in module.modules())
+    return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
+
+
+def unknown(name: str, names: Collection[str]) -> KeyError:
+    """What to raise for a name that no sharded parameter has."""
+    near = difflib.get_close_matches(name, names, n=3)
+    return KeyError(
+        f"{name!r}: expected the original name of a sharded parameter, such as "
+        f"{near or list(names)[:3]}."
+    )

@@ -1,0 +1,364 @@
+"""Access to gradients by original name, at any time.
+
+    g = gradients(module)
+    g["h.0.weight"].state      none: nothing yet; local: this rank's own, not reduced; reduced
+    g["h.0.weight"].local()    this rank's own, original shape          (state local)
+    g["h.0.weight"].shard      this rank's slice of the mean over ranks (state reduced)
+    g["h.0.weight"].full()     the mean, original shape; collective     (state reduced)
+    for name, whole in g.full(): ...                 one flat parameter whole at a time; collective
+
+Nothing is kept for access but what a mode of :meth:`Gradients.micro_batches` asks for: local
+gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in passing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, TypeVar, cast, get_args
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_fsdp.core.access.by_name import ByName, schedules_in
+from lightning_fsdp.core.access.grad_norm import global_norm, partial_dot
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.core.engine.watcher import GradientWatcher
+from lightning_fsdp.core.ranks.groups import all_gather_slices
+
+MicroBatchMode = Literal["sum", "local", "separate"]
+GradientState = Literal["none", "local", "reduced"]
+GradientFunction = Callable[[str, Tensor, int], None]
+Hook = TypeVar("Hook")
+GradientSet = int | Mapping[str, Tensor] | None
+"""A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
+
+
+class GradientUnavailable(RuntimeError):  # noqa: N818 (a public name)
+    """What was asked for does not exist in the present state; the message says what would help."""
+
+
+class Handle:
+    """Takes a hook off again."""
+
+    def __init__(self, handles: list[RemovableHandle]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Stop calling the function."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Gradient:
+    """The gradient of one parameter, as it is at the moment of asking."""
+
+    def __init__(self, name: str, parameter: ShardedTensor) -> None:
+        self.name = name
+        self._parameter = parameter
+
+    def __repr__(self) -> str:
+        return f"Gradient({self.name!r}, {self.state})"
+
+    @property
+    def state(self) -> GradientState:
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        gradient = self._parameter.grad
+        if gradient is None:
+            return "none"
+        if isinstance(gradient, UnreducedGradient):
+            return "local"
+        return "reduced"
+
+    def local(self) -> Tensor:
+        """This rank's own gradient: original shape, reduce dtype, not divided by anything.
+
+        It shares memory with what will be reduced: writing to it changes the gradient.
+
+        Raises:
+            GradientUnavailable: There is none, or it was reduced already.
+        """
+        gradient = self._parameter.grad
+        if isinstance(gradient, UnreducedGradient):
+            return gradient.part
+        raise self._unavailable(
+            "local",
+            "see it on its way with on_local(), or keep it with no_sync() or "
+            'micro_batches("local")',
+        )
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's slice of the reduced gradient, ``(n,)``, main dtype; may be empty.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient.
+        """
+        return self._reduced(None).to_local()
+
+    def full(self, micro_batch: int | None = None) -> Tensor:
+        """The reduced gradient in its original shape, a fresh copy. Collective.
+
+        Args:
+            micro_batch: Of those kept by ``micro_batches("separate")``.
+
+        Raises:
+            GradientUnavailable: There is no reduced gradient, or none of that micro-batch.
+        """
+        return self._reduced(micro_batch).full_tensor()
+
+    def _reduced(self, micro_batch: int | None) -> ShardedTensor:
+        gradient = self._parameter.grad
+        if isinstance(gradient, UnreducedGradient) or not isinstance(gradient, ShardedTensor):
+            raise self._unavailable(
+                "reduced",
+                "run a backward that reduces (set_requires_gradient_sync(True), or outside of "
+                "no_sync())",
+            )
+        if micro_batch is None:
+            return gradient
+        if micro_batch not in gradient.micro_batches:
+            kept = sorted(gradient.micro_batches)
+            raise self._unavailable(
+                f"of micro-batch {micro_batch}",
+                f'run the backwards inside micro_batches("separate") (kept: {kept}; a micro-batch '
+                "in which no rank used the parameter has none)",
+            )
+        return gradient.micro_batches[micro_batch]
+
+    def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
+        rank = self._parameter.spec.communicator.mesh_rank
+        return GradientUnavailable(
+            f"gradient of {self.name!r} (scratch engine, rank {rank}): expected the {what} one, "
+            f"got state {self.state!r}. To have it, {cure}."
+        )
+
+
+class Gradients(ByName, Mapping[str, Gradient]):
+    """Gradients by original name. Made by :func:`gradients`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, "gradients")
+
+    def names(self) -> list[str]:
+        """Original names of all trainable parameters, as seen from the module that was given."""
+        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+
+    def __getitem__(self, name: str) -> Gradient:
+        parameter = self.look_up(name)
+        if not parameter.requires_grad:
+            raise frozen(name)
+        return Gradient(name, parameter)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole reduced gradient of each parameter that has one. Collective.
+
+        One flat parameter is whole at a time, unless the caller keeps what is yielded.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        yield from self.stream(self.shards(micro_batch))
+
+    def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
+        """This rank's slices of all reduced gradients by name, sharing memory; without ``none``.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        shards = {}
+        for name in self.names():
+            gradient = self[name]
+            if gradient.state == "none":
+                continue
+            if micro_batch is None or gradient.state == "local":
+                shards[name] = gradient.shard
+            elif micro_batch in _kept(self.parameters[name]):
+                shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
+        return shards
+
+    def on_local(self, function: GradientFunction) -> Handle:
+        """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
+
+        The gradient has the original shape and the compute dtype, and can be edited in place before
+        it is reduced. A weight tied within or across units arrives once, with the sum of all uses.
+        ``micro_batch`` counts backwards since the optimizer's last step, or the one that a gradient
+        scaler skipped.
+        """
+        return self._watch(_CallingOnLocal(function, self._names()))
+
+    def on_reduced(self, function: GradientFunction) -> Handle:
+        """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
+
+        The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
+        can be edited in place. One that no rank used comes as zeros.
+        """
+        return self._watch(_CallingOnReduced(function, self._names()))
+
+    @contextlib.contextmanager
+    def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
+        """Choose how the backwards inside accumulate.
+
+        Args:
+            mode: ``sum`` reduces each into the shard; ``local`` reduces once, when the context ends
+                (collective); ``separate`` reduces each and also keeps it apart, a shard per
+                micro-batch, until the gradients are cleared.
+
+        Raises:
+            ValueError: There is no such mode.
+            RuntimeError: Local gradients of before wait to be reduced; they belong to no
+                micro-batch of this context.
+        """
+        check_mode(mode)
+        flat_params, units = list(self.flat_params()), list(dict.fromkeys(self._units()))
+        if any(flat_param.has_local_gradients for flat_param in flat_params):
+            raise RuntimeError(
+                f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "
+                "earlier backward without reduction. Reduce them with the next backward, or drop "
+                "them with zero_grad()."
+            )
+        before = {unit: unit.syncs_gradients for unit in units}
+        for unit in units:
+            unit.syncs_gradients = mode != "local"
+        for flat_param in flat_params:
+            flat_param.micro_batch = 0
+        apart = self._watch(_KeepingApart()) if mode == "separate" else Handle([])
+        try:
+            yield
+            if mode == "local":
+                for schedule in schedules_in(self.module):
+                    schedule.reduce_waiting()
+        finally:
+            for unit, syncs in before.items():
+                unit.syncs_gradients = syncs
+            apart.remove()
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all reduced gradients as one vector; 0-d fp32, equal on all ranks.
+
+        Collective.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet.
+        """
+        return global_norm(self._sharded(), norm_type, self._communicator())
+
+    def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
+        """The inner product of two sets of gradients, 0-d fp64, equal on all ranks. Collective.
+
+        Args:
+            a: A micro-batch kept by ``micro_batches("separate")``, shards by name (as of
+                :meth:`shards`), or ``None`` for the gradients themselves.
+            b: Likewise. A name that one of them lacks counts as zero.
+        """
+        first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
+        communicator = self._communicator()
+        mine = partial_dot(first, second, communicator.device)
+        # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
+        return all_gather_slices(communicator, mine.view(1), "dot of gradients").sum()
+
+    def _watch(self, watcher: GradientWatcher) -> Handle:
+        return Handle([register(s.gradient_watchers, watcher) for s in self.flat_params()])
+
+    def _names(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.parameters.items()}
+
+    def _sharded(self) -> list[Tensor]:
+        gradients = (self[name] for name in self.names())
+        return [g._reduced(None) for g in gradients if g.state != "none"]
+
+    def _units(self) -> Iterator[Unit]:
+        flat_params = self.flat_params()
+        for schedule in schedules_in(self.module):
+            yield from (
+                u for u in schedule.units if not flat_params.keys().isdisjoint(u.flat_params)
+            )
+
+    def _communicator(self) -> Communicator:
+        return next(iter(self.parameters.values())).spec.communicator
+
+
+def gradients(module: nn.Module) -> Gradients:
+    """Access to the gradients of a module with sharded parameters inside.
+
+    Raises:
+        ValueError: Nothing in the module is sharded.
+    """
+    return Gradients(module)
+
+
+def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+    """Add a hook; the handle takes it off again."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode of ``micro_batches``.
+
+    Raises:
+        ValueError: There is no such mode.
+    """
+    if mode not in get_args(MicroBatchMode):
+        raise ValueError(f"micro_batches: expected sum, local or separate, got {mode!r}.")
+
+
+def frozen(name: str) -> GradientUnavailable:
+    """What to raise for the gradient of a frozen parameter."""
+    return GradientUnavailable(
+        f"gradient of {name!r}: expected a trainable parameter, got one with requires_grad=False. "
+        "Unfreeze it before the forward."
+    )
+
+
+def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
+    return parameter.grad.micro_batches if isinstance(parameter.grad, ShardedTensor) else {}
+
+
+class _Calling(GradientWatcher):
+    """Calls a function of the user's with the gradients of parameters that have a name."""
+
+    def __init__(self, function: GradientFunction, names: Mapping[int, str]) -> None:
+        self._function, self._names = function, names
+
+    def _call(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
+        name = self._names.get(id(flat_param.parameters[slot]))
+        if name is not None:
+            self._function(name, gradient, flat_param.micro_batch)
+
+
+class _CallingOnLocal(_Calling):
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
+        self._call(flat_param, slot, gradient)
+
+
+class _CallingOnReduced(_Calling):
+    def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
+        self._call(flat_param, slot, shard)
+
+
+class _KeepingApart(GradientWatcher):
+    """Keeps what each micro-batch adds, beside the sum."""
+
+    def on_added(
+        self, flat_param: FlatParameter, slot: int, gradient: ShardedTensor, total: ShardedTensor
+    ) -> None:
+        # The first one is added to.
+        part = cast(ShardedTensor, gradient.clone()) if total is gradient else gradient
+        kept = total.micro_batches.setdefault(flat_param.micro_batch, part)
+        if kept is not part:  # it came late, after the first of its micro-batch was reduced
+            kept.add_(part)

@@ -1,0 +1,373 @@
+"""Every collective of the core that moves data: one gather, one reduction.
+
+Data moves asynchronously, by one collective each, and is counted. Gradients that are narrower than
+the dtype of their sum travel as they are: every rank gets all ranks' parts of its shard, and widens
+them as it adds them up. A reduce-scatter, which sums on the way, would send them widened: twice the
+bytes for bf16 summed in fp32, and for the same values. fp16 travels so too where it is also the
+dtype of the mean, since the sum may be too large for it.
+
+Note: lifetimes
+c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
+starts when everything queued on the current stream at the call has finished, and ``wait()`` makes
+the current stream (not the host) wait for its end. Buffers are allocated, freed and computed with
+on one stream, and a :class:`Pending` keeps what it reads or writes until it was waited for; so no
+memory is reused early, and ``record_stream`` is not needed. On CPU the same code runs with host
+waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.layout import FlatLayout
+
+_BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
+
+Works = list[tuple[dist.Work, str]]
+"""What to wait for, each with the ranks that it depends on."""
+
+Empty = Callable[[int, torch.dtype], Tensor]
+"""Allocates ``(numel,)`` of a dtype."""
+
+
+@dataclass
+class Traffic:
+    """What one kind of collective has moved, as this rank sent it.
+
+    Attributes:
+        calls: Collectives issued, however many messages each takes.
+        sent_bytes: Payload that left this rank.
+    """
+
+    calls: int = 0
+    sent_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Pending:
+    """A collective in flight, and the stages that follow it, each of which starts from a result.
+
+    Attributes:
+        what: The operation and this rank, for the message if it fails.
+        works: What to wait for, each with the ranks that it depends on.
+        finish: Runs once after the wait, on the current stream, and gives the result.
+        keeps: Tensors that the collective reads or writes; given up once it was waited for.
+        stages: Still to come: what a profile calls each, its unit, and what starts it.
+    """
+
+    what: str
+    works: Sequence[tuple[dist.Work, str]]
+    finish: Callable[[], Tensor]
+    keeps: Sequence[Tensor] = field(default=(), repr=False)
+    stages: list[tuple[str, str, Stage]] = field(default_factory=list)
+
+    def then(self, name: str, unit_name: str, stage: Stage) -> Pending:
+        """The same, with one more stage, which starts from the result of the one before."""
+        self.stages.append((name, unit_name, stage))
+        return self
+
+    def advance(self) -> bool:
+        """Wait for the present stage and start the next; ``False`` where none is to come.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        if not self.stages:
+            return False
+        name, unit_name, stage = self.stages.pop(0)
+        with torch_internals.profiled(name, unit_name):
+            following = stage(self._end())
+        self.what, self.works = following.what, following.works
+        self.finish, self.keeps = following.finish, following.keeps
+        return True
+
+    def wait(self) -> Tensor:
+        """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        while self.advance():
+            pass
+        return self._end()
+
+    def give_up(self) -> None:
+        """Wait for what is in flight, and start no further stage.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        self.stages.clear()
+        self._end()
+
+    def _end(self) -> Tensor:
+        works, self.works = self.works, ()
+        for work, ranks in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise left_alone(self.what, ranks) from error
+        self.keeps = ()
+        return self.finish()
+
+
+Stage = Callable[[Tensor], Pending]
+
+
+def left_alone(what: str, ranks: str) -> RuntimeError:
+    """The error for a collective in which others did not take part, and which of them.
+
+    They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
+    connections closed.
+    """
+    return RuntimeError(
+        f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
+        "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
+        "the first error on the other ranks; make all ranks run the same units in the same "
+        "order."
+    )
+
+
+class Communicator:
+    """The collectives of one sharding group.
+
+    The group is referred to weakly: ``destroy_process_group`` ends it when it is called, as its
+    threads must not outlive it.
+
+    Attributes:
+        ranks: Of the default group, those in the group.
+        rank: This process in the group.
+        world_size: Ranks in the group.
+        mesh_rank: This process among all that train together, replicas included; what messages
+            name.
+        mesh_size: How many those are.
+        where: Which of them this is, for messages.
+        device: Of the tensors that the group moves; the one that was current at the sharding.
+            Which is current is each thread's own affair, so it is not asked again.
+        after_reduction: What follows each reduction: names, and what makes a stage of a result and
+            the name of a unit.
+        any_rank: Asks which flags are set on any rank; the answer comes when it is called.
+        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
+        self._group = weakref.ref(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank, self.mesh_rank = dist.get_rank(group), mesh_rank
+        self.world_size, self.mesh_size = dist.get_world_size(group), mesh_size
+        self.where = f"(rank {mesh_rank} of {mesh_size})"
+        self.device = torch.device("cpu")
+        if "nccl" in dist.get_backend(group):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.after_reduction: tuple[tuple[str, Callable[[Tensor, str], Pending]], ...] = ()
+        self.any_rank: Callable[[Flags], Callable[[], Tensor]] = _this_rank
+        self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
+
+    def __deepcopy__(self, memo: object) -> Communicator:
+        return self  # one per group; copies of a module share it
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The data group."""
+        return torch_internals.alive(self._group)
+
+    def gather(self, whole: Tensor, unit_name: str) -> Pending:
+        """All-gather in place: every rank's shard lands in its slot of ``whole``.
+
+        Args:
+            whole: ``(world_size * shard_numel,)``; this rank's slot is filled, the others are
+                written.
+            unit_name: For the message if it fails.
+        """
+        what = f"gather of unit {unit_name!r} {self.where}"
+        slots = whole.view(self.world_size, -1)
+        self.count("all_gather", slots[0].nbytes * (self.world_size - 1))
+        works = self._gather(whole, slots, what, unit_name) if self.world_size > 1 else []
+        return Pending(what, works, lambda: whole, keeps=(whole,))
+
+    def reduce(
+        self,
+        gradients: dict[int, Tensor],
+        layout: FlatLayout,
+        unit_name: str,
+        empty: Empty,
+        *,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> Pending:
+        """Reduce-scatter: the mean over ranks of this rank's shard of a region.
+
+        As every collective, the stages that follow it start in the same order on all ranks.
+
+        Args:
+            gradients: This rank's own, by slot, of any dtype; emptied, each as soon as it is not
+                needed. Those of the other slots are zeros.
+            layout: Of the region.
+            unit_name: For the message if it fails.
+            empty: Gives memory.
+            sent_dtype: In which they travel, the same on every rank.
+            dtype: Of the sum: that, or one that holds all its values.
+
+        Returns:
+            The collective; its result is the shard, ``(shard_numel,)`` of ``dtype``, padding zero.
+            On one rank that is the region itself.
+
+        Source: ZeRO (arXiv 1910.02054), section 5.
+        """
+        what = f"reduction of unit {unit_name!r} {self.where}"
+        if self.world_size == 1:
+            self.count("reduce_scatter", 0)
+            region = pack(gradients, layout, empty, sent_dtype)
+            reduction = Pending(what, (), lambda: region.to(dtype))
+        else:
+            reduction = self._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
+        for name, stage in self.after_reduction:
+            reduction.then(name, unit_name, functools.partial(_of_unit, stage, unit_name))
+        return reduction
+
+    def broadcast_each(self, parts: Sequence[Tensor], what: str) -> None:
+        """Every rank's part to all ranks, in place. Synchronous.
+
+        Args:
+            parts: ``(n,)`` per rank; this rank's has its values.
+            what: The operation, for the message if it fails.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        group = self.group
+        try:
+            for rank, part in enumerate(parts):
+                if part.numel() and self.world_size > 1:
+                    # As bytes: gloo does not know every dtype.
+                    dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
+        except RuntimeError as error:
+            raise left_alone(f"{what} {self.where}", "every rank") from error
+
+    def count(self, kind: str, sent_bytes: int) -> None:
+        """Note a collective."""
+        traffic = self.traffic[kind]
+        traffic.calls += 1
+        traffic.sent_bytes += sent_bytes
+
+    def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
+        group = self.group
+        try:
+            work = torch_internals.all_gather_single(
+                whole, slots[self.rank], group=group, async_op=True
+            )
+        except RuntimeError as error:
+            raise left_alone(what, "every rank") from error
+        return [(work, "every rank")]
+
+    def _reduce(
+        self,
+        gradients: dict[int, Tensor],
+        layout: FlatLayout,
+        what: str,
+        unit_name: str,
+        empty: Empty,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> Pending:
+        region, group = pack(gradients, layout, empty, sent_dtype), self.group
+        self.count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
+        finish: Callable[[], Tensor]
+        keeps: Sequence[Tensor]
+        try:
+            if sent_dtype != dtype or may_overflow(dtype):
+                received = torch.empty_like(region)
+                rows = received.view(self.world_size, layout.shard_numel)
+                work = dist.all_to_all_single(received, region, group=group, async_op=True)
+                finish, keeps = functools.partial(_mean_of, rows, dtype), (region,)
+            else:
+                shard = region.new_empty(layout.shard_numel)
+                work = torch_internals.reduce_scatter_single(
+                    shard, region, group=group, async_op=True
+                )
+                finish, keeps = functools.partial(shard.div_, self.world_size), (region, shard)
+        except RuntimeError as error:
+            raise left_alone(what, "every rank") from error
+        return Pending(what, [(work, "every rank")], finish, keeps)
+
+
+Flags = Sequence[bool] | Sequence[Sequence[bool]]
+"""``(n,)`` or ``(m, n)``, the same shape on every rank."""
+
+
+def _this_rank(flags: Flags) -> Callable[[], Tensor]:
+    return torch.tensor(flags, device="cpu").bool
+
+
+def _of_unit(stage: Callable[[Tensor, str], Pending], unit_name: str, shard: Tensor) -> Pending:
+    return stage(shard, unit_name)
+
+
+def pack(
+    gradients: dict[int, Tensor],
+    layout: FlatLayout,
+    empty: Empty,
+    dtype: torch.dtype,
+    slots: range | None = None,
+) -> Tensor:
+    """A part of a region, ``(n,)`` of ``dtype``: gradients, and zeros where none are.
+
+    Args:
+        gradients: By slot; those that are packed are taken out.
+        layout: Of the region.
+        empty: Gives memory.
+        dtype: Of the result.
+        slots: Neighbours that the part consists of; all of the region, if not given.
+    """
+    start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
+    slots = range(len(layout.slots)) if slots is None else slots
+    if len(slots) == 1 and _fills(gradients.get(slots[0]), stop - start, dtype):
+        return gradients.pop(slots[0]).view(-1)  # read from where autograd made it
+    region = empty(stop - start, dtype)
+    for padding_start, padding_stop in layout.padding(start, stop):
+        region[padding_start - start : padding_stop - start].zero_()
+    for index in slots:
+        slot = layout.slots[index]
+        place = region.narrow(0, slot.offset - start, slot.numel)
+        gradient = gradients.pop(index, None)  # freed as soon as it is copied
+        if gradient is None:
+            place.zero_()
+        else:
+            place.view(slot.shape).copy_(gradient)
+        del gradient
+    return region
+
+
+def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
+    return (
+        gradient is not None
+        and gradient.numel() == numel
+        and gradient.dtype == dtype
+        and gradient.is_contiguous()
+    )
+
+
+def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """The mean over the first dimension, ``(n,)`` of ``dtype``; summed in it, or in a wider one."""
+    num_rows, numel = rows.shape
+    sum_dtype = torch.float32 if may_overflow(dtype) else dtype
+    mean = rows.new_empty(numel, dtype=sum_dtype)
+    # On CUDA the sum widens as it reads. On CPU torch makes a wide copy of all that it sums.
+    step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
+    for start in range(0, numel, step):
+        block = slice(start, start + step)
+        torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
+    return mean.to(dtype)
+
+
+def may_overflow(dtype: torch.dtype) -> bool:
+    """Whether a sum over ranks may leave the range of a dtype that holds their mean."""
+    return dtype == torch.float16

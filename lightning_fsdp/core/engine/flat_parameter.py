@@ -1,0 +1,391 @@
+"""Parameters of one dtype laid end to end: the shard that stays, the whole copy that does not.
+
+                     main dtype                        compute dtype
+    optimizer <-> parameters (ShardedTensor)      leaves (nn.Parameter) <-> module's forward
+                     |  slices of                      |  views of
+                     shard  ------ all-gather ------>  buffer
+                     ^  slices of                      |  post-accumulate hook moves
+                  parameter.grad <-- reduce-scatter -- local gradients
+
+Offloaded, the left side is on the host and the right side on the device that computes.
+
+A flat parameter belongs to one unit, or to several that share its weights. Those share the whole
+copy and the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the
+sum.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator, Pending
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, take_step
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, make_parameter
+from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
+
+
+class FlatParameter:
+    """Parameters of one dtype in one flat region, of which this rank owns one shard.
+
+    Attributes:
+        name: Of the first unit that uses it, for messages.
+        layout: Places of the parameters in the region.
+        shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
+        parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        home: Where the shard lives, and the way from and to it.
+        buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
+        holders: Who does.
+        leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
+        sends_sums: Whether the next reduction takes what several backwards may have added up. The
+            schedule says so, by what all ranks know.
+        micro_batch: Of the running or coming backward; the schedule counts.
+        copy: Life of the whole copy.
+        gradient_watchers: By the id of the handle that takes each off.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: FlatLayout,
+        shard: Tensor,
+        parameters: Sequence[ShardedTensor],
+        communicator: Communicator,
+        policy: PrecisionPolicy,
+        home: Home,
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.parameters = tuple(parameters)
+        self.communicator = communicator
+        self.policy = policy
+        self.home = home
+        self.micro_batch = 0
+        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
+        self._watchers = Watchers()
+        self._on_arrival: weakref.WeakMethod[Callable[[FlatParameter], None]] | None = None
+        self._take_in(shard)
+
+    def _take_in(self, shard: Tensor) -> None:
+        """Begin with a shard that the parameters are slices of."""
+        layout, home = self.layout, self.home
+        self.shard = shard
+        self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
+        self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
+        self.copy = ParameterState.UNSHARDED
+        self._gather: Pending | None = None
+        self._free()
+        self.sends_sums = False
+        self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
+        self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
+        self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
+        self._trained = list(self._trains)  # and whether it did so since the last reduction
+        self.holders: set[object] = set()
+        self._gathered_version = -1
+        self._reduction: Pending | None = None
+
+    def __repr__(self) -> str:
+        return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
+        """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
+        with torch.inference_mode(False):
+            shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
+        parameters: list[ShardedTensor] = [copy.deepcopy(p, memo) for p in self.parameters]
+        for parameter in parameters:
+            parameter._local = parameter.spec.part_of(shard)
+        return FlatParameter(
+            self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
+        )
+
+    def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
+        """Be watched by a schedule from now on.
+
+        Args:
+            watchers: What hangs on it.
+            on_arrival: The schedule's method to call before a local gradient is taken in.
+        """
+        # The schedule owns its flat parameters, so that one refers to it weakly.
+        self._watchers, self._on_arrival = watchers, weakref.WeakMethod(on_arrival)
+        if self.copy is ParameterState.SHARDED:
+            for call in watchers.on_freed:
+                call(self)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
+
+        Nobody holds the whole copy, and no gradient waits to be reduced.
+        """
+        shard = self.home.new_shard(self.shard.numel(), dtype).copy_(self.shard)
+        for parameter in self.parameters:
+            gradient, parameter.grad = parameter.grad, None
+            spec, marks = parameter.spec, dict(parameter.__dict__)
+            converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)
+            converted.__dict__.update({**marks, **converted.__dict__})
+            converted.gradient_hooks = parameter.gradient_hooks
+            torch_internals.swap_tensors(parameter, converted)
+            if isinstance(gradient, ShardedTensor):
+                parameter.grad = ShardedTensor(gradient.to_local().to(dtype), spec)
+        self._take_in(shard)
+
+    # -- the whole copy --------------------------------------------------------------------------
+
+    def unshard(self, holder: object) -> None:
+        """Let ``holder`` have the whole copy: start the all-gather, unless a true copy is there."""
+        if self.copy is not ParameterState.SHARDED and self.is_stale:
+            self._free()
+        self.holders.add(holder)
+        if self.copy is not ParameterState.SHARDED:
+            return
+        self._step(ParameterState.GATHERING)
+        for call in self._watchers.before_whole:
+            call(self)
+        self.buffer.allocate()
+        start, stop = self.layout.shard_range(self.communicator.rank)
+        with torch.no_grad():
+            self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
+        self._gather = self.communicator.gather(self.buffer.flat, self.name)
+        self._gathered_version = self.shard._version
+
+    def wait_for_unshard(self) -> None:
+        """Make the compute stream wait until the whole copy is there."""
+        if self.copy is not ParameterState.GATHERING:
+            return
+        gather, self._gather = self._gather, None
+        assert gather is not None, "GATHERING says so"
+        try:
+            gather.wait()
+        finally:  # whether or not it came, nothing is in flight any more
+            self._step(ParameterState.UNSHARDED)
+
+    def reshard(self, holder: object) -> None:
+        """``holder`` is done; the last one frees the whole copy."""
+        self.holders.discard(holder)
+        if not self.holders and self.copy is not ParameterState.SHARDED:
+            self._free()
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shard was written to after it was gathered."""
+        return self._gathered_version != self.shard._version
+
+    def prepare_leaf(self, slot: int) -> None:
+        """A leaf is about to be computed with: let it train if its parameter does."""
+        leaf, trains = self.leaves[slot], self.parameters[slot].requires_grad
+        if trains != self._trains[slot]:
+            leaf.requires_grad_(trains)
+            self._trains[slot] = trains
+        self._trained[slot] |= trains
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter was computed with and required a gradient since the last reduction.
+
+        One that was frozen meanwhile keeps the gradient that it has, as in torch.
+        """
+        return any(self._trained)
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether gradients wait here that were not reduced and not dropped."""
+        return bool(self._arrived) or any(
+            _stand_in_of(parameter) is not None for parameter in self.parameters
+        )
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """In which the next reduction sends gradients; it sums them in the reduce dtype.
+
+        What autograd made in a narrower one loses nothing by being widened on arrival. A sum over
+        backwards was widened before and stays so. One rank sends nothing.
+        """
+        made, wide = self.buffer.flat.dtype, self._reduce_dtype
+        if self.sends_sums or self.communicator.world_size == 1:
+            return wide
+        return made if torch.promote_types(made, wide) == wide else wide
+
+    @property
+    def gradients(self) -> Gradients:
+        """What there is of gradients, beside reduced ones."""
+        if self._reduction is not None:
+            return Gradients.REDUCING
+        return Gradients.LOCAL if self.has_local_gradients else Gradients.NONE
+
+    def receive(self, slot: int, gradient: Tensor) -> None:
+        """Take in one parameter's local gradient.
+
+        Args:
+            slot: The parameter's.
+            gradient: Original shape, compute dtype; owned by this call, which keeps it.
+
+        Raises:
+            RuntimeError: It is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "
+                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
+                "the embedding with sparse=False, or pass the parameter in ignored_params."
+            )
+        on_arrival = None if self._on_arrival is None else self._on_arrival()
+        if on_arrival is not None:
+            on_arrival(self)
+        for watcher in tuple(self.gradient_watchers.values()):
+            watcher.on_local(self, slot, gradient)
+        # A path through the graph may end after the reduction began. Landing is not for here: its
+        # stages start on all ranks in one order, and ranks have different gradients.
+        stand_in = _stand_in_of(self.parameters[slot])
+        if stand_in is not None:  # of earlier backwards
+            stand_in.part.add_(gradient)
+        elif slot in self._arrived:
+            self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
+        else:
+            self._arrived[slot] = gradient  # as autograd made it
+
+    def reduce(self) -> None:
+        """Start the reduction."""
+        self.land()
+        with torch_internals.profiled("reduce", self.name):
+            gradients = self._take_local()
+            has_one = [slot in gradients for slot in range(len(self.parameters))]
+            self._reduction = self.communicator.reduce(
+                gradients,
+                self.layout,
+                self.name,
+                self.home.empty,
+                sent_dtype=self.sent_dtype,
+                dtype=self._reduce_dtype,
+            )
+        for name, stage in self.home.after_reduction:
+            self._reduction.then(name, self.name, stage)
+        self.sends_sums = False
+        for call in self._watchers.on_reduce:
+            call(self, has_one)
+
+    def advance(self) -> bool:
+        """Start the next stage of a reduction in flight; ``False`` where none is to come."""
+        return self._reduction is not None and self._reduction.advance()
+
+    def land(self) -> None:
+        """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return
+        with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
+            shard = reduction.wait().to(self.shard.dtype)
+            for slot, has_trained in enumerate(self._trained):
+                if has_trained:
+                    self._add(slot, self.parameters[slot].spec.part_of(shard))
+        self._trained = list(self._trains)
+
+    def leave_unreduced(self) -> None:
+        """End a backward without communication: what arrived now is ``.grad``'s, added up."""
+        while self._arrived:
+            slot, gradient = self._arrived.popitem()
+            parameter = self.parameters[slot]
+            prior = cast("ShardedTensor | None", parameter.grad)
+            parameter.grad = UnreducedGradient(parameter, prior, gradient.to(self._reduce_dtype))
+
+    def abandon(self, *, drops_gradients: bool) -> None:
+        """After an exception: wait for what is in flight, free what is whole.
+
+        Raises:
+            RuntimeError: What was in flight never ended; everything is freed all the same.
+        """
+        self.holders.clear()
+        if drops_gradients:
+            self._take_local()
+        reduction, self._reduction = self._reduction, None
+        try:
+            if reduction is not None:
+                reduction.give_up()
+        finally:
+            if self.copy is not ParameterState.SHARDED:
+                self._free()
+
+    def _take_local(self) -> dict[int, Tensor]:
+        """The local gradients by slot; nothing of them is left here and in ``.grad``."""
+        gradients, self._arrived = self._arrived, {}
+        for slot, parameter in enumerate(self.parameters):
+            stand_in = _stand_in_of(parameter)
+            if stand_in is not None:
+                gradients[slot], parameter.grad = stand_in.part, stand_in.prior
+        return gradients
+
+    def _make_leaf(self, slot: int) -> nn.Parameter:
+        """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
+        leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
+        # Registered once, for all the times at which it trains: frozen leaves take no hook.
+        torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
+        leaf.requires_grad_(False)
+        return leaf
+
+    def _free(self) -> None:
+        try:
+            self.wait_for_unshard()  # a gather in flight writes into the memory
+        finally:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        self._step(ParameterState.SHARDED)
+        self.buffer.free()
+        for call in self._watchers.on_freed:
+            call(self)
+
+    def _step(self, following: ParameterState) -> None:
+        self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)
+
+    def _add(self, slot: int, shard: Tensor) -> None:
+        """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""
+        watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
+        for watcher in watchers:
+            watcher.on_reduced(self, slot, shard)
+        gradient = total = ShardedTensor(shard, parameter.spec)
+        stand_in = _stand_in_of(parameter)
+        present = parameter.grad if stand_in is None else stand_in.prior
+        if present is not None:
+            total = cast(ShardedTensor, present.add_(gradient))
+        elif stand_in is not None:
+            stand_in.prior = total
+        else:
+            parameter.grad = total
+        for watcher in watchers:
+            watcher.on_added(self, slot, gradient, total)
+
+
+class _GradientHook:
+    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
+
+    def __init__(self, flat_param: FlatParameter, slot: int) -> None:
+        self._flat_param = weakref.ref(flat_param)  # which owns the leaf, which owns this hook
+        self._slot = slot
+
+    def __call__(self, leaf: Tensor) -> None:
+        flat_param, gradient = self._flat_param(), leaf.grad
+        leaf.grad = None
+        if flat_param is not None and gradient is not None:
+            with torch.no_grad():
+                # With create_graph=True it has a graph, which a reduction would hold for nothing.
+                flat_param.receive(
+                    self._slot, gradient.detach() if gradient.requires_grad else gradient
+                )
+
+
+def _stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
+    """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
+    present = parameter.grad
+    return present if isinstance(present, UnreducedGradient) else None

@@ -1,0 +1,255 @@
+"""Ties units and their schedule to the events of modules and of autograd.
+
+    module call    ->  enter_call, enter_module      (forward pre-hook)
+                       recompute                     (likewise, inside of a backward)
+    inputs         ->  close_call                    (identity node: last in the unit's backward)
+    outputs        ->  before_backward               (pre-hook of the nodes that made them)
+    kept tensors   ->  before_backward               (likewise)
+    module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
+
+Note: outputs
+The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
+tensor hook would be lost when the caller writes into the output in place, which ``x += y`` does to
+the 3-D output of ``nn.Linear``.
+
+Note: kept tensors
+A loss that a module keeps as an attribute (``self.aux_loss = ...``) is an output too: a backward
+may enter the unit there, before its outputs or without them. What is kept elsewhere is not seen.
+
+Note: threads
+Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for each device, and
+all others in the thread that called backward. What the core takes from the current thread is right
+there because of autograd, which sets it for every node and every callback:
+
+    is_in_backward      the running backward, whichever thread it is in
+    queued callback     is the backward's, not the thread's; runs where the last node has run
+    grad mode           on for create_graph alone; what must not be recorded is under no_grad
+    current stream      of the node's forward; in the callback, the caller's, which has waited
+    profiler, autocast, dispatch modes      those of the thread that called backward
+
+Two more are of the thread that runs the forward: the exception that a forward hook looks for, and
+the current device. A new thread of Python's has another device, and streams of its own; so the
+device is asked for at the sharding alone, and a stream is that of a tensor's device.
+
+Nothing of a schedule is locked: of two nodes, one waits for the other. So calls of one model must
+not overlap, and a unit's outputs must not need gradients on host and device at once, whose nodes
+run in two threads. Models in several threads share the hooks on optimizers, which have a lock.
+They are to be sharded in one thread: ranks open groups in one order.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.schedule import Call, Schedule
+from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
+from lightning_fsdp.core.engine.unit import Unit
+
+_HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
+
+
+def hooks_of(module: nn.Module) -> ModuleHooks | None:
+    """The hooks of a module that was sharded itself; ``None`` for others."""
+    hooks: ModuleHooks | None = module.__dict__.get(_HOOKS)
+    return hooks
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that the module's own parameters belong to, if any."""
+    unit: Unit | None = module.__dict__.get(_UNIT)
+    return unit
+
+
+def attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
+    """Hook a module. See :class:`ModuleHooks`."""
+    module.__dict__[_HOOKS] = ModuleHooks(module, unit, schedule)
+
+
+def enter_in_unit(module: nn.Module, unit: Unit) -> None:
+    """Note that a module holds parameters of a unit; the first one counts."""
+    module.__dict__.setdefault(_UNIT, unit)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo both."""
+    hooks = hooks_of(module)
+    if hooks is not None:
+        hooks.remove()
+    for name in (_HOOKS, _UNIT):
+        module.__dict__.pop(name, None)
+
+
+class ModuleHooks:
+    """The hooks of one sharded module.
+
+    Attributes:
+        unit: The unit that the module's forward needs; ``None`` for a module all of whose
+            parameters belong to inner units.
+        schedule: Replaced when an outer module is sharded.
+    """
+
+    def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
+        self._module = weakref.ref(module)  # which owns these
+        self.unit = unit
+        self.schedule = schedule
+        self._keepers: list[weakref.ref[nn.Module]] | None = None
+        self._handles = (
+            module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self._on_return, always_call=True),
+        )
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was sharded, or one of the modules of a unit."""
+        module = self._module()
+        assert module is not None, "its hooks are called"
+        return module
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module as if it were its forward."""
+        try:
+            args, kwargs = self._on_call(self.module, args, kwargs)
+            output = method(*args, **kwargs)
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        return self._on_success(output)
+
+    @torch_internals.not_compiled
+    def _on_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit, repeats = self.unit, False
+        if torch_internals.is_in_backward():
+            repeats = self.schedule.recompute(unit)
+        else:
+            self.schedule.enter_call()
+            if unit is not None:
+                self.schedule.enter_module(unit, module)
+        if unit is None:
+            return args, kwargs
+        if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
+            cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
+            args, kwargs = map_tensors((args, kwargs), cast)
+        if torch.is_grad_enabled() and not repeats:
+            args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
+        return args, kwargs
+
+    @torch_internals.not_compiled
+    def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # torch calls hooks after an exception inside its handler, with None for the output.
+        if output is None and sys.exc_info()[0] is not None:
+            self._leave(failed=True)
+            return None
+        return self._on_success(output)
+
+    def _on_success(self, output: Any) -> Any:
+        unit = self.unit
+        if unit is not None and unit.policy.output_dtype is not None:
+            cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
+            output = map_tensors(output, cast)
+        if torch.is_grad_enabled() and not torch_internals.is_in_backward():
+            self._announce_backward([output, self._kept_tensors()])
+        self._leave(failed=False)
+        return output
+
+    def _leave(self, *, failed: bool) -> None:
+        if torch_internals.is_in_backward():
+            return  # which ends what a recomputation began
+        if self.unit is not None:
+            self.schedule.leave_module(self.unit, self.module)
+        self.schedule.leave_call(failed)
+
+    def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
+        marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        if not marked:
+            return inputs
+        call = self.schedule.open_call(unit)
+        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
+        return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
+
+    def _announce_backward(self, output: Any) -> None:
+        nodes = set()
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is None:
+                continue
+            nodes.add(tensor.grad_fn)
+            if getattr(tensor.grad_fn, "hooks", None) is self:
+                continue  # an input that was passed on, whose base others have made
+            if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+                nodes.add(tensor._base.grad_fn)
+        for node in nodes:
+            # An outer unit that returns what an inner one made has the same node. It is entered
+            # first, as it is on a rank where it computes something after the inner one and has a
+            # node of its own: ranks gather in one order.
+            metadata: Any = node.metadata  # a property, which torch types as a method
+            ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
+            ending.insert(0, self)
+            if len(ending) == 1:
+                node.register_prehook(functools.partial(_enter_backward, ending))
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """What the modules of the unit keep as attributes since this call, and was computed."""
+        if self._keepers is None:  # not before all that is inside was sharded
+            self._keepers = [weakref.ref(module) for module in _keepers_in(self.module)]
+        kept = []
+        for keeper in self._keepers:
+            module = keeper()
+            for value in module.__dict__.values() if module is not None else ():
+                if not isinstance(value, Tensor) or value.grad_fn is None:
+                    continue
+                metadata: Any = value.grad_fn.metadata  # a property, which torch types as a method
+                if self not in metadata:  # one that stays is announced once
+                    metadata[self] = None
+                    kept.append(value)
+        return kept
+
+
+_ENDING_HERE = object()  # a key of a node's metadata
+
+
+def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
+    for hooks in ending:
+        hooks.schedule.before_backward(hooks.unit)
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Passes inputs through; its backward runs after that of everything computed from them."""
+
+    @staticmethod
+    def forward(ctx: Any, hooks: ModuleHooks, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.call = hooks, call
+        ctx.set_materialize_grads(False)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.hooks.schedule.close_call(ctx.call)
+        return None, None, *gradients
+
+
+def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
+    """A unit's modules of other classes than torch's, which keep nothing that they compute."""
+    if not type(module).__module__.startswith("torch.nn."):
+        yield module
+    for child in module.children():
+        hooks = hooks_of(child)
+        if hooks is None or hooks.unit is None:
+            yield from _keepers_in(child)
+
+
+def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

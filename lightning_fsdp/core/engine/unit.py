@@ -1,0 +1,203 @@
+"""What one module needs whole at once, and where it is registered. It has no life of its own.
+
+Every state is the flat parameters'; when to take a step is the schedule's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_fsdp.config import PrecisionPolicy
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.lifecycle import ParameterState
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.site import Site
+
+_log = logging.getLogger(__name__)
+
+
+class Unit:
+    """The parameters that one module (or a few that run one after another) needs whole at once.
+
+    Attributes:
+        name: Original name of the first module.
+        sites: By flat parameter and slot, where the modules register a parameter; unused slots are
+            missing.
+        reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
+        reshard_after_backward: Likewise.
+        syncs_gradients: Whether a backward reduces gradients over the ranks.
+        needs_backward_gather: False where the backward reads no weight (plain embeddings).
+        has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
+        is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
+            gradients (``create_graph=True``) may read it; until the copy is freed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        sites: Mapping[FlatParameter, Mapping[int, Sequence[Site]]],
+        communicator: Communicator,
+        *,
+        policy: PrecisionPolicy,
+        reshard_after_forward: bool | None,
+        reshard_after_backward: bool,
+    ) -> None:
+        self.name = name
+        self._modules = tuple(map(weakref.ref, modules))  # which own the unit
+        self.sites = sites
+        self._hold = object()  # stands for the unit among holders, and does not refer to it
+        self.communicator = communicator
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = reshard_after_backward
+        self.syncs_gradients = True
+        self.needs_backward_gather = not all(map(_is_plain_embedding, modules))
+        self.has_leaves_installed = False
+        self.is_kept_for_graph = False
+
+    def __repr__(self) -> str:
+        states = ", ".join(flat_param.copy.value for flat_param in self.sites)
+        return f"Unit({self.name!r}, {states})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the copied modules, which gathers and reduces anew.
+
+        Raises:
+            NotImplementedError: Only modules inside of the unit's own are being copied.
+        """
+        if not any(id(module) in memo for module in self.modules):
+            cls = type(self.modules[0]).__name__
+            raise NotImplementedError(
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a deepcopy of "
+                f"{cls} {self.name!r} or of a module around it, got one of a module inside, whose "
+                "parameters are gathered with the unit only. Copy the unit's module and take the "
+                "part from the copy."
+            )
+        copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
+        copied.__dict__.update(self.__dict__)
+        copied.syncs_gradients = True
+        copied._hold = object()
+        copied.has_leaves_installed = False
+        copied.is_kept_for_graph = False
+        copied._modules = tuple(weakref.ref(copy.deepcopy(m, memo)) for m in self.modules)
+        copied.sites = copy.deepcopy(self.sites, memo)
+        return copied
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The modules whose forward needs the parameters, as far as they are alive."""
+        modules = []
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                modules.append(module)
+        return tuple(modules)
+
+    @property
+    def flat_params(self) -> Iterator[FlatParameter]:
+        """What is whole at once."""
+        return iter(self.sites)
+
+    def parameters(self) -> Iterator[ShardedTensor]:
+        """The sharded parameters that the unit uses."""
+        for flat_param, slots in self.sites.items():
+            for slot in slots:
+                yield flat_param.parameters[slot]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the whole copy is there for this unit, or on its way."""
+        for flat_param in self.sites:
+            return self._hold in flat_param.holders  # all are held together
+        return False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole copy is there for this unit."""
+        for flat_param in self.sites:
+            if flat_param.copy is not ParameterState.UNSHARDED:
+                return False
+        return self.is_held
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a shard was written to after it was gathered for this unit."""
+        if self.is_held:
+            for flat_param in self.sites:
+                if flat_param.is_stale:
+                    return True
+        return False
+
+    def unshard(self) -> None:
+        """Start the all-gather of every flat parameter that is not whole, or stale."""
+        with torch_internals.profiled("unshard", self.name):
+            for flat_param in self.sites:
+                flat_param.unshard(self._hold)
+
+    def wait_for_unshard(self) -> None:
+        """Make the compute stream wait until the whole copy is there."""
+        if self.is_whole:
+            return
+        with torch_internals.profiled("wait_for_unshard", self.name):
+            for flat_param in self.sites:
+                flat_param.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Free the whole copy; nothing if there is none. What others share stays for them."""
+        self.is_kept_for_graph = False
+        for flat_param in self.sites:
+            flat_param.reshard(self._hold)
+
+    def install_leaves(self) -> None:
+        """Put the leaves into the modules.
+
+        Raises:
+            RuntimeError: A module holds another parameter than the one that was sharded.
+        """
+        self.has_leaves_installed = True
+        for flat_param, slots in self.sites.items():
+            for slot, sites in slots.items():
+                parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
+                for site in sites:
+                    if not site.replace(parameter, leaf) and site.get() is not leaf:
+                        raise RuntimeError(self._describe_replaced(parameter, site))
+                flat_param.prepare_leaf(slot)
+
+    def install_shards(self) -> None:
+        """Put the user's own, sharded parameters back into the modules."""
+        self.has_leaves_installed = False
+        for flat_param, slots in self.sites.items():
+            for slot, sites in slots.items():
+                for site in sites:
+                    site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
+
+    def abandon(self, *, drops_gradients: bool) -> None:
+        """After an exception: wait for what is in flight, free what is whole."""
+        self.install_shards()
+        self.is_kept_for_graph = False
+        for flat_param in self.sites:
+            try:
+                flat_param.abandon(drops_gradients=drops_gradients)
+            except RuntimeError as error:  # that a collective never ended may be what happened
+                _log.warning("while recovering: %s", error)
+
+    def _describe_replaced(self, parameter: ShardedTensor, site: Site) -> str:
+        return (
+            f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter "
+            f"that was sharded at {parameter.spec.name!r}, got another object: somebody assigned a "
+            f"new {site.name!r} to {type(site.module).__name__} after sharding (as load_state_dict("
+            "assign=True) does). Copy into the parameter instead (load_state_dict without assign)."
+        )
+
+
+def _is_plain_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward

@@ -1,0 +1,109 @@
+"""What stands in ``.grad`` while only this rank's own, not yet reduced gradient exists.
+
+It can be dropped or zeroed, as ``zero_grad`` does, and read by nobody: an optimizer's step, a norm
+or a value taken from it would differ between the ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, flatten
+
+aten = torch.ops.aten
+
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradient scaler
+
+
+class UnreducedGradient(ShardedTensor):
+    """Owns the sum of a parameter's local gradients, which goes when this is dropped."""
+
+    prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
+    part: Tensor  # the sum: original shape, reduce dtype
+    _parameter: weakref.ref[ShardedTensor]
+
+    @staticmethod
+    def __new__(  # noqa: D102, PYI034
+        cls, parameter: ShardedTensor, prior: ShardedTensor | None, part: Tensor
+    ) -> UnreducedGradient:
+        stand_in: UnreducedGradient = super().__new__(  # type: ignore[assignment]
+            cls, parameter.to_local().new_empty(0), parameter.spec
+        )
+        stand_in.prior, stand_in.part = prior, part
+        stand_in._parameter = weakref.ref(parameter)
+        return stand_in
+
+    def clear(self) -> None:
+        """Forget the gradient, as ``zero_`` does: ``.grad`` is then zeros.
+
+        Other ranks may have had none. They get zeros with the next reduction, or before a step.
+        """
+        if self.prior is not None:
+            self.prior.zero_()
+        parameter = self._parameter()
+        if parameter is not None and parameter.grad is self:
+            parameter.grad = zero_gradient(parameter) if self.prior is None else self.prior
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (aten.zero_.default, aten._foreach_zero_.default):
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            for tensor in tensors:
+                if isinstance(tensor, UnreducedGradient):
+                    tensor.clear()
+                else:
+                    tensor.zero_()
+            return args[0] if func is aten.zero_.default else None
+        if func in (aten.detach.default, aten.alias.default):
+            return args[0]
+        if func is UNSCALE:  # takes gradients of all kinds, and refuses those that wait
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        stand_in = next(t for t in flatten(args, kwargs) if isinstance(t, UnreducedGradient))
+        raise stand_in.refusal(str(func))
+
+    def to_local(self) -> NoReturn:
+        """Refused: there is no reduced slice yet."""
+        raise self.refusal("to_local")
+
+    def full_tensor(self) -> NoReturn:
+        """Refused: there is no reduced gradient yet."""
+        raise self.refusal("full_tensor")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise self.refusal("deepcopy")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rank = self.spec.communicator.mesh_rank
+        return (
+            f"UnreducedGradient({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"rank {rank}'s own, not reduced over the ranks)"
+        )
+
+    def refusal(self, what: str) -> RuntimeError:
+        """The error for an attempt to use the gradient for ``what``."""
+        return unreduced(self.spec, what)
+
+
+def unreduced(spec: ShardSpec, what: str) -> RuntimeError:
+    """The error for an attempt to use a gradient, which waits on some rank, for ``what``."""
+    return RuntimeError(
+        f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
+        f"gradient for {what}, got one rank's own, which was not reduced over the ranks. Run the "
+        "last micro-batch's backward with set_requires_gradient_sync(True) (or outside no_sync()) "
+        "first, or drop it with zero_grad()."
+    )
+
+
+def zero_gradient(parameter: ShardedTensor) -> ShardedTensor:
+    """A reduced gradient of zeros."""
+    return ShardedTensor(torch.zeros_like(parameter.to_local()), parameter.spec)

@@ -1,0 +1,1 @@
+"""Memory on the host: shards that live there, and what the C library keeps."""

@@ -1,0 +1,161 @@
+"""What the C library does with host memory that tensors have freed: it keeps it, within bounds.
+
+Whole parameters are allocated and freed many times a step. What is free at the end of glibc's heap
+goes back at once, and every page of it costs a page fault when it is asked for again; so glibc is
+told to keep it. Large blocks stay outside of the heap all the same and go back when they are freed:
+inside they would leave holes that nothing else fits into, and a process that trains a model of real
+size would hold much more than its tensors.
+
+Each page of a large block costs a fault whenever it comes back, a good part of a step at a real
+size. So those of the core are backed by pages of 2 MiB, and are kept out of the heap when half as
+large already.
+
+Holes remain. Activations leave them in a backward, and the gradients that come are larger; so the
+process would hold most at its end, when neither are needed. Unused pages are given back when it is
+about to hold more than it needs at any time.
+
+All of it is process-wide, for glibc alone: torch has no setting for its allocator on CPU.
+:func:`leave_host_memory_alone` switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.watcher import Watcher
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+
+SLACK_BYTES = 2**27
+"""What a process may hold beyond the most that was in use, before pages are given back."""
+
+LOOK_AFTER_BYTES = 2**25
+"""Of gradients written, before the process is looked at again."""
+
+LARGE_BYTES = 2**25
+"""Blocks from here on have memory of their own; the most that glibc admits."""
+
+OWN_BYTES = 2**24
+"""The same for what the core allocates."""
+
+HUGE_PAGE_BYTES = 2**21
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of mallopt
+_written = 0  # bytes of gradients, since the process was last looked at
+_most_in_use = 0  # bytes of the process, right after pages were given back
+_is_left_alone = False
+_keeps_freed_memory = False
+
+
+def leave_host_memory_alone() -> None:
+    """Change nothing about the C library's memory. Call it before anything is sharded.
+
+    For programs that set ``mallopt`` themselves, or run beside other users of the heap that do.
+    """
+    global _is_left_alone, _keeps_freed_memory
+    _is_left_alone, _keeps_freed_memory = True, False
+
+
+class UnusedMemory(Watcher):
+    """Gives unused pages back to the kernel as gradients come, and at each step."""
+
+    def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
+        """As many bytes as the shard has are about to be written."""
+        return_unused_memory(flat_param.shard.nbytes)
+
+    def on_step(self) -> None:
+        """Look at once."""
+        return_unused_memory()
+
+
+def keep_freed_memory() -> None:
+    """Large blocks are mapped on their own, and 2 GiB may be free at the end of the heap."""
+    global _keeps_freed_memory  # noqa: PLW0603 (of the process)
+    libc = _glibc()
+    if libc is not None and not _is_left_alone:
+        _keeps_freed_memory = True
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+        libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)  # the parameter is an int
+
+
+class HostHome(Home):
+    """Memory of this host; much of it at once is mapped on its own, in huge pages."""
+
+    def __init__(self, compute_device: torch.device) -> None:
+        super().__init__(compute_device)
+        keep_freed_memory()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``(numel,)``; the content is undefined."""
+        flat = torch.empty(0, dtype=dtype, device=self.compute_device)
+        storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
+        if not _is_own(storage, num_bytes):
+            return super().empty(numel, dtype)
+        self.allocate(storage, num_bytes)
+        return flat.resize_(numel)
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Give an empty storage its bytes."""
+        libc = _glibc()
+        if libc is None or not _is_own(storage, num_bytes):
+            storage.resize_(num_bytes)
+            return
+        libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
+        try:
+            storage.resize_(num_bytes)
+        finally:
+            libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+        # Pages that are the block's alone.
+        begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
+
+
+def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
+    return _keeps_freed_memory and num_bytes >= OWN_BYTES and storage.device.type == "cpu"
+
+
+def return_unused_memory(written: int | None = None, slack: int = SLACK_BYTES) -> None:
+    """Give unused pages back to the kernel, if the process has too many.
+
+    That is ``slack`` bytes beyond the most that was in use at any such moment: pages that the next
+    step is going to need are seldom given back.
+
+    Args:
+        written: Bytes of gradients that were just written; looks each ``LOOK_AFTER_BYTES`` of them.
+            None looks at once.
+        slack: Bytes.
+    """
+    global _written, _most_in_use  # noqa: PLW0603 (of the process, as what they tell)
+    _written += LOOK_AFTER_BYTES if written is None else written
+    if _written < LOOK_AFTER_BYTES:
+        return
+    _written = 0
+    libc = _glibc()
+    if libc is not None and _keeps_freed_memory and _resident_bytes() > _most_in_use + slack:
+        libc.malloc_trim(0)
+        _most_in_use = max(_most_in_use, _resident_bytes())
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is glibc."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None

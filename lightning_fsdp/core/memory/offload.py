@@ -1,0 +1,92 @@
+"""Where shards live, and the one way between there and the device that computes.
+
+Offloaded, a shard lives on the host, and with it the reduced gradient and the optimizer's state:
+
+    host                                                         device that computes
+    shard ---- cast ----> staging (pinned) ------ copy ------>   this rank's slot of the whole copy
+    gradient of the shard (pinned)  <------ copy, event ------   reduced gradient
+
+All that crosses passes :class:`OffloadedHome`, and is counted there.
+
+Copies from and to pinned memory are queued on the compute stream, and the host goes on. It must not
+read or write what they do: a gather reads a staging buffer, not the shard that the optimizer
+writes, and a gradient is handed out after its event. Memory of pinned buffers that are dropped is
+not reused before copies queued on it have run; torch's allocator sees to that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.config import CPUOffloadPolicy
+from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.home import Home
+
+_HOST = torch.device("cpu")
+
+
+class OffloadedHome(Home):
+    """Shards on the host.
+
+    Args:
+        there: The memory of the device that computes.
+        policy: Whether the host's is pinned.
+    """
+
+    def __init__(self, there: Home, policy: CPUOffloadPolicy) -> None:
+        super().__init__(there.compute_device)
+        self._there = there
+        self.device = _HOST
+        self.policy = policy
+        self.after_reduction = (("bring_home", self.to_host),)
+        self._pins = policy.pin_memory
+
+    def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros, ``(numel,)``, on the host."""
+        return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self._pins)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """On the device that computes."""
+        return self._there.empty(numel, dtype)
+
+    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """On the device that computes."""
+        self._there.allocate(storage, num_bytes)
+
+    def to_device(self, source: Tensor, target: Tensor) -> None:
+        """Copy to the device; casts before, so that no byte too many travels."""
+        if self._pins or source.dtype != target.dtype:
+            staging = torch.empty_like(
+                source, dtype=target.dtype, device=_HOST, pin_memory=self._pins
+            )
+            source = staging.copy_(source)
+        self._count("to_device", source)
+        target.copy_(source, non_blocking=self._pins)
+
+    def to_host(self, source: Tensor, *, may_pin: bool = True) -> Pending:
+        """Start the copy of a tensor to the host."""
+        pins = self._pins and may_pin
+        landing = torch.empty_like(source, device=_HOST, pin_memory=pins)
+        self._count("to_host", source)
+        landing.copy_(source, non_blocking=pins)
+        if not pins:
+            return Pending("copy to the host", (), lambda: landing)
+        arrival = _record_event(source.device)
+
+        def landed() -> Tensor:
+            arrival.synchronize()
+            return landing
+
+        return Pending("copy to the host", (), landed, keeps=(source,))
+
+    def _count(self, direction: str, moved: Tensor) -> None:
+        traffic = self.traffic[direction]
+        traffic.calls += 1
+        traffic.sent_bytes += moved.nbytes
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event:
+    """An event that is over when all that is queued now on the device's stream has run."""
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event

@@ -1,0 +1,1 @@
+"""What optimizers and gradient scalers do with slices."""

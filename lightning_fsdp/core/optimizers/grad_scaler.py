@@ -1,0 +1,67 @@
+"""What a gradient scaler asks of sharded gradients, answered alike on every rank.
+
+fp16 loses gradients below 6e-8, so its loss is multiplied by a scale. torch's own ``GradScaler``
+divides the gradients by it again and looks for inf and NaN, one operation for all gradients of an
+optimizer. Each rank sees its slices only, and that operation is where ranks agree:
+
+    scaler.unscale_(optimizer)    slices divided; inf in any rank's slice is found on every rank
+    scaler.step(optimizer)        every rank steps, or none
+    scaler.update()               the same scale on every rank
+
+A rank whose slices are all empty takes part like the others: it has a gradient, without elements,
+of each parameter that has one elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, handle
+from lightning_fsdp.core.engine.unreduced_gradient import UNSCALE, UnreducedGradient
+from lightning_fsdp.core.ranks.groups import all_gather_slices
+
+
+def support_grad_scaler(then: Callable[[Collection[ShardSpec]], None]) -> None:
+    """Let torch's ``GradScaler`` work on sharded gradients. May be called again.
+
+    Args:
+        then: Called with the specs of those that were unscaled, which may not be stepped.
+    """
+    handle(UNSCALE, functools.partial(_unscale, then))
+
+
+def _unscale(
+    then: Callable[[Collection[ShardSpec]], None],
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
+
+    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
+    and the inverse of the scale, 0-d fp32. Collective over the sharding group: replicas hold the
+    same gradients, and find the same.
+    """
+    gradients, found_inf, inverse_scale = args
+    for gradient in gradients:
+        if isinstance(gradient, UnreducedGradient):
+            raise gradient.refusal("GradScaler.unscale_")
+    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
+    parts = [part for g in sharded for part in g.micro_batches.values()]
+    locals_ = [_local_of(gradient) for gradient in [*gradients, *parts]]
+    func(locals_, found_inf, inverse_scale)
+    torch.autograd.graph.increment_version(locals_)
+    for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
+        # The largest, not the sum: fused optimizers skip the step at exactly 1.
+        mine = found_inf.view(1).to(communicator.device)
+        found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
+    then([gradient.spec for gradient in sharded])
+
+
+def _local_of(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient

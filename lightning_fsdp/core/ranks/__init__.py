@@ -1,0 +1,1 @@
+"""What ranks do together: groups, replicas, sends in pairs, agreement."""

@@ -1,0 +1,197 @@
+"""What ranks agree on, on the host, before data moves.
+
+On most backends a collective that ranks enter with different intentions mixes up tensors in silence
+or aborts the process. So ranks tell each other first what they are about to do, in a gloo group of
+their own beside those that move data. It spans every rank that trains the model together, replicas
+included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.watcher import Watcher
+
+_HOST = torch.device("cpu")  # whatever the user's default device is
+_Answer = Callable[[], torch.Tensor]
+
+_without_others = {"fake"}  # torch's own backend
+
+
+def expect_no_others(backend: str) -> None:
+    """Agree with nobody in groups of a backend whose other ranks do not exist.
+
+    Args:
+        backend: Its name; to be said before it opens a group.
+    """
+    _without_others.add(backend)
+
+
+_MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
+
+
+class RecordedOrder(Watcher):
+    """Lets ranks start the same collectives in the same order.
+
+    Every gather and reduction is an event on a trail. Ranks agree on it, before data moves, unless
+    it is what followed the last time; then it costs a look-up. A rank that does something else asks
+    the others to agree, moves no data, and is named when the group's timeout is over.
+    """
+
+    def __init__(self, control: ControlGroup) -> None:
+        self._control = control
+        self._trail = 0  # hash of the events since the pass began
+        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
+
+    def anew(self) -> Self:
+        """The same, for the schedule of a copied model."""
+        return type(self)(self._control)
+
+    def on_pass(self) -> None:
+        """The trail begins."""
+        self._trail = 0
+
+    def before_collective(self, event: str, unit_name: str) -> None:
+        """Agree on it, unless that is known.
+
+        Raises:
+            RuntimeError: Ranks are about to do different things.
+        """
+        before, self._trail = self._trail, hash((self._trail, event, unit_name))
+        # Only the last event that followed is remembered, and that is the same on all ranks. Were
+        # two remembered, one rank could do the one and another rank the other, and none would ask.
+        if self._continuations.get(before) == self._trail:
+            return
+        self._control.agree("order of units", f"{event} unit {unit_name!r}")
+        if len(self._continuations) >= _MAX_TRAILS:
+            self._continuations.clear()
+        self._continuations[before] = self._trail
+
+    def on_recovery(self) -> None:
+        """The trail begins anew."""
+        self._trail = 0
+
+
+class ControlGroup:
+    """The ranks that train one model together, and the group in which they agree.
+
+    The group is referred to weakly: ``destroy_process_group`` ends it.
+
+    Attributes:
+        ranks: Of the default group, ascending.
+        rank: This process among them.
+        world_size: How many they are.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, *, data_backend: str) -> None:
+        """Open the group. Collective over ``ranks``.
+
+        Args:
+            ranks: Of the default group, this one included.
+            timeout: How long a rank may be waited for.
+            data_backend: Of the group that moves data.
+        """
+        self.ranks = tuple(sorted(ranks))
+        self.rank = self.ranks.index(dist.get_rank())
+        self.world_size = len(self.ranks)
+        self._timeout = timeout
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        if self.world_size > 1 and data_backend not in _without_others:
+            group = dist.new_group(
+                list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
+            )
+            self._group = weakref.ref(group)
+
+    def any_rank(self, is_set: Sequence[bool] | Sequence[Sequence[bool]]) -> _Answer:
+        """Ask which flags are set on any rank.
+
+        Args:
+            is_set: ``(n,)`` or ``(m, n)``; the same shape on every rank.
+
+        Returns:
+            A function that waits for the answer, a bool tensor of that shape on the host. Not
+            calling it costs no wait.
+        """
+        flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
+        if self._group is None:
+            return flags.bool
+        group = torch_internals.alive(self._group)
+        occasion, intention = "end of a backward", "ask which parameters any rank has used"
+        with self._named(occasion, intention):
+            work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def answer() -> torch.Tensor:
+            with self._named(occasion, intention):
+                work.wait()
+            return flags.bool()
+
+        return answer
+
+    def share(self, tensor: torch.Tensor) -> None:
+        """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
+        if self._group is not None:
+            group = torch_internals.alive(self._group)
+            with self._named("initial values", "take what rank 0 draws from"):
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    def agree(self, occasion: str, statement: str) -> None:
+        """Return once every rank has made the same statement; otherwise raise on every rank.
+
+        Args:
+            occasion: What ranks are about to do, for the message.
+            statement: What this rank understands by it.
+
+        Raises:
+            RuntimeError: Ranks made different statements, or one made none within the group's
+                timeout.
+        """
+        if self._group is None:
+            return
+        group = torch_internals.alive(self._group)
+        digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
+        mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
+        digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
+        with self._named(occasion, statement):
+            torch_internals.all_gather_single(digests, mine, group=group)
+        if bool((digests == digests[0]).all()):
+            return
+        statements: list[str | None] = [None] * self.world_size
+        with self._named(occasion, statement):
+            dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
+        raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+    @contextlib.contextmanager
+    def _named(self, occasion: str, intention: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
+                f"here within {self._timeout}, but at least one did not: it does something else, "
+                f"waits elsewhere or has ended. This rank was about to: {intention}. Make all "
+                "ranks run the same units in the same order."
+            ) from error
+
+
+def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
+    by_statement: dict[str, list[int]] = {}
+    for other, statement in enumerate(statements):
+        by_statement.setdefault(str(statement), []).append(other)
+    lines = [
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
+        for statement, ranks in by_statement.items()
+    ]
+    return (
+        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
+        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
+        "same options on every rank, and run them in the same order."
+    )

@@ -1,0 +1,149 @@
+"""Opens groups: which ranks hold shards, which hold replicas, and where all of them agree.
+
+On a 2-D mesh the columns hold shards and the rows hold replicas (HSDP). Gathers and reductions stay
+in a row; then every shard of gradients is averaged down its column, by an all-reduce:
+
+                 shard 0   shard 1
+    replica 0    rank 0    rank 1    gather, reduce within
+    replica 1    rank 2    rank 3    a row
+                 average down a column
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, left_alone, may_overflow
+from lightning_fsdp.core.ranks.agreement import ControlGroup
+from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
+
+
+def communicator_of(group: dist.ProcessGroup, *, in_pairs: bool | None = None) -> Communicator:
+    """The communicator of a group; one per group, made at the first request. Collective.
+
+    Args:
+        group: That moves data.
+        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it.
+    """
+    return _known(group, None, None, in_pairs)
+
+
+def communicator_of_mesh(mesh: DeviceMesh) -> Communicator:
+    """The communicator of a mesh: sharded over its last dimension, replicated over the first.
+
+    Collective over the mesh.
+
+    Args:
+        mesh: 1-D or 2-D; one replica is the same as none.
+    """
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return communicator_of(mesh.get_group(mesh.ndim - 1))
+    return _known(mesh.get_group(1), mesh.get_group(0), mesh.mesh.flatten().tolist(), None)
+
+
+def control_of(communicator: Communicator) -> ControlGroup:
+    """All ranks that train together, replicas included, and what they agree on."""
+    return _controls[communicator]
+
+
+def spans_same_ranks(one: Communicator, other: Communicator) -> bool:
+    """Whether both have the same shards and the same replicas."""
+    return one.ranks == other.ranks and control_of(one).ranks == control_of(other).ranks
+
+
+def describe(communicator: Communicator) -> str:
+    """Shards, replicas and ranks in one line."""
+    num_replicas = communicator.mesh_size // communicator.world_size
+    replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
+    ranks = list(control_of(communicator).ranks)
+    return f"{replicas}{communicator.world_size} shards on ranks {ranks}"
+
+
+def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Tensor:
+    """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous.
+
+    Args:
+        communicator: Of the ranks.
+        mine: ``(n,)``, the same ``n`` on every rank.
+        what: The operation, for the message if it fails.
+
+    Raises:
+        RuntimeError: Another rank did not take part within the group's timeout.
+    """
+    rows = mine.new_empty(communicator.world_size, mine.numel())
+    if communicator.world_size == 1:
+        return rows.copy_(mine)
+    if mine.numel():
+        group = communicator.group
+        try:
+            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
+        except RuntimeError as error:
+            raise left_alone(f"{what} {communicator.where}", "every rank") from error
+    return rows
+
+
+class _Replicas:
+    """The ranks that hold the same shard as this one."""
+
+    def __init__(self, group: dist.ProcessGroup, communicator: Communicator) -> None:
+        self._group = weakref.ref(group)
+        self._size = dist.get_world_size(group)
+        self._communicator = weakref.ref(communicator)  # which owns this
+
+    def average(self, shard: Tensor, unit_name: str) -> Pending:
+        """All-reduce: the mean over replicas of a shard, which may be overwritten.
+
+        Every replica gets the same bits.
+        """
+        communicator = self._communicator()
+        assert communicator is not None, "it is reducing"
+        what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
+        dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
+        communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
+        group = torch_internals.alive(self._group)
+        try:
+            work = dist.all_reduce(shard, group=group, async_op=True)
+        except RuntimeError as error:
+            raise left_alone(what, "every replica") from error
+        works = [(work, "every replica")]
+        return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
+
+
+def _known(
+    group: dist.ProcessGroup,
+    replicas: dist.ProcessGroup | None,
+    everyone: Sequence[int] | None,
+    in_pairs: bool | None,
+) -> Communicator:
+    of_group = _communicators.setdefault(group, {})
+    name = None if replicas is None else replicas.group_name
+    if name not in of_group:
+        backend, world_size = dist.get_backend(group), dist.get_world_size(group)
+        if in_pairs is None:
+            in_pairs = exchanges_in_pairs(backend, world_size)
+        control = ControlGroup(
+            everyone or dist.get_process_group_ranks(group),
+            torch_internals.group_timeout(group),
+            data_backend=backend,
+        )
+        cls = PairCommunicator if in_pairs else Communicator
+        communicator = cls(group, control.rank, control.world_size)
+        _controls[communicator] = control
+        communicator.any_rank = control.any_rank
+        if replicas is not None:
+            communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
+        of_group[name] = communicator
+    return of_group[name]
+
+
+# By sharding group, then by the name of the group of replicas.
+_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
+    weakref.WeakKeyDictionary()
+)
+_controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()

@@ -1,0 +1,173 @@
+"""Over gloo, up to 8 ranks: sends and receives per pair, and a sum in rank order.
+
+gloo's ring algorithms cost two to three times the pairs at these sizes. Nothing is packed that is
+large: gradients are sent from where autograd made them. The sum in rank order gives the same bits
+whichever rank owns a shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp.core.engine.communicator import (
+    Communicator,
+    Empty,
+    Pending,
+    Works,
+    left_alone,
+    may_overflow,
+    pack,
+)
+from lightning_fsdp.core.engine.layout import FlatLayout, complement
+
+_MAX_PAIRWISE_WORLD_SIZE = 8
+_LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
+
+
+def exchanges_in_pairs(backend: str, world_size: int) -> bool:
+    """Whether ranks of such a group send to each other in pairs."""
+    return backend == "gloo" and world_size <= _MAX_PAIRWISE_WORLD_SIZE
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a region (or of a shard).
+
+    Attributes:
+        offset: Of its first element.
+        data: ``(n,)``.
+    """
+
+    offset: int
+    data: Tensor
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and past-the-last element."""
+        return self.offset, self.offset + self.data.numel()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """First element and number of elements."""
+        return self.offset, self.data.numel()
+
+
+class PairCommunicator(Communicator):
+    """Every rank sends each other rank what that one is to have."""
+
+    def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
+        mine = slots[self.rank]
+        return self._exchange(
+            what,
+            lambda peer: [mine],
+            lambda peer: [slots[peer]],
+            _tag_of(unit_name, reduces=False),
+        )
+
+    def _reduce(
+        self,
+        gradients: dict[int, Tensor],
+        layout: FlatLayout,
+        what: str,
+        unit_name: str,
+        empty: Empty,
+        sent_dtype: torch.dtype,
+        dtype: torch.dtype,
+    ) -> Pending:
+        pieces = [
+            Piece(layout.extent(slots)[0], pack(gradients, layout, empty, sent_dtype, slots))
+            for slots in layout.runs(_LARGE_NUMEL)
+        ]
+        shard_numel = layout.shard_numel
+        shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
+        mine = shards[self.rank]
+        received = {peer: empty(shard_numel, sent_dtype) for peer in self._peers()}
+        for row in received.values():
+            for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
+                row[start:stop].zero_()
+        sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
+        self.count("reduce_scatter", sum(sent))
+        works = self._exchange(
+            what,
+            lambda peer: [piece.data for piece in shards[peer]],
+            lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
+            _tag_of(f"{unit_name} {sent_dtype}", reduces=True),
+        )
+
+        def mean_in_rank_order(rows: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
+            # a + b and b + a have the same bits, so the first two terms may change places: the sum
+            # begins with a row that was received, in whose memory it is made.
+            first = min(rows)
+            shard = rows.pop(first).to(dtype)
+            for rank in range(self.world_size):
+                if rank == self.rank:
+                    for piece in mine:
+                        shard.narrow(0, *piece.place).add_(piece.data)
+                elif rank != first:
+                    shard.add_(rows.pop(rank))
+            return shard.div_(self.world_size)
+
+        def mean() -> Tensor:
+            if not may_overflow(dtype):
+                return mean_in_rank_order(received, dtype)
+            wide = mean_in_rank_order(dict(received), torch.float32).to(dtype)
+            narrow = mean_in_rank_order(received, dtype)
+            return torch.where(narrow.isfinite(), narrow, wide)
+
+        return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
+
+    def _exchange(
+        self,
+        what: str,
+        to: Callable[[int], Sequence[Tensor]],
+        into: Callable[[int], Sequence[Tensor]],
+        tag: int,
+    ) -> Works:
+        """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
+        works: Works = []
+        group = self.group
+        for peer in self._peers():
+            try:
+                for data in into(peer):
+                    receive = dist.irecv(data, group=group, group_src=peer, tag=tag)
+                    assert receive is not None, "this rank is in the group"
+                    works.append((receive, f"rank {peer}"))
+                for data in to(peer):
+                    send = dist.isend(data, group=group, group_dst=peer, tag=tag)
+                    assert send is not None, "this rank is in the group"
+                    works.append((send, f"rank {peer}"))
+            except RuntimeError as error:
+                raise left_alone(what, f"rank {peer}") from error
+        return works
+
+    def _peers(self) -> list[int]:
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+@functools.cache
+def _tag_of(name: str, *, reduces: bool) -> int:
+    """A tag of its own for each name and operation; odd for reductions.
+
+    Pairs that ranks enter with different intentions then never meet: they end in the group's
+    timeout, and move nothing into the wrong place. It keeps them apart from the user's own, too.
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 2 << 1 | reduces
+
+
+def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
+    """What of ``pieces`` lies in ``[start, start + numel)``, with offsets from ``start``."""
+    cut = []
+    for piece in pieces:
+        low = max(piece.offset, start)
+        high = min(piece.offset + piece.data.numel(), start + numel)
+        if low < high:
+            cut.append(Piece(low - start, piece.data[low - piece.offset : high - piece.offset]))
+    return cut

@@ -1,0 +1,222 @@
+"""What cannot be sharded: found before anything is changed, named with the cure.
+
+Messages do not name the rank: ranks compare them, and all raise the one that they agree on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.grouping import UnitPlan
+from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
+
+_DEVICE_TYPES = "cpu", "cuda"
+
+
+def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any) -> None:
+    """Refuse arguments of the wrong kind, and what is not offered.
+
+    Raises:
+        TypeError: A module, the mesh or the policy is none.
+        ValueError: A module has no forward of its own.
+        NotImplementedError: The mesh has other dimensions, or other devices.
+    """
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"fully_shard: expected an nn.Module or a list of them, got {module!r}."
+            )
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"fully_shard: expected a module with a forward, got {type(module).__name__}. "
+                "Shard its children instead."
+            )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: expected a DeviceMesh for mesh, got {mesh!r}.")
+    if mesh is not None and not is_offered(mesh):
+        raise NotImplementedError(
+            f"fully_shard: expected a mesh of 1 dimension (shard) or 2 (replicate, shard) of "
+            f"{' or '.join(_DEVICE_TYPES)} devices, got {mesh.ndim} dimensions "
+            f"{mesh.mesh_dim_names} of {mesh.device_type!r}. Pass the dimensions to use, e.g. "
+            "mesh['replicate', 'shard']."
+        )
+    if mp_policy is not None and not isinstance(mp_policy, PrecisionPolicy):
+        raise TypeError(
+            f"fully_shard: expected a MixedPrecisionPolicy for mp_policy, got {mp_policy!r}."
+        )
+
+
+def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
+    """What an offload policy asks for: this package's, torch's, or ``None``.
+
+    Raises:
+        TypeError: It is neither.
+        ValueError: It pins memory where nothing can.
+    """
+    names = [kind.__name__ for kind in type(policy).__mro__]  # torch's FSDP is not imported here
+    if "CPUOffloadPolicy" not in names:
+        if policy is None or "OffloadPolicy" in names:
+            return None
+        raise TypeError(
+            f"fully_shard: expected a CPUOffloadPolicy for offload_policy, got {policy!r}."
+        )
+    if policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            "fully_shard: expected an accelerator for offload_policy=CPUOffloadPolicy("
+            "pin_memory=True), got none, so no memory can be pinned. Pass "
+            "CPUOffloadPolicy(pin_memory=False)."
+        )
+    return CPUOffloadPolicy(policy.pin_memory)
+
+
+def is_offered(mesh: DeviceMesh) -> bool:
+    """Whether a mesh can be sharded over."""
+    return mesh.ndim in (1, 2) and mesh.device_type in _DEVICE_TYPES
+
+
+def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
+    """Refuse another mesh than that of units sharded before: norms and agreement need one.
+
+    Raises:
+        ValueError: It is another.
+    """
+    for other in earlier:
+        if not spans_same_ranks(other, communicator):
+            raise ValueError(
+                "fully_shard: expected one mesh for all units of a model, got "
+                f"{describe(other)} before and {describe(communicator)} now. Pass the same mesh to "
+                "every call."
+            )
+
+
+def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> None:
+    """Refuse modules that cannot be sharded now.
+
+    Raises:
+        ValueError: They are sharded already, or wrapped by DDP.
+        RuntimeError: A forward or backward of an inner module runs.
+    """
+    for module in outermost:
+        if hooks_of(module) is not None:
+            raise ValueError(
+                f"fully_shard: expected a module that is not sharded, got "
+                f"{type(module).__name__}, which is already sharded. Call fully_shard once per "
+                "module."
+            )
+        unit = unit_of(module)
+        if unit is not None:
+            raise ValueError(
+                f"fully_shard: expected to be called bottom-up, got {type(module).__name__}, whose "
+                f"parameters already belong to unit {unit.name!r}. Shard inner modules first."
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                "fully_shard: expected a plain module, got DistributedDataParallel. Shard the "
+                "module inside it instead of wrapping it."
+            )
+    if any(schedule.is_busy for schedule in inner):
+        raise RuntimeError(
+            "fully_shard: expected to be called between steps, got a call during a forward or "
+            "backward of an inner module."
+        )
+
+
+def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
+    """Refuse parameters that cannot be sharded, by name.
+
+    Args:
+        plan: A unit to be.
+        known: Parameters of units that were sharded before.
+
+    Raises:
+        ValueError: A parameter is of another kind, or used in a way that slices cannot serve.
+    """
+    for parameter, sites in plan.sites.items():
+        name = plan.names[parameter]
+        if parameter in known:
+            continue  # tied to one of their parameters
+        problem = _problem_with(parameter, sites)
+        sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
+        if sparse:
+            problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
+        if any(isinstance(s.module, nn.Embedding) and s.module.max_norm is not None for s in sites):
+            # It would write to the whole copy, which is thrown away.
+            cure = "Renormalise after the optimizer's step, or add it to ignored_params."
+            problem = "a forward that reads weights", "an embedding with max_norm", cure
+        if problem is not None:
+            expected, got, cure = problem
+            unit = plan.name or type(plan.modules[0]).__name__
+            raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
+
+
+def check_ties(
+    flat_params: Iterable[FlatParameter], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
+) -> None:
+    """Refuse other policies for weights that are tied to a unit sharded before: they share all.
+
+    Raises:
+        ValueError: The dtypes differ, or how they are offloaded.
+    """
+    for flat_param in flat_params:
+        theirs = flat_param.policy.param_dtype, flat_param.policy.reduce_dtype
+        ours = policy.param_dtype, policy.reduce_dtype
+        if theirs != ours:
+            raise ValueError(
+                f"unit {flat_param.name!r}: expected one mp_policy for all units that share its "
+                f"weights, got (param_dtype, reduce_dtype) {theirs} there and {ours} here. Pass "
+                "the same policy to both calls."
+            )
+        if flat_param.home.policy != offload:
+            raise ValueError(
+                f"unit {flat_param.name!r}: expected one offload_policy for all units that share "
+                f"its weights, got {flat_param.home.policy} there and {offload} here. Pass the "
+                "same policy to both calls."
+            )
+
+
+def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
+    """What was expected, what was found, what to do; ``None`` for a parameter in order."""
+    if isinstance(parameter, ShardedTensor):
+        cure = "Copy the module that it belongs to, or pass full_tensor() on as a new parameter."
+        return "a plain parameter", "the copy of a sharded one", cure
+    if torch.nn.parameter.is_lazy(parameter):
+        return "an initialized parameter", "a lazy one", "Run a forward first."
+    if not parameter.is_floating_point():
+        cure = "Register it as a buffer, or add it to ignored_params."
+        return "a floating-point parameter", str(parameter.dtype), cure
+    if type(parameter) is not nn.Parameter and not torch_internals.is_fake(parameter):
+        cure = "Use plain parameters, or add it to ignored_params."
+        return "a plain nn.Parameter", type(parameter).__name__, cure
+    if parameter.layout is not torch.strided:
+        return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
+    if parameter.grad is not None:
+        return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
+    if _has_weak_references(parameter, sites):
+        cure = "Delete the object that refers to it weakly, or create it after sharding."
+        return "a parameter without weak references", "one that has some", cure
+    return None
+
+
+def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
+    """Whether anybody refers to a parameter weakly, beside the modules that it is registered in."""
+    for site in sites:
+        torch_internals.detach_flat_weights(site.module)
+    try:
+        return bool(weakref.getweakrefs(parameter))
+    finally:
+        for site in sites:
+            torch_internals.attach_flat_weights(site.module)

@@ -1,0 +1,99 @@
+"""What was kept of a whole copy beyond its time is an error, not the end of the process.
+
+Code can keep a leaf (``self.kept = self.linear.weight``), a view of it or a numpy array from inside
+a forward, and a backward can reach a unit by a way that nobody announced. Without memory most
+kernels would follow a null pointer. So a leaf changes its class with its memory, and one without
+memory answers no operation; of a storage without memory, every access raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, flatten
+from lightning_fsdp.core.engine.watcher import Watcher
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+
+_log = logging.getLogger(__name__)
+
+# What can be asked of a tensor without memory.
+_ABOUT_NO_VALUE = {
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
+    *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size"),
+}
+
+
+class _FreedLeaf(nn.Parameter):
+    _parameter: ShardedTensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of a property, which knows its name
+            name = func.__self__.__name__
+        if name in _ABOUT_NO_VALUE:
+            with torch_internals.without_torch_function():
+                return func(*args, **(kwargs or {}))
+        leaf = next(t for t in flatten(args, kwargs) if isinstance(t, cls))
+        spec = leaf._parameter.spec
+        where = f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank})"
+        raise RuntimeError(
+            f"{where}: expected {name} inside the forward or backward of its unit, got it outside: "
+            "somebody kept the weight that the module held in its forward, and its whole values "
+            "were freed since. Use the parameter that module.parameters() gives now, or "
+            "weights(module)[name].full()."
+        )
+
+
+class FreedMemory(Watcher):
+    """Refuses what would read whole copies that were freed."""
+
+    def __init__(self) -> None:
+        self._guards: weakref.WeakKeyDictionary[FlatBuffer, torch_internals.AccessGuard] = (
+            weakref.WeakKeyDictionary()
+        )
+        # That numpy holds the memory.
+        self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
+
+    def before_whole(self, flat_param: FlatParameter) -> None:
+        """The memory comes back."""
+        self._guard_of(flat_param.buffer).allow_access()
+        for leaf in flat_param.leaves:
+            if type(leaf) is _FreedLeaf:
+                leaf.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def on_freed(self, flat_param: FlatParameter) -> None:
+        """The memory is gone."""
+        if not flat_param.buffer.can_be_freed and flat_param not in self._warned:
+            self._warned.add(flat_param)
+            _log.warning(
+                "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
+                "got one, which shares the memory: the whole parameters stay allocated from now "
+                "on. Take the array of a copy (weight.detach().clone().numpy()).",
+                flat_param.name,
+                flat_param.communicator.mesh_rank,
+            )
+        self._guard_of(flat_param.buffer).refuse_access()
+        for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
+            if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
+                leaf._parameter = parameter  # type: ignore[attr-defined]
+                leaf.__class__ = _FreedLeaf
+
+    def _guard_of(self, buffer: FlatBuffer) -> torch_internals.AccessGuard:
+        if buffer not in self._guards:
+            self._guards[buffer] = torch_internals.AccessGuard(buffer.flat)
+        return self._guards[buffer]

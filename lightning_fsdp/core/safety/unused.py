@@ -1,0 +1,85 @@
+"""Parameters that no rank used in a backward have no gradient, as in torch.
+
+A reduction sends zeros for what this rank did not use; whether any other did is known to nobody
+alone. So ranks ask each other, beside the landing of the last reductions, and wait for the answer
+only where something was not used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from torch import Tensor
+
+from lightning_fsdp.core.engine.communicator import Flags
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.watcher import Watcher
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+
+
+@dataclass
+class _Usage:
+    """Whether a reduced parameter had a gradient on this rank, in this backward and before it."""
+
+    is_used: bool
+    had_gradient: bool
+    micro_batch: int
+
+
+class UnusedParameters(Watcher):
+    """Takes gradients away that are zeros of nobody, and calls the users' hooks on the others."""
+
+    def __init__(self, any_rank: Callable[[Flags], Callable[[], Tensor]]) -> None:
+        self._any_rank = any_rank
+        self._usage: dict[ShardedTensor, _Usage] = {}
+        self._answer: Callable[[], Tensor] | None = None
+        self._landed: list[ShardedTensor] = []  # used on some rank
+
+    def anew(self) -> Self:
+        """The same, for the schedule of a copied model."""
+        return type(self)(self._any_rank)
+
+    def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
+        """Note what was used here."""
+        for parameter, is_used in zip(flat_param.parameters, has_one, strict=True):
+            usage = self._usage.setdefault(
+                parameter, _Usage(False, parameter.grad is not None, flat_param.micro_batch)
+            )
+            usage.is_used |= is_used
+
+    def before_landing(self) -> None:
+        """Ask the other ranks."""
+        if self._usage:
+            are_used = [usage.is_used for usage in self._usage.values()]
+            # One zeroed in place before it was reduced is a gradient on ranks that had it only.
+            had_gradients = [usage.had_gradient for usage in self._usage.values()]
+            self._answer = self._any_rank([are_used, had_gradients])
+
+    def on_landed(self) -> None:
+        """Act on the answer."""
+        (usage, self._usage), (answer, self._answer) = (self._usage, {}), (self._answer, None)
+        if answer is None or all(each.is_used for each in usage.values()):
+            self._landed = list(usage)
+            return
+        for (parameter, each), is_used, had_gradient in zip(usage.items(), *answer(), strict=True):
+            if is_used:
+                self._landed.append(parameter)
+            elif not had_gradient:
+                parameter.grad = None
+            elif isinstance(parameter.grad, ShardedTensor):
+                parameter.grad.micro_batches.pop(each.micro_batch, None)
+
+    def on_backward_end(self) -> None:
+        """Call what the user registered on the parameters."""
+        landed, self._landed = self._landed, []
+        for parameter in landed:
+            for hook in tuple((parameter.gradient_hooks or {}).values()):
+                hook(parameter)
+
+    def on_recovery(self) -> None:
+        """Forget all."""
+        self._usage, self._answer, self._landed = {}, None, []

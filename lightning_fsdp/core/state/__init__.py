@@ -1,0 +1,1 @@
+"""Whole values: state in and out, initial values of models from the meta device."""
