@@ -40,6 +40,32 @@ def test_every_folder_and_every_file_beside_them_is_in_the_first_table():
         assert f"`{name}`" in table, name
 
 
+def _imported_by(path):
+    """The files of the core that one imports."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_fsdp.core"):
+            place = ROOT / node.module.replace(".", "/")
+            if place.is_dir():
+                yield from (place / f"{name.name}.py" for name in node.names)
+            else:
+                yield place.with_suffix(".py")
+
+
+def test_what_is_to_be_read_and_what_that_imports_is_the_engine():
+    begin = DESIGN.index("To follow it in the code")
+    to_read = re.findall(
+        r"\.\./(lightning_fsdp/core/engine/\w+\.py)", DESIGN[begin:].split("\n\n")[0]
+    )
+    assert to_read
+    reached, waiting = set(), [ROOT / name for name in to_read]
+    while waiting:
+        path = waiting.pop()
+        if path not in reached:
+            reached.add(path)
+            waiting.extend(_imported_by(path))
+    assert reached == set((CORE / "engine").glob("[a-z]*.py"))
+
+
 def _raises(function):
     """Whether a function makes an exception; what derived classes are to write makes none."""
     inside = list(function.body)
