@@ -1,21 +1,19 @@
 """The table of docs/a-step.md, row by row: what is true of one parameter when it says so."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from lightning_fsdp import fully_shard, gradients
+from lightning_fsdp import gradients
 from lightning_fsdp.core.engine.hooks import unit_of
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from tests.support.pages import PAGES, python_blocks
 from tests.support.ranks import run_on_ranks
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "a-step.md"
 NUMEL = 64 * 64
 
 
 def rows():
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    lines = [line for line in PAGES["docs/a-step.md"].splitlines() if line.startswith("|")]
     head, _, *body = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return [dict(zip(head, cells, strict=True)) for cells in body]
 
@@ -37,10 +35,9 @@ def see(model, parameter):
 
 def _follow(rank, world_size):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    (code,), names = python_blocks("docs/a-step.md"), {}
+    exec(code, names)
+    model = names["model"]
     parameter, optimizer = model[1].weight, torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 64)).square().mean().backward()
     optimizer.step()
