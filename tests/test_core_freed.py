@@ -5,6 +5,7 @@ Every rank is a process: one that ends by a signal fails its test.
 
 import copy
 import logging
+import weakref
 
 import pytest
 import torch
@@ -266,3 +267,28 @@ def test_where_the_flags_are_not_found_nothing_is_guarded(monkeypatch):
     tensor = torch.ones(4)
     torch_internals.AccessGuard(tensor).refuse_access()
     assert tensor.sum() == 4
+
+
+def _delete_before_the_backward(rank, world_size, plan):
+    """The graph outlives the modules."""
+    torch.manual_seed(0)
+    block = Block(plain)
+    model = nn.Sequential(block, nn.Linear(6, 6))
+    reference = copy.deepcopy(model)
+    x = torch.ones(2, 6)
+    shard_model(model, PLANS[plan], units=["Block"])
+    parameters = dict(model.named_parameters())
+    loss = model(x).square().mean()
+    gone = [weakref.ref(model), weakref.ref(block)]
+    del model, block
+    assert [each() for each in gone] == [None, None]
+    loss.backward()
+    reference(x).square().mean().backward()
+    for name, parameter in reference.named_parameters():
+        whole = parameters[name].grad.full_tensor()
+        torch.testing.assert_close(whole, parameter.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_backward_may_come_after_the_model_was_deleted(plan):
+    run_on_ranks(_delete_before_the_backward, 2, plan)

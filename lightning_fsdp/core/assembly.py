@@ -259,7 +259,8 @@ def _rename(root: nn.Module, schedule: Schedule) -> None:
     """Give units and parameters their names as seen from the outermost module."""
     names = {module: name for name, module in root.named_modules()}
     for unit in reversed(schedule.units):
-        unit.name = names.get(unit.modules[0]) or type(root).__name__
+        if unit.modules:  # they may have been taken out of the model
+            unit.name = names.get(unit.modules[0]) or type(root).__name__
         for flat_param in unit.flat_params:
             flat_param.name = unit.name
     for name, parameter in root.named_parameters():

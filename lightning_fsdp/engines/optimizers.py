@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class _StandIn:
         Raises:
             RuntimeError: Nothing, or not the same in all of them.
         """
-        now = {name: site.module._parameters.get(site.name) for name, site in self.sites.items()}
+        now = {name: cast(nn.Parameter | None, site.get()) for name, site in self.sites.items()}
         first = now[self.name]
         if first is None:
             raise RuntimeError(

@@ -352,14 +352,14 @@ def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -
 
 
 def _forget_waits_for(what: str) -> None:
-    original = Pending._end
+    original = Pending._join
 
-    def end(self: Pending) -> Tensor:
+    def join(self: Pending) -> None:
         if self.what.startswith(what):
             self.works = ()
-        return original(self)
+        original(self)
 
-    Pending._end = end
+    Pending._join = join
 
 
 def _after_reductions_start(change: Callable[[Tensor], object]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 
@@ -18,10 +18,12 @@ class ByName:
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self.module = module
+        units = [unit for schedule in schedules_in(module) for unit in schedule.units]
+        units += filter(None, map(unit_of, module.modules()))  # of which this is a part
         self._flat_param_of = {
             parameter: flat_param
-            for schedule in schedules_in(module)
-            for flat_param in schedule.flat_params
+            for unit in units
+            for flat_param in unit.flat_params
             for parameter in flat_param.parameters
         }
         self.parameters = self._find(what)

@@ -235,7 +235,14 @@ class Gradients(ByName, Mapping[str, Gradient]):
             unit.syncs_gradients = mode != "local"
         for flat_param in flat_params:
             flat_param.micro_batch = 0
-        apart = self._watch(_KeepingApart()) if mode == "separate" else Handle([])
+        # Where another context keeps them apart already, that one does.
+        watched = [
+            f
+            for f in flat_params
+            if mode == "separate"
+            and not any(isinstance(w, _KeepingApart) for w in f.gradient_watchers.values())
+        ]
+        apart = Handle([register(f.gradient_watchers, _KeepingApart()) for f in watched])
         try:
             yield
             if mode == "local":

@@ -106,9 +106,13 @@ class Pending:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
         self.stages.clear()
-        self._end()
+        self._join()
 
     def _end(self) -> Tensor:
+        self._join()
+        return self.finish()
+
+    def _join(self) -> None:
         works, self.works = self.works, ()
         for work, ranks in works:
             try:
@@ -116,7 +120,6 @@ class Pending:
             except RuntimeError as error:
                 raise left_alone(self.what, ranks) from error
         self.keeps = ()
-        return self.finish()
 
 
 Stage = Callable[[Tensor], Pending]

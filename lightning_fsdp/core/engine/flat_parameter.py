@@ -150,13 +150,18 @@ class FlatParameter:
         if self.copy is not ParameterState.SHARDED:
             return
         self._step(ParameterState.GATHERING)
-        for call in self._watchers.before_whole:
-            call(self)
-        self.buffer.allocate()
-        start, stop = self.layout.shard_range(self.communicator.rank)
-        with torch.no_grad():
-            self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
-        self._gather = self.communicator.gather(self.buffer.flat, self.name)
+        try:
+            for call in self._watchers.before_whole:
+                call(self)
+            self.buffer.allocate()
+            start, stop = self.layout.shard_range(self.communicator.rank)
+            with torch.no_grad():
+                self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
+            self._gather = self.communicator.gather(self.buffer.flat, self.name)
+        except BaseException:  # no memory, or a rank that is gone: as if it had not begun
+            self.holders.discard(holder)
+            self._free()
+            raise
         self._gathered_version = self.shard._version
 
     def wait_for_unshard(self) -> None:
@@ -164,9 +169,9 @@ class FlatParameter:
         if self.copy is not ParameterState.GATHERING:
             return
         gather, self._gather = self._gather, None
-        assert gather is not None, "GATHERING says so"
         try:
-            gather.wait()
+            if gather is not None:  # it could be started
+                gather.wait()
         finally:  # whether or not it came, nothing is in flight any more
             self._step(ParameterState.UNSHARDED)
 
@@ -256,8 +261,8 @@ class FlatParameter:
         else:
             self._arrived[slot] = gradient  # as autograd made it
 
-    def reduce(self) -> None:
-        """Start the reduction."""
+    def reduce(self) -> list[bool]:
+        """Start the reduction; per slot, whether this rank has a gradient."""
         self.land()
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
@@ -273,8 +278,7 @@ class FlatParameter:
         for name, stage in self.home.after_reduction:
             self._reduction.then(name, self.name, stage)
         self.sends_sums = False
-        for call in self._watchers.on_reduce:
-            call(self, has_one)
+        return has_one
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
@@ -287,6 +291,7 @@ class FlatParameter:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = reduction.wait().to(self.shard.dtype)
+            del reduction  # which keeps what it was made of
             for slot, has_trained in enumerate(self._trained):
                 if has_trained:
                     self._add(slot, self.parameters[slot].spec.part_of(shard))

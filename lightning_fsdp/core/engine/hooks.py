@@ -39,6 +39,7 @@ They are to be sharded in one thread: ranks open groups in one order.
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import weakref
@@ -105,6 +106,14 @@ class ModuleHooks:
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
+        """Those of the copied module."""
+        copied = memo[id(self)] = ModuleHooks.__new__(ModuleHooks)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._module = weakref.ref(copy.deepcopy(self.module, memo))
+        copied._keepers = None
+        return copied
 
     @property
     def module(self) -> nn.Module:

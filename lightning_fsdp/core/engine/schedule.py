@@ -78,6 +78,7 @@ class _Backward:
     ending: weakref.ref[Callable[[], None]]  # what is called at its end
     last: Unit | None = None
     progress: dict[Unit, _Progress] = field(default_factory=dict)  # in the backward's order
+    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
     # With gradients to reduce, or to keep.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
@@ -210,12 +211,12 @@ class Schedule:
         backward = self._open_backward()
         if unit is None:
             return True
-        progress = backward.progress.setdefault(unit, _Progress.TOUCHED)
+        backward.progress.setdefault(unit, _Progress.TOUCHED)
         self._refresh(unit)
         if unit not in self._forward.running:  # as in a training step that calls backward itself
             self._make_whole(unit)
             unit.install_leaves()
-        return progress is not _Progress.TOUCHED or bool(self._calls[unit])
+        return unit in backward.entered or bool(self._calls[unit])
 
     def open_call(self, unit: Unit) -> Call:
         """Note a call whose backward will leave the unit through the call's inputs."""
@@ -242,7 +243,8 @@ class Schedule:
         backward = self._open_backward()
         if unit is None:
             return
-        is_first = backward.progress.get(unit, _Progress.TOUCHED) is _Progress.TOUCHED
+        is_first = unit not in backward.entered
+        backward.entered.add(unit)
         backward.touch(unit, _Progress.ENTERED)
         if not unit.needs_backward_gather:
             return
@@ -337,6 +339,7 @@ class Schedule:
         for flat_param in self._users:
             flat_param.micro_batch += 1
         self._backward = None
+        self._forward.last = None  # a forward around it goes on; what follows is no follower
         for call in self.watchers.on_backward_end:
             call()
 
@@ -430,7 +433,9 @@ class Schedule:
             self._announce(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
         self._advance_reductions()  # what they read is freed before more is started
         for flat_param in flat_params:
-            flat_param.reduce()
+            has_one = flat_param.reduce()
+            for call in self.watchers.on_reduce:
+                call(flat_param, has_one)
         self._reducing += flat_params
 
     def _advance_reductions(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 class Site:
     """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
-    It refers to the module weakly: what a module owns may refer to it, and both go together.
+    It refers to the module weakly: what a module owns may refer to it, and goes with it.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -20,7 +20,10 @@ class Site:
         self.name = name
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        return Site(copy.deepcopy(self.module, memo), self.name)
+        copied = copy.copy(self)
+        if not self.is_gone:
+            copied._module = weakref.ref(copy.deepcopy(self.module, memo))
+        return copied
 
     @property
     def module(self) -> nn.Module:
@@ -29,9 +32,14 @@ class Site:
         assert module is not None, "whoever asks has it"
         return module
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the module was deleted."""
+        return self._module() is None
+
     def get(self) -> Tensor | None:
-        """The parameter that is registered here."""
-        return self.module._parameters.get(self.name)
+        """The parameter that is registered here, if there is one."""
+        return None if self.is_gone else self.module._parameters.get(self.name)
 
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Register ``new`` in the place of ``old``; ``False`` if something else is there."""

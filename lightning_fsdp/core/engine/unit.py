@@ -168,7 +168,9 @@ class Unit:
             for slot, sites in slots.items():
                 parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
                 for site in sites:
-                    if not site.replace(parameter, leaf) and site.get() is not leaf:
+                    # A graph outlives its modules, and its backward needs nothing of them.
+                    is_there = site.replace(parameter, leaf) or site.is_gone or site.get() is leaf
+                    if not is_there:
                         raise RuntimeError(self._describe_replaced(parameter, site))
                 flat_param.prepare_leaf(slot)
 
