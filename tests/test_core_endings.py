@@ -4,12 +4,16 @@ After each forward and each backward of ZeRO-3, every unit is sharded, and modul
 own parameters.
 """
 
+import copy
+import itertools
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import fully_shard
+from lightning_fsdp import fully_shard, register_forward_method, shard_model
+from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import units_in
@@ -159,3 +163,79 @@ def fail_in_backward(rank, world_size):
 
 def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
     run_on_ranks(fail_in_backward, 2)
+
+
+def fail_to_gather(rank, world_size):
+    """Once there is no memory for a whole copy; the next call finds everything as it was."""
+    torch.manual_seed(0)
+    model, plain = Layers(), Layers()
+    plain.load_state_dict(model.state_dict())
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    x, allocate = torch.ones(2, 6), FlatBuffer.allocate
+    for number in range(5):  # the third whole copy of a pass is prefetched from the second one on
+        calls = itertools.count()
+
+        def allocate_or_fail(self, calls=calls, number=number):
+            if next(calls) == number:
+                raise MemoryError("no memory, once")
+            allocate(self)
+
+        FlatBuffer.allocate = allocate_or_fail
+        with pytest.raises(MemoryError, match="no memory, once"):
+            model(x).backward()
+        FlatBuffer.allocate = allocate
+        assert_nothing_is_whole(model)
+    model(x).backward()
+    plain(x).backward()
+    assert_nothing_is_whole(model)
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
+
+
+def test_a_gather_that_fails_leaves_everything_as_it_was():
+    run_on_ranks(fail_to_gather, 2)
+
+
+class StepsByItself(Layers):
+    def step(self, x):
+        self.layers[0](x).sum().backward()
+        self.layers[1](x).sum().backward()
+
+
+def manual_step(rank, world_size):
+    """Gathers of a step that runs one layer forward and backward, and then another one."""
+    model = StepsByItself()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    register_forward_method(model, "step")
+    gathers = model.layers[0].weight.spec.communicator.traffic["all_gather"]
+    numbers = []
+    for _ in range(3):
+        before = gathers.calls
+        model.step(torch.ones(2, 6, requires_grad=True))
+        numbers.append(gathers.calls - before)
+    return numbers
+
+
+def test_what_follows_a_backward_inside_of_a_forward_is_not_gathered_ahead():
+    for numbers in run_on_ranks(manual_step, 2):
+        assert numbers == [4] * 3  # two units, for their forward and for their backward
+
+
+def take_layers_out(rank, world_size):
+    """Units whose modules are gone hinder neither an outer call nor a copy."""
+    inner = shard_model(Layers(), units=["Linear"])
+    inner.layers = inner.layers[:2]
+    model = fully_shard(nn.Sequential(inner, nn.Linear(1, 1)))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        each[0](torch.ones(2, 6), last=2).backward()
+        assert all(p.grad is not None for p in each[0].parameters())
+
+
+def test_layers_may_be_taken_out_of_a_model():
+    run_on_ranks(take_layers_out, 2)

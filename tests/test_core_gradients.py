@@ -370,3 +370,32 @@ def _late(rank, world_size, plan):
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 def test_parts_of_a_micro_batch_that_are_reduced_one_after_the_other_add_up(plan):
     run_on_ranks(_late, 2, plan)
+
+
+def _keep_apart_twice(rank, world_size):
+    model = shard_model(mlp())
+    outer, inner = gradients(model), gradients(model)
+    with outer.micro_batches("separate"), inner.micro_batches("separate"):
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+        for name, whole in outer.full(micro_batch=0):
+            assert torch.equal(whole, outer[name].full()), name
+
+
+def test_what_two_contexts_keep_apart_is_kept_once():
+    run_on_ranks(_keep_apart_twice, 2)
+
+
+def _ask_a_part_of_a_unit(rank, world_size):
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    fully_shard(model[0])
+    seen, part = [], model[0][1]
+    gradients(part).on_local(lambda name, gradient, index: seen.append(name))
+    model(torch.ones(2, 4)).sum().backward()
+    assert sorted(seen) == ["bias", "weight"]
+    assert {name: whole.shape for name, whole in weights(part).full()} == {
+        "weight": (4, 4), "bias": (4,),
+    }  # fmt: skip
+
+
+def test_a_module_inside_a_unit_has_its_gradients_and_weights_by_name():
+    run_on_ranks(_ask_a_part_of_a_unit, 2)

@@ -322,3 +322,29 @@ def fail_and_go_on(rank, world_size):
 
 def test_a_backward_after_one_that_failed_is_not_taken_for_one_inside_of_it():
     run_on_ranks(fail_and_go_on, 2)
+
+
+def recompute_in_two_regions(rank, world_size):
+    """How many blocks are whole when a block's gradients arrive, each of them used twice."""
+    model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+    for block in model:
+        fully_shard(block)
+    whole, units = [], units_in(model)
+    for block in model:
+        gradients(block).on_local(lambda *_: whole.append(sum(u.is_held for u in units)))
+    for _ in range(2):
+        whole.clear()
+        loss = 0.0
+        for scale in (1.0, 2.0):
+            x = torch.full((2, 6), scale, requires_grad=True)
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=True)
+            loss = loss + x.sum()
+        loss.backward()
+        assert not any(unit.is_held for unit in units)
+    return whole
+
+
+def test_a_unit_that_is_recomputed_in_two_regions_is_freed_after_each():
+    for whole in run_on_ranks(recompute_in_two_regions, 2):
+        assert max(whole) == 1, whole
