@@ -93,7 +93,7 @@ def test_whiskers_reach_from_the_slowest_repeat_to_the_fastest():
     figure = PICTURES["tokens_per_s"](results_of(**SMALL))
     (arm,) = [arm for arm in arms_of() if arm.name == "fsdp2_zero3_b2_a1"]
     speed = tokens_per_s(arm, workload())
-    ends = [collection.get_flat_params()[0][:, 1] for collection in figure.axes[0].collections]
+    ends = [collection.get_segments()[0][:, 1] for collection in figure.axes[0].collections]
     assert any(end == pytest.approx([speed / 1.1, speed]) for end in ends)
 
 

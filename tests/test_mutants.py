@@ -65,8 +65,10 @@ def test_the_tests_that_are_named_exist():
 
 def test_a_place_that_is_not_there_or_not_the_only_one_is_refused():
     for before in ("no such text", "return"):
-        mutant = Mutant("nothing", "layout.py", before, "")
-        with pytest.raises(ValueError, match=r"'nothing': expected its text once in layout\.py"):
+        mutant = Mutant("nothing", "engine/layout.py", before, "")
+        with pytest.raises(
+            ValueError, match=r"'nothing': expected its text once in engine/layout\.py"
+        ):
             mutant.applied()
 
 
@@ -81,13 +83,19 @@ def test_a_mutant_is_noticed(name):
 def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
     inside = "yield from within_row(last, start, stop)\n        return"
     harmless = Mutant(
-        "says it otherwise", "layout.py", inside, inside.replace("last", "first - 1"), [LAYOUT]
+        "says it otherwise",
+        "engine/layout.py",
+        inside,
+        inside.replace("last", "first - 1"),
+        [LAYOUT],
     )
-    harmful = Mutant("cuts a row too early", "layout.py", inside, "return")
+    harmful = Mutant("cuts a row too early", "engine/layout.py", inside, "return")
     monkeypatch.setattr(command, "load_mutants", lambda: [harmless, harmful])
     assert command.main(["--only", "says it"]) == 1
     assert re.search(
-        r"^\| layout.py \| says it otherwise \| survived", capsys.readouterr().out, re.MULTILINE
+        r"^\| engine/layout.py \| says it otherwise \| survived",
+        capsys.readouterr().out,
+        re.MULTILINE,
     )
     monkeypatch.setattr(command, "SEARCHED", ["lifecycle", "layout"])
     assert command.main(["--search", "--only", "too early"]) == 0
