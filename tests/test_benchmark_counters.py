@@ -5,6 +5,7 @@ Parameters: embedding and head ``V d`` each, a block ``12 d^2 + 13 d``, the last
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,14 @@ def test_padding_at_1024_ranks(document):
     whole = sum(in_shards(numel, 1024) for numel in regions)
     expected = 100 * (whole - sum(regions)) / whole
     assert document["padding_percent"]["scratch"] == pytest.approx(expected)
+
+
+def test_the_way_of_a_step_through_the_core_gets_no_longer():
+    done = subprocess.run(
+        [sys.executable, "benchmarks/step_trace.py"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files, changes = re.search(r"(\d+) files, .* (\d+) changes of file", done.stdout).groups()
+    assert 10 <= int(files) <= 19
+    assert 300 <= int(changes) <= 720

@@ -4,6 +4,7 @@ are dropped.
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -575,3 +576,30 @@ def test_a_gradient_that_waits_on_one_rank_is_refused_on_every_rank():
         assert error is not None
         assert error.type_name == "RuntimeError"
         assert "gradient of 'bonus'" in error.message
+
+
+class _Hiding(nn.Module):
+    """Its output is an object that nothing can look into: only arriving gradients tell of it."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.layer.weight = shared
+
+    def forward(self, x):
+        return SimpleNamespace(value=self.layer(x))
+
+
+def _train_what_is_left(rank, world_size):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4))
+    plain = nn.Parameter(weight.detach().clone())
+    first, second = fully_shard(_Hiding(weight)), fully_shard(_Hiding(weight))
+    del second
+    first(torch.ones(2, 4)).value.square().sum().backward()
+    torch.nn.functional.linear(torch.ones(2, 4), plain).square().sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), plain.grad, rtol=0, atol=1e-4)
+
+
+def test_a_model_trains_on_when_another_that_shares_its_weight_is_gone():
+    run_on_ranks(_train_what_is_left, 2)

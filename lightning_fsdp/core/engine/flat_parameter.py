@@ -31,7 +31,7 @@ from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, take_step
+from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
@@ -75,7 +75,7 @@ class FlatParameter:
         self.micro_batch = 0
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers = Watchers()
-        self._on_arrival: weakref.WeakMethod[Callable[[FlatParameter], None]] | None = None
+        self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
         self._take_in(shard)
 
     def _take_in(self, shard: Tensor) -> None:
@@ -117,8 +117,10 @@ class FlatParameter:
             watchers: What hangs on it.
             on_arrival: The schedule's method to call before a local gradient is taken in.
         """
-        # The schedule owns its flat parameters, so that one refers to it weakly.
-        self._watchers, self._on_arrival = watchers, weakref.WeakMethod(on_arrival)
+        # A schedule owns its flat parameters, so those refer to it weakly. The last one that is
+        # alive counts: of two models that share a weight and were sharded apart, one may go.
+        self._watchers = watchers
+        self._on_arrival.append(weakref.WeakMethod(on_arrival))
         if self.copy is ParameterState.SHARDED:
             for call in watchers.on_freed:
                 call(self)
@@ -149,7 +151,7 @@ class FlatParameter:
         self.holders.add(holder)
         if self.copy is not ParameterState.SHARDED:
             return
-        self._step(ParameterState.GATHERING)
+        self._enter(ParameterState.GATHERING)
         try:
             for call in self._watchers.before_whole:
                 call(self)
@@ -173,7 +175,7 @@ class FlatParameter:
             if gather is not None:  # it could be started
                 gather.wait()
         finally:  # whether or not it came, nothing is in flight any more
-            self._step(ParameterState.UNSHARDED)
+            self._enter(ParameterState.UNSHARDED)
 
     def reshard(self, holder: object) -> None:
         """``holder`` is done; the last one frees the whole copy."""
@@ -246,9 +248,11 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        on_arrival = None if self._on_arrival is None else self._on_arrival()
-        if on_arrival is not None:
-            on_arrival(self)
+        for reference in reversed(self._on_arrival):
+            on_arrival = reference()
+            if on_arrival is not None:
+                on_arrival(self)
+                break
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -346,13 +350,13 @@ class FlatParameter:
             self._free_memory()
 
     def _free_memory(self) -> None:
-        self._step(ParameterState.SHARDED)
+        self._enter(ParameterState.SHARDED)
         self.buffer.free()
         for call in self._watchers.on_freed:
             call(self)
 
-    def _step(self, following: ParameterState) -> None:
-        self.copy = take_step(self.name, self.communicator.mesh_rank, self.copy, following)
+    def _enter(self, following: ParameterState) -> None:
+        self.copy = transition(self.name, self.communicator.mesh_rank, self.copy, following)
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""

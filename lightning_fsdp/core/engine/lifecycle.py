@@ -1,11 +1,11 @@
-"""The states of a unit's whole parameters, its legal steps, and the function that takes one.
+"""The states of a whole copy, its legal transitions, and the function that checks one.
 
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> NONE (they are in ``.grad``)
 
 In flight is a state with a name: who finds ``GATHERING`` knows that the buffer exists, that its
 content does not yet, and that somebody has to wait. A collective whose result is not wanted any
-more (a prefetch that missed) is waited for, then freed: no step skips the wait.
+more (a prefetch that missed) is waited for, then freed: no transition skips the wait.
 
 What there is of gradients says in which state they are; it is asked, and never kept beside them.
 """
@@ -38,10 +38,10 @@ _NEXT = {
 }
 
 
-def take_step(
+def transition(
     unit_name: str, rank: int, current: ParameterState, following: ParameterState
 ) -> ParameterState:
-    """Check one step against the table.
+    """Check one transition against the table.
 
     Args:
         unit_name: Original name of the unit's module, for the message.
@@ -53,11 +53,11 @@ def take_step(
         ``following``.
 
     Raises:
-        RuntimeError: The table has no such step.
+        RuntimeError: The table does not have it.
     """
     if following is not _NEXT[current]:
         raise RuntimeError(
-            f"unit {unit_name!r} (rank {rank}): expected a step from {current.value} to "
+            f"unit {unit_name!r} (rank {rank}): expected to go from {current.value} to "
             f"{_NEXT[current].value}, got {following.value}. An operation was called out of order: "
             "wait before use, and reshard only what is whole."
         )
