@@ -273,6 +273,29 @@ def test_full_state_dict_gathers_into_the_result_alone():
     run_on_ranks(_full_state_in_little_memory, 2)
 
 
+def _full_on_rank_0(rank, world_size, dtype):
+    model, dense = shard_model(tied_lm().to(dtype)), tied_lm().to(dtype)
+    for (name, parameter), expected in zip(
+        model.named_parameters(), dense.parameters(), strict=True
+    ):
+        with CollectiveCounter() as counter:
+            made = parameter.full_tensor(rank0_only=True)
+        assert made.shape == expected.shape, name
+        assert made.dtype == dtype, name
+        if rank == 0:
+            assert torch.equal(made, expected), name
+        else:
+            assert made.is_meta, name
+        kinds = {call.kind for call in counter.calls}
+        assert kinds <= {"recv" if rank == 0 else "send"}, name
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_rank_0_alone_wants_whole_the_others_send_and_do_not_hold(dtype):
+    run_on_ranks(_full_on_rank_0, 3, dtype)
+
+
 def _train_resume(rank, world_size):
     """A full state put into a fresh model continues as if nothing had happened (SGD without
     momentum).

@@ -167,7 +167,7 @@ class DeferredCheckpoint:
         that is collective.
         """
         if not self._is_collected:
-            return gather_all(state, keeps=Ranks().rank == 0)
+            return gather_all(state, rank0_only=True)
         known: dict[int, DeferredTensor] = {}
 
         def stand_in(value: Any) -> Any:
@@ -210,7 +210,7 @@ class DeferredCheckpoint:
                 self._call, self.is_written = None, False
 
         def take_part(number: int) -> None:
-            self._sources[number].tensor.whole()
+            self._sources[number].tensor.whole(rank0_only=True)
 
         try:
             ranks.lead(doing, lead, take_part)
@@ -227,4 +227,4 @@ class DeferredCheckpoint:
                 "on every rank."
             )
         self._call(source.number)
-        return source.tensor.whole()
+        return source.tensor.whole(rank0_only=True)

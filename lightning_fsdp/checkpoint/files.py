@@ -21,7 +21,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self, cast
 
 import torch
 
@@ -30,6 +30,7 @@ from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 MARKER = "complete.json"
 FORMAT = 1
 _BLOCK_BYTES = 4 << 20
+_SENT_BYTES = 32 << 20  # at a time on their way to the disk
 Stamps = dict[str, tuple[int, int, int]]
 RESTORE = "Load another checkpoint, or restore this file from a copy."
 
@@ -42,27 +43,46 @@ class Sum:
     crc32: int
 
 
-class SummedFile:
-    """A new file that is on the disk when it is closed.
+class DiskFile:
+    """A file that is on the disk when it is closed, and on its way there while it is written.
 
-    Attributes:
-        sum: Of what was written so far.
+    Left to itself the kernel begins when a tenth of the memory is unwritten, or after half a
+    minute; the disk would have nothing to do while tensors are gathered.
+
+    Args:
+        path: Of the file.
+        mode: Of ``open``, for writing bytes.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.sum = Sum(0, 0)
-        self._file = path.open("xb")
+    def __init__(self, path: Path, mode: str) -> None:
+        self._file = cast(IO[bytes], path.open(mode))
+        self._num_bytes = self._num_sent = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *others: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # what is there is of no use
+            self._file.close()
 
     def write(self, data: Any) -> int:
         """Append bytes, given as anything with a buffer."""
         view = memoryview(data).cast("B")
         self._file.write(view)
-        self.sum = Sum(self.sum.num_bytes + view.nbytes, zlib.crc32(view, self.sum.crc32))
+        self._num_bytes += view.nbytes
+        waiting = self._num_bytes - self._num_sent
+        if waiting >= _SENT_BYTES and hasattr(os, "posix_fadvise"):  # Linux begins to write it then
+            self._file.flush()
+            descriptor, advice = self._file.fileno(), os.POSIX_FADV_DONTNEED
+            os.posix_fadvise(descriptor, self._num_sent, waiting, advice)
+            self._num_sent = self._num_bytes
         return view.nbytes
 
     def tell(self) -> int:
         """Bytes written so far."""
-        return self.sum.num_bytes
+        return self._num_bytes
 
     def flush(self) -> None:
         """Nothing yet: ``close`` does it once, torch asks after every tensor."""
@@ -74,6 +94,25 @@ class SummedFile:
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
+
+
+class SummedFile(DiskFile):
+    """A new file that is summed up while it is written.
+
+    Attributes:
+        sum: Of what was written so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "xb")
+        self.sum = Sum(0, 0)
+
+    def write(self, data: Any) -> int:
+        """Append bytes, given as anything with a buffer."""
+        view = memoryview(data).cast("B")
+        written = super().write(view)
+        self.sum = Sum(self.sum.num_bytes + written, zlib.crc32(view, self.sum.crc32))
+        return written
 
 
 @contextlib.contextmanager
@@ -125,10 +164,8 @@ def write_for_torch(path: Path, content: Any) -> None:
     """
     beside = path.with_name(f".{path.name}.partial")
     try:
-        with naming(str(path)), beside.open("wb") as stream:
-            torch.save(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+        with naming(str(path)), DiskFile(beside, "wb") as file:
+            torch.save(content, cast(IO[bytes], file))
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)

@@ -282,7 +282,9 @@ def _whole(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         if isinstance(tensor, DTensor):  # offloaded ones are not where the mesh communicates
             return typing.cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-        return tensor.full_tensor() if isinstance(tensor, ShardedTensor) else tensor.detach()
+        if isinstance(tensor, ShardedTensor):
+            return tensor.full_tensor(rank0_only=True)
+        return tensor.detach()
 
 
 def _layout_of(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_fsdp.checkpoint.files import naming
+from lightning_fsdp.checkpoint.files import DiskFile, naming
 from lightning_fsdp.core.engine.layout import Box
 
 SINGLE = "model.safetensors"
@@ -187,10 +186,10 @@ class SafetensorsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._open_file is not None:
             with contextlib.suppress(OSError):  # which a write has raised already
-                self._open_file.close()
+                self._open_file.__exit__(*raised)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Append a whole tensor, on any device."""
@@ -234,14 +233,13 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)
         self._open_name = file
         with naming(file):
-            self._open_file = (self._path / file).open("wb")
+            self._open_file = DiskFile(self._path / file, "wb")
             self._open_file.write(len(text).to_bytes(8, "little") + text)
 
     def _close_file(self) -> None:
         if self._open_file is not None:
-            with naming(self._open_name), self._open_file:
-                self._open_file.flush()
-                os.fsync(self._open_file.fileno())
+            with naming(self._open_name):
+                self._open_file.close()
             self._open_file = None
 
 

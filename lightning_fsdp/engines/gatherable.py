@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -19,31 +20,37 @@ class Gatherable:
         shape: Of the whole.
         dtype: Of the whole.
         piece: What this rank holds, in the engine's form; shares memory with what is trained.
-        make_whole: Turns every rank's piece into the whole. Collective.
+        make_whole: Turns every rank's piece into the whole; if the second argument says so, for
+            rank 0 alone, as far as the engine can. Collective.
     """
 
     name: str
     shape: torch.Size
     dtype: torch.dtype
     piece: Tensor
-    make_whole: Callable[[Tensor], Tensor]
+    make_whole: Callable[[Tensor, bool], Tensor]
 
-    def whole(self) -> Tensor:
-        """A plain tensor on the host that shares no memory with the module. Collective."""
+    def whole(self, *, rank0_only: bool = False) -> Tensor:
+        """A plain tensor on the host that shares no memory with the module. Collective.
+
+        Args:
+            rank0_only: The others throw away what they get, which may have no values.
+        """
         with torch.no_grad():
-            return self.make_whole(self.piece).cpu()
+            whole = self.make_whole(self.piece, rank0_only)
+            return whole if whole.is_meta else whole.cpu()
 
     def kept(self) -> Gatherable:
         """The same with the values of now: with a copy of this rank's piece."""
         return replace(self, piece=self.piece.detach().clone())
 
 
-def gather_all(state: Mapping[Any, Any], *, keeps: bool = True) -> dict[Any, Any]:
+def gather_all(state: Mapping[Any, Any], *, rank0_only: bool = False) -> dict[Any, Any]:
     """A state dict with whole tensors. Collective.
 
     Args:
         state: Nested or not.
-        keeps: Otherwise this rank helps, and gets tensors on the meta device.
+        rank0_only: The other ranks get tensors on the meta device.
     """
     wholes: dict[int, Tensor] = {}
 
@@ -53,8 +60,8 @@ def gather_all(state: Mapping[Any, Any], *, keeps: bool = True) -> dict[Any, Any
         if not isinstance(value, Gatherable):
             return value
         if id(value) not in wholes:
-            made = value.whole()
-            wholes[id(value)] = made if keeps else made.to("meta")
+            made = value.whole(rank0_only=rank0_only)
+            wholes[id(value)] = made.to("meta") if rank0_only and dist.get_rank() else made
         return wholes[id(value)]
 
     return {key: whole(value) for key, value in state.items()}

@@ -160,7 +160,7 @@ def gatherable_optimizer_state_dict(
 
 def _gatherable(engine: Pieces, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:
     return Gatherable(
-        name, engine.shapes[name], dtype, piece, functools.partial(engine.whole, name)
+        name, engine.shapes[name], dtype, piece, lambda piece, _: engine.whole(name, piece)
     )
 
 

@@ -155,8 +155,8 @@ class ScratchEngine(Engine):
 
 
 def _gatherable(tensor: ShardedTensor) -> Gatherable:
-    def make_whole(piece: Any) -> Tensor:
-        whole: Tensor = piece.full_tensor()
+    def make_whole(piece: Any, rank0_only: bool) -> Tensor:
+        whole: Tensor = piece.full_tensor(rank0_only=rank0_only)
         return whole
 
     return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)

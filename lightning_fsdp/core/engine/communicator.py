@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -252,6 +252,28 @@ class Communicator:
                 if part.numel() and self.world_size > 1:
                     # As bytes: gloo does not know every dtype.
                     dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
+        except RuntimeError as error:
+            raise left_alone(f"{what} {self.where}", "every rank") from error
+
+    def collect_each(self, parts: Mapping[int, Tensor], what: str) -> None:
+        """Every rank's part to rank 0 of the group, in place. Synchronous.
+
+        Args:
+            parts: ``(n,)`` by rank: on rank 0 those of all, on the others their own.
+            what: The operation, for the message if it fails.
+
+        Raises:
+            RuntimeError: Another rank did not take part within the group's timeout.
+        """
+        group = self.group
+        try:
+            for rank, part in parts.items():
+                if rank == 0 or not part.numel():
+                    continue
+                if self.rank == 0:
+                    dist.recv(part.view(torch.uint8), group=group, group_src=rank)
+                else:
+                    dist.send(part.view(torch.uint8), group=group, group_dst=0)
         except RuntimeError as error:
             raise left_alone(f"{what} {self.where}", "every rank") from error
 

@@ -122,22 +122,32 @@ class ShardedTensor(FlatChunks, Tensor):
         """Which elements of the whole this rank holds."""
         return self.spec.slice
 
-    def full_tensor(self) -> Tensor:
+    def full_tensor(self, *, rank0_only: bool = False) -> Tensor:
         """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.
 
         On the host where shards are offloaded. Each element moves once, from its owner to all, and
         nothing beside the result is held.
+
+        Args:
+            rank0_only: Ranks of the sharding group other than 0 get one without values, on the
+                meta device, and less moves. The same on every rank.
         """
-        spec = self.spec
-        layout, slot = spec.layout, spec.slot
-        pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
-        local = self._local.detach()
+        spec, communicator = self.spec, self.spec.communicator
+        layout, slot, home = spec.layout, spec.slot, spec.home
+        what, local = f"full_tensor of {spec.name!r}", self._local.detach()
         with torch.no_grad():
-            whole = local.new_empty(slot.numel, device=spec.home.compute_device)
-            spec.home.to_device(local, whole[spec.slice.start : spec.slice.stop])
+            if rank0_only and communicator.rank != 0:
+                communicator.collect_each({communicator.rank: local.to(home.compute_device)}, what)
+                return torch.empty(slot.shape, dtype=local.dtype, device="meta")
+            pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
+            whole = home.empty(slot.numel, local.dtype)
+            home.to_device(local, whole[spec.slice.start : spec.slice.stop])
             parts = [whole[piece.start : piece.stop] for piece in pieces]
-            spec.communicator.broadcast_each(parts, f"full_tensor of {spec.name!r}")
-            whole = spec.home.to_host(whole, may_pin=False).wait()
+            if rank0_only:
+                communicator.collect_each(dict(enumerate(parts)), what)
+            else:
+                communicator.broadcast_each(parts, what)
+            whole = home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
 
     @property

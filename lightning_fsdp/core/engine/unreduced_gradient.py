@@ -75,7 +75,7 @@ class UnreducedGradient(ShardedTensor):
         """Refused: there is no reduced slice yet."""
         raise self.refusal("to_local")
 
-    def full_tensor(self) -> NoReturn:
+    def full_tensor(self, *, rank0_only: bool = False) -> NoReturn:
         """Refused: there is no reduced gradient yet."""
         raise self.refusal("full_tensor")
 

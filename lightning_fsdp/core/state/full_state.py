@@ -44,9 +44,9 @@ def full_state_dict(
         elif isinstance(value, ShardedTensor) and id(value.spec) in copies:
             whole = copies[id(value.spec)]
         else:
-            whole = _whole(value, to_host=cpu_offload)
+            whole = _whole(value, to_host=cpu_offload, rank0_only=rank0_only)
             if isinstance(value, ShardedTensor):
-                copies[id(value.spec)] = whole if is_owner else whole.new_empty(0)
+                copies[id(value.spec)] = whole
         if is_owner:
             state[name] = whole
     return state
@@ -86,9 +86,10 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
         if is_owner:
             whole_state[index] = {}
         for key, value in values.items():
-            whole = _whole(value, to_host=True) if isinstance(value, Tensor) else value
+            if isinstance(value, Tensor):
+                value = _whole(value, to_host=True, rank0_only=rank0_only)
             if is_owner:
-                whole_state[index][key] = whole
+                whole_state[index][key] = value
     return {**state_dict, "state": whole_state}
 
 
@@ -138,10 +139,13 @@ def no_values(name: str, key: str) -> str:
     )
 
 
-def _whole(value: Tensor, *, to_host: bool) -> Tensor:
+def _whole(value: Tensor, *, to_host: bool, rank0_only: bool) -> Tensor:
     with torch.no_grad():
-        whole = value.full_tensor() if isinstance(value, ShardedTensor) else value.detach().clone()
-    return whole.cpu() if to_host else whole
+        if isinstance(value, ShardedTensor):
+            value = value.full_tensor(rank0_only=rank0_only)
+        else:
+            value = value.detach().clone()
+    return value.cpu() if to_host and not value.is_meta else value
 
 
 def _rank_of(parameters: Iterator[Tensor]) -> int:
