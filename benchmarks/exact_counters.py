@@ -52,8 +52,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import ZERO3, fully_shard, shard_model
-from lightning_fsdp.core.engine.grouping import cut_flat_params, find_units, plan_units
 from lightning_fsdp.core.engine.layout import plan_layout
+from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.plan.torch_internals import fake_tensors, open_fake_group
 

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
-from lightning_fsdp.core.engine.flat_chunks import FlatPiece
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.state.flat_piece import FlatPiece
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import assert_same_tensors, whole

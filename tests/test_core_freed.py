@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, shard_model
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from tests.support.memory import StorageTracker
 from tests.support.ranks import run_on_ranks
 

@@ -1,7 +1,9 @@
 """A reader finds the room of any idea from docs/design.md."""
 
 import ast
+import io
 import re
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,40 @@ def test_what_is_to_be_read_and_what_that_imports_is_the_engine():
             reached.add(path)
             waiting.extend(_imported_by(path))
     assert reached == set((CORE / "engine").glob("[a-z]*.py"))
+
+
+def _code_lines(path):
+    """Numbers of the lines with code: without blanks, comments and docstrings."""
+    source = path.read_text()
+    prose = set()
+    for node in ast.walk(ast.parse(source)):
+        may_have_one = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if may_have_one and ast.get_docstring(node) is not None:
+            prose.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    code = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code - prose
+
+
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER),
+    *(tokenize.INDENT, tokenize.DEDENT),
+}
+
+
+def test_the_core_can_be_read_in_an_evening():
+    lines = {path: _code_lines(path) for path in CORE.rglob("*.py")}
+    for path, numbers in lines.items():
+        assert len(numbers) <= 250, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                own = numbers.intersection(range(node.lineno, node.end_lineno + 1))
+                assert len(own) <= 40, f"{path}: {node.name}"
+    sizes = {path: len(numbers) for path, numbers in lines.items()}
+    assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1850
+    assert sum(sizes.values()) <= 4720
 
 
 def _raises(function):

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fsdp.core.engine.grouping import cut_flat_params, find_units, plan_units
+from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
 
 
 def gpt2(num_layers=3):

@@ -5,13 +5,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lightning_fsdp.core.engine.flat_chunks import Box, boxes
 from lightning_fsdp.core.engine.layout import (
     ALIGNMENT,
     SHARD_ALIGNMENT,
-    Box,
     FlatLayout,
     Slot,
-    boxes,
     complement,
     plan_layout,
 )

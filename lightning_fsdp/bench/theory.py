@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.engine.grouping import (
+from lightning_fsdp.core.grouping import (
     FlatParameterPlan,
     UnitPlan,
     cut_flat_params,

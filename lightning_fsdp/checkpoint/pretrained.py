@@ -34,8 +34,7 @@ from lightning_fsdp.checkpoint.safetensors_folder import (
     SafetensorsWriter,
     bytes_of,
 )
-from lightning_fsdp.core.engine.flat_chunks import FlatChunks
-from lightning_fsdp.core.engine.layout import Box
+from lightning_fsdp.core.engine.flat_chunks import Box, FlatChunks
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.engines.base import owner_of

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_fsdp.checkpoint.background import join_last
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
-from lightning_fsdp.core.engine.torch_internals import group_timeout
+from lightning_fsdp.core.torch_internals import group_timeout
 
 _Result = TypeVar("_Result")
 

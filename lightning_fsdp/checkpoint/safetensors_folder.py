@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lightning_fsdp.checkpoint.files import DiskFile, naming
-from lightning_fsdp.core.engine.layout import Box
+from lightning_fsdp.core.engine.flat_chunks import Box
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
-from lightning_fsdp.core.access.whole_values import one_stream_of_numbers
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.grouping import FlatParameterPlan, UnitPlan
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
 from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.torch_internals import swap_tensors
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher, Watchers
+from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
@@ -30,6 +30,8 @@ from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
+from lightning_fsdp.core.tensors.slices import support_slices
+from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_whole_values
 
 
 @dataclass(frozen=True)
@@ -136,23 +138,17 @@ def assemble(
     initialised: Initialised,
 ) -> None:
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
-    watchers: list[Watcher] = [
-        RecordedOrder(control_of(communicator)),
-        UnusedParameters(communicator.any_rank),
-        FreedMemory(),
-    ]
-    if home.compute_device.type == "cpu":
-        watchers.append(host_memory.UnusedMemory())
-    schedule = Schedule(communicator, Watchers(watchers))
+    support_slices()
+    support_whole_values()
+    schedule = Schedule(communicator, Watchers(_watchers(communicator, home)))
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
         schedule.add(other.units)
     for unit_plan in prepared.units:
-        for sites in unit_plan.sites.values():
-            for site in sites:
-                torch_internals.detach_flat_weights(site.module)
+        for module in unit_plan.site_modules():
+            torch_internals.detach_flat_weights(module)
     flat_param_of = dict(prepared.known)
     for index, flat_param_plan in enumerate(prepared.flat_params):
         region = initialised.regions.get(index) or Region(flat_param_plan, communicator, home)
@@ -163,9 +159,8 @@ def assemble(
         schedule.add([unit])
         for module in unit_plan.modules:
             _attach(module, unit, schedule)
-        for sites in unit_plan.sites.values():
-            for site in sites:
-                enter_in_unit(site.module, unit)
+        for module in unit_plan.site_modules():
+            enter_in_unit(module, unit)
     for module in prepared.outermost:
         if hooks_of(module) is None:
             _attach(module, None, schedule)
@@ -176,6 +171,17 @@ def assemble(
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, initialised.buffers)
     optimizer_guard.watch(schedule)
+
+
+def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
+    watchers: list[Watcher] = [
+        RecordedOrder(control_of(communicator)),
+        UnusedParameters(communicator.any_rank),
+        FreedMemory(),
+    ]
+    if home.compute_device.type == "cpu":
+        watchers.append(host_memory.UnusedMemory())
+    return watchers
 
 
 def _make_flat_param(
@@ -193,7 +199,7 @@ def _make_flat_param(
         sharded = make_parameter(local, spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         _refuse_backward_of_older_graphs(parameter, spec)
-        torch_internals.swap_tensors(parameter, sharded)
+        swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
     return FlatParameter(
         plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home

@@ -21,16 +21,16 @@ from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, 
 from lightning_fsdp.core.assembly import Prepared, assemble, initialise
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.grouping import (
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
+from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.grouping import (
     UnitPlan,
     UnitSelector,
     cut_flat_params,
     find_units,
     plan_units,
 )
-from lightning_fsdp.core.engine.home import Home
-from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.memory.host_memory import HostHome
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.optimizers import optimizer_guard

@@ -10,13 +10,14 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
-from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.optimizers import optimizer_guard
+from lightning_fsdp.core.state.convert import convert
 
 
 def units_in(module: nn.Module) -> list[Unit]:
@@ -244,7 +245,7 @@ class ShardedModule(nn.Module):
         for unit in users:
             self._hooks().schedule.reshard(unit)
         for flat_param, dtype in converted.items():
-            flat_param.convert(dtype)
+            convert(flat_param, dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another sharded module, at any time and without communication.

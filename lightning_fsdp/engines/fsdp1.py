@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.engine.flat_chunks import FlatPiece
-from lightning_fsdp.core.engine.grouping import UnitSelector, find_units
+from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.core.state.full_state import SCALARS
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.native import (

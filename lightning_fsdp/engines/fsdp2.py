@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.engine.grouping import UnitSelector, find_units
+from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines import torch_internals
 from lightning_fsdp.engines.native import (
     NativeEngine,

@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import partial_norm, scale_to_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
-from lightning_fsdp.core.engine.grouping import UnitSelector
+from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_guard import check_class
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype

@@ -15,11 +15,11 @@ from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.access.weights import weights
-from lightning_fsdp.core.engine.grouping import UnitSelector
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
+from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.state import full_state as checkpoint
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess

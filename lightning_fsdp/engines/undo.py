@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import detach
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in

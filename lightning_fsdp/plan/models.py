@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from lightning_fsdp.core.engine.grouping import find_units
+from lightning_fsdp.core.grouping import find_units
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

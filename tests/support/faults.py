@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_fsdp.core import assembly
+from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine import communicator, torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
@@ -258,7 +259,7 @@ def optimizer_steps_once() -> None:
     def only_once(step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
         def wrapped(self: Optimizer, closure: Any = None) -> Any:
-            on_lists = isinstance(self, torch_internals.OptimizerOnLists)
+            on_lists = isinstance(self, core_internals.OptimizerOnLists)
             optimizer = self._optimizer if on_lists else self  # else another at every step
             if optimizer in have_stepped:
                 return None

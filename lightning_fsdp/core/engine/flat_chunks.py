@@ -15,13 +15,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.layout import Box, FlatSlice, boxes
+from lightning_fsdp.core.engine.layout import FlatSlice
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of an n-d tensor: ``sizes`` elements from ``offsets`` on, per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
 
 
 class FlatChunks:
@@ -85,66 +93,36 @@ class FlatChunks:
         yield from boxes(piece.shape, piece.start, piece.stop)
 
 
-class FlatPiece(FlatChunks, Tensor):
-    """A flat slice on its way into a checkpoint or out of it, over memory of somebody else.
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut elements ``[start, stop)`` of a row-major tensor into boxes, each contiguous in memory.
+
+    For (4, 10) and [7, 36): the end of row 0, rows 1 and 2 whole, the beginning of row 3.
 
     Args:
-        local: ``(n,)``, this rank's elements; may be empty. Written to by a load.
-        shape: Of the whole.
-        start: The first of the elements in the whole.
+        shape: Of the tensor, any number of dims.
+        start: First element.
+        stop: Past-the-last element.
+
+    Yields:
+        Boxes in the order of their elements, at most ``2 * len(shape) - 1``; one for a scalar.
     """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = shape[1:]
+    row_numel = math.prod(inner)
 
-    _local: Tensor
-    _start: int
+    def within_row(row: int, start: int, stop: int) -> Iterator[Box]:
+        for box in boxes(inner, start - row * row_numel, stop - row * row_numel):
+            yield Box((row, *box.offsets), (1, *box.sizes))
 
-    @staticmethod
-    def __new__(cls, local: Tensor, shape: tuple[int, ...], start: int) -> FlatPiece:  # noqa: D102, PYI034
-        piece: FlatPiece = torch_internals.wrap_without_storage(  # type: ignore[assignment]
-            cls, tuple(shape), local, False
-        )
-        piece._local, piece._start = local, start
-        return piece
-
-    __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func not in _COPIES:
-            _refuse(func, args)
-        piece, options = args[0], dict(kwargs or {})
-        options.pop("memory_format", None)
-        local = func(piece._local, *args[1:], **options)
-        return FlatPiece(local, tuple(piece.shape), piece._start)
-
-    def to_local(self) -> Tensor:
-        """``(n,)``, the elements of this rank, sharing memory."""
-        return self._local
-
-    @property
-    def flat_slice(self) -> FlatSlice:
-        """Which elements of the whole these are."""
-        return FlatSlice(tuple(self.shape), self._start, self._start + self._local.numel())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FlatPiece({self.flat_slice}, {self.dtype})"
-
-
-_COPIES = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-}
-
-
-def _refuse(func: Any, args: tuple[Any, ...]) -> NoReturn:
-    piece = next(arg for arg in args if isinstance(arg, FlatPiece))
-    raise RuntimeError(
-        f"{func}: expected a whole tensor, got {piece!r}: a sharded checkpoint is written from "
-        "slices. Rename or drop the entry, or compute with to_local() on every rank."
-    )
+    first, last = -(-start // row_numel), stop // row_numel  # rows [first, last) are whole
+    if first > last:
+        yield from within_row(last, start, stop)
+        return
+    yield from within_row(first - 1, start, first * row_numel)
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from within_row(last, last * row_numel, stop)

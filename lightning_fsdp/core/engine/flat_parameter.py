@@ -32,8 +32,8 @@ from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, make_parameter
-from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient, stand_in_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
 
@@ -76,10 +76,13 @@ class FlatParameter:
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers = Watchers()
         self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
-        self._take_in(shard)
+        self.take_in(shard)
 
-    def _take_in(self, shard: Tensor) -> None:
-        """Begin with a shard that the parameters are slices of."""
+    def take_in(self, shard: Tensor) -> None:
+        """Begin, or begin anew in another dtype, with a shard that the parameters are slices of.
+
+        Nobody holds the whole copy, and no gradient waits to be reduced.
+        """
         layout, home = self.layout, self.home
         self.shard = shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
@@ -124,23 +127,6 @@ class FlatParameter:
         if self.copy is ParameterState.SHARDED:
             for call in watchers.on_freed:
                 call(self)
-
-    def convert(self, dtype: torch.dtype) -> None:
-        """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
-
-        Nobody holds the whole copy, and no gradient waits to be reduced.
-        """
-        shard = self.home.new_shard(self.shard.numel(), dtype).copy_(self.shard)
-        for parameter in self.parameters:
-            gradient, parameter.grad = parameter.grad, None
-            spec, marks = parameter.spec, dict(parameter.__dict__)
-            converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)
-            converted.__dict__.update({**marks, **converted.__dict__})
-            converted.gradient_hooks = parameter.gradient_hooks
-            torch_internals.swap_tensors(parameter, converted)
-            if isinstance(gradient, ShardedTensor):
-                parameter.grad = ShardedTensor(gradient.to_local().to(dtype), spec)
-        self._take_in(shard)
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -210,7 +196,7 @@ class FlatParameter:
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
         return bool(self._arrived) or any(
-            _stand_in_of(parameter) is not None for parameter in self.parameters
+            stand_in_of(parameter) is not None for parameter in self.parameters
         )
 
     @property
@@ -248,16 +234,14 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        for reference in reversed(self._on_arrival):
-            on_arrival = reference()
-            if on_arrival is not None:
-                on_arrival(self)
-                break
+        alive = [call for call in (reference() for reference in self._on_arrival) if call]
+        if alive:
+            alive[-1](self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        stand_in = _stand_in_of(self.parameters[slot])
+        stand_in = stand_in_of(self.parameters[slot])
         if stand_in is not None:  # of earlier backwards
             stand_in.part.add_(gradient)
         elif slot in self._arrived:
@@ -330,7 +314,7 @@ class FlatParameter:
         """The local gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
         for slot, parameter in enumerate(self.parameters):
-            stand_in = _stand_in_of(parameter)
+            stand_in = stand_in_of(parameter)
             if stand_in is not None:
                 gradients[slot], parameter.grad = stand_in.part, stand_in.prior
         return gradients
@@ -347,13 +331,10 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            self._free_memory()
-
-    def _free_memory(self) -> None:
-        self._enter(ParameterState.SHARDED)
-        self.buffer.free()
-        for call in self._watchers.on_freed:
-            call(self)
+            self._enter(ParameterState.SHARDED)
+            self.buffer.free()
+            for call in self._watchers.on_freed:
+                call(self)
 
     def _enter(self, following: ParameterState) -> None:
         self.copy = transition(self.name, self.communicator.mesh_rank, self.copy, following)
@@ -364,7 +345,7 @@ class FlatParameter:
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
         gradient = total = ShardedTensor(shard, parameter.spec)
-        stand_in = _stand_in_of(parameter)
+        stand_in = stand_in_of(parameter)
         present = parameter.grad if stand_in is None else stand_in.prior
         if present is not None:
             total = cast(ShardedTensor, present.add_(gradient))
@@ -392,9 +373,3 @@ class _GradientHook:
                 flat_param.receive(
                     self._slot, gradient.detach() if gradient.requires_grad else gradient
                 )
-
-
-def _stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
-    """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
-    present = parameter.grad
-    return present if isinstance(present, UnreducedGradient) else None

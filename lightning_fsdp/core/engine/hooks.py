@@ -50,7 +50,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.schedule import Call, Schedule
+from lightning_fsdp.core.engine.passes import Call
+from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.unit import Unit
 

@@ -59,14 +59,6 @@ class FlatSlice:
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of an n-d tensor: ``sizes`` elements from ``offsets`` on, per dim."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class FlatLayout:
     """A region of ``shard_world_size`` equal shards that holds ``slots`` in order.
 
@@ -193,41 +185,6 @@ def complement(
         position = max(position, used_stop)
     if stop > position:
         yield position, stop
-
-
-def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Cut elements ``[start, stop)`` of a row-major tensor into boxes, each contiguous in memory.
-
-    For (4, 10) and [7, 36): the end of row 0, rows 1 and 2 whole, the beginning of row 3.
-
-    Args:
-        shape: Of the tensor, any number of dims.
-        start: First element.
-        stop: Past-the-last element.
-
-    Yields:
-        Boxes in the order of their elements, at most ``2 * len(shape) - 1``; one for a scalar.
-    """
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    inner = shape[1:]
-    row_numel = math.prod(inner)
-
-    def within_row(row: int, start: int, stop: int) -> Iterator[Box]:
-        for box in boxes(inner, start - row * row_numel, stop - row * row_numel):
-            yield Box((row, *box.offsets), (1, *box.sizes))
-
-    first, last = -(-start // row_numel), stop // row_numel  # rows [first, last) are whole
-    if first > last:
-        yield from within_row(last, start, stop)
-        return
-    yield from within_row(first - 1, start, first * row_numel)
-    if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
-    yield from within_row(last, last * row_numel, stop)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -21,9 +21,7 @@ import functools
 import logging
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -31,71 +29,13 @@ from torch import nn
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.lifecycle import Gradients
+from lightning_fsdp.core.engine.gathers import Gathers, Order
+from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
+from lightning_fsdp.core.engine.reductions import Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watchers
 
 _log = logging.getLogger(__name__)
-
-
-class Call:
-    """One call of a unit's module whose graph is alive. The graph owns it."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-
-@dataclass
-class _Running:
-    """A unit in its forward: modules that have not run, and calls that have not returned."""
-
-    waiting_for: set[nn.Module]
-    was_whole: bool  # before it
-    depth: int = 0
-
-
-@dataclass(eq=False)
-class _Forward:
-    """A pass."""
-
-    depth: int = 0  # calls into sharded modules that have not returned
-    last: Unit | None = None
-    running: dict[Unit, _Running] = field(default_factory=dict)
-
-
-class _Progress(Enum):
-    """How far a backward has come in a unit."""
-
-    TOUCHED = "touched"  # a gradient came, or it was recomputed, before its outputs were reached
-    ENTERED = "entered"
-    FINISHED = "finished"
-
-
-@dataclass(eq=False)
-class _Backward:
-    """A run of the autograd engine."""
-
-    ending: weakref.ref[Callable[[], None]]  # what is called at its end
-    last: Unit | None = None
-    progress: dict[Unit, _Progress] = field(default_factory=dict)  # in the backward's order
-    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
-    # With gradients to reduce, or to keep.
-    unsettled: dict[FlatParameter, None] = field(default_factory=dict)
-
-    def touch(self, unit: Unit, progress: _Progress) -> None:
-        """Note how far it has come in a unit, whose gradients are to be settled."""
-        self.progress[unit] = progress
-        for flat_param in unit.sites:
-            self.unsettled.setdefault(flat_param)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether no exception ended it.
-
-        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
-        so is the backward.
-        """
-        return self.ending() is not None
 
 
 class Schedule:
@@ -111,12 +51,11 @@ class Schedule:
         self.communicator = communicator
         self.watchers = watchers
         self.units: list[Unit] = []
-        self._forward = _Forward()
-        self._backward: _Backward | None = None
-        self._prefetched: Unit | None = None
-        self._reducing: list[FlatParameter] = []  # in flight, the last at the end
-        self._follower_in_forward: dict[Unit, Unit] = {}
-        self._follower_in_backward: dict[Unit, Unit] = {}
+        self._forward = Forward()
+        self._backward: Backward | None = None
+        self._gathers = Gathers(watchers)
+        self._reductions = Reductions(watchers)
+        self._order_in_forward, self._order_in_backward = Order(), Order()
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
@@ -150,7 +89,7 @@ class Schedule:
         if self._forward.depth == 0:
             if self._backward is not None:
                 self._recover("a backward")
-            self._forward.last = None
+            self._order_in_forward.begin()
             for call in self.watchers.on_pass:
                 call()
         self._forward.depth += 1
@@ -166,7 +105,7 @@ class Schedule:
             return
         for unit in list(forward.running):  # of its modules, only some ran
             self._end_forward(unit)
-        self._drop_prefetched(expected=None)
+        self._gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
@@ -178,15 +117,12 @@ class Schedule:
         forward = self._forward
         running = forward.running.get(unit)
         if running is not None:
-            self._refresh(unit)
+            self._gathers.refresh(unit)
         else:
             if unit.is_stale:
                 unit.reshard()
-            running = forward.running[unit] = _Running(set(unit.modules), unit.is_whole)
-            if forward.last is not None and forward.last is not unit:
-                self._follower_in_forward[forward.last] = unit
-            forward.last = unit
-            self._make_whole(unit, then=self._follower_in_forward.get(unit))
+            running = forward.running[unit] = Running(set(unit.modules), unit.is_whole)
+            self._gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
         running.depth += 1
 
@@ -211,10 +147,10 @@ class Schedule:
         backward = self._open_backward()
         if unit is None:
             return True
-        backward.progress.setdefault(unit, _Progress.TOUCHED)
-        self._refresh(unit)
+        backward.progress.setdefault(unit, Progress.TOUCHED)
+        self._gathers.refresh(unit)
         if unit not in self._forward.running:  # as in a training step that calls backward itself
-            self._make_whole(unit)
+            self._gathers.make_whole(unit)
             unit.install_leaves()
         return unit in backward.entered or bool(self._calls[unit])
 
@@ -245,17 +181,15 @@ class Schedule:
             return
         is_first = unit not in backward.entered
         backward.entered.add(unit)
-        backward.touch(unit, _Progress.ENTERED)
+        backward.touch(unit, Progress.ENTERED)
         if not unit.needs_backward_gather:
             return
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
         # that graph is read, and when for the last time, is known to nobody.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
         if not unit.is_whole:
-            if is_first and backward.last is not None:
-                self._follower_in_backward[backward.last] = unit
-            backward.last = unit
-            self._make_whole(unit, then=self._follower_in_backward.get(unit))
+            follower = self._order_in_backward.enter(unit, is_new=is_first)
+            self._gathers.make_whole(unit, then=follower)
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def close_call(self, call: Call) -> None:
@@ -265,8 +199,8 @@ class Schedule:
         if not calls:
             self._finish(backward, call.unit)
 
-    def _finish(self, backward: _Backward, unit: Unit) -> None:
-        backward.touch(unit, _Progress.FINISHED)
+    def _finish(self, backward: Backward, unit: Unit) -> None:
+        backward.touch(unit, Progress.FINISHED)
         self._release(unit)
         finished = backward.progress.get
         self._settle(
@@ -274,7 +208,7 @@ class Schedule:
             [
                 flat_param
                 for flat_param in unit.flat_params
-                if all(finished(user) is _Progress.FINISHED for user in self._users[flat_param])
+                if all(finished(user) is Progress.FINISHED for user in self._users[flat_param])
             ],
         )
 
@@ -291,9 +225,9 @@ class Schedule:
         backward.unsettled.setdefault(flat_param)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
         if backward.progress.keys().isdisjoint(users):
-            backward.progress.update(dict.fromkeys(users, _Progress.TOUCHED))
+            backward.progress.update(dict.fromkeys(users, Progress.TOUCHED))
 
-    def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
+    def _settle(self, backward: Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
         for flat_param in flat_params:
@@ -302,12 +236,12 @@ class Schedule:
                 synced.append(flat_param)
             else:
                 flat_param.leave_unreduced()
-        self._reduce([flat_param for flat_param in synced if flat_param.is_trainable])
+        self._reductions.start([flat_param for flat_param in synced if flat_param.is_trainable])
 
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
-    def _open_backward(self) -> _Backward:
+    def _open_backward(self) -> Backward:
         # One that is alive runs, or a node of it runs another one (reentrant checkpointing).
         if self._backward is not None and self._backward.is_alive:
             return self._backward
@@ -318,7 +252,8 @@ class Schedule:
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._backward = _Backward(weakref.ref(close))
+        self._backward = Backward(weakref.ref(close))
+        self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
 
@@ -326,7 +261,7 @@ class Schedule:
         backward = self._open_backward()
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
         for unit, progress in list(backward.progress.items()):
-            if progress is not _Progress.FINISHED:
+            if progress is not Progress.FINISHED:
                 self._finish(backward, unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
@@ -334,19 +269,19 @@ class Schedule:
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
-        self._drop_prefetched(expected=None)
-        self._land_reductions()
+        self._gathers.drop_ahead()
+        self._reductions.land()
         for flat_param in self._users:
             flat_param.micro_batch += 1
         self._backward = None
-        self._forward.last = None  # a forward around it goes on; what follows is no follower
+        self._order_in_forward.begin()  # a forward around it goes on; what follows is no follower
         for call in self.watchers.on_backward_end:
             call()
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
         self._reduce_waiting(self._users)
-        self._land_reductions()
+        self._reductions.land()
         for call in self.watchers.on_backward_end:
             call()
 
@@ -359,7 +294,7 @@ class Schedule:
         any_rank = self.communicator.any_rank(waiting)()
         for flat_param, is_waiting in zip(flat_params, any_rank, strict=True):
             if is_waiting:
-                self._reduce([flat_param])
+                self._reductions.start([flat_param])
 
     # -- optimizer -------------------------------------------------------------------------------
 
@@ -380,17 +315,15 @@ class Schedule:
             for flat_param in unit.flat_params:
                 flat_param.micro_batch = 0
             if unit in self._forward.running:
-                self._refresh(unit)
+                self._gathers.refresh(unit)
             else:
                 unit.reshard()
 
-    # -- collectives -----------------------------------------------------------------------------
+    # -- by hand ---------------------------------------------------------------------------------
 
     def gather(self, unit: Unit) -> None:
         """Start a unit's gather, agreed on by all ranks."""
-        if not unit.is_held:
-            self._announce("gather", unit.name)
-            unit.unshard()
+        self._gathers.start(unit)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's whole copy at the user's wish.
@@ -406,61 +339,6 @@ class Schedule:
             )
         unit.reshard()
 
-    def _refresh(self, unit: Unit) -> None:
-        """Gather a unit anew, in place, if its shard was written to since."""
-        if unit.is_stale:
-            unit.reshard()
-            self._make_whole(unit)
-
-    def _make_whole(self, unit: Unit, then: Unit | None = None) -> None:
-        """Gather a unit and wait for it; start the gather of the one that follows before."""
-        self._drop_prefetched(expected=unit)
-        self.gather(unit)
-        if then is not None and not then.is_held:
-            self.gather(then)
-            self._prefetched = then
-        unit.wait_for_unshard()
-
-    def _drop_prefetched(self, expected: Unit | None) -> None:
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None and prefetched is not expected:
-            prefetched.reshard()
-
-    def _reduce(self, flat_params: list[FlatParameter]) -> None:
-        if not flat_params:
-            return
-        for flat_param in flat_params:
-            self._announce(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
-        self._advance_reductions()  # what they read is freed before more is started
-        for flat_param in flat_params:
-            has_one = flat_param.reduce()
-            for call in self.watchers.on_reduce:
-                call(flat_param, has_one)
-        self._reducing += flat_params
-
-    def _advance_reductions(self) -> None:
-        """Let each reduction go one stage on; after its last it lands."""
-        for flat_param in self._reducing:
-            if not flat_param.advance():
-                flat_param.land()
-        self._reducing = [s for s in self._reducing if s.gradients is Gradients.REDUCING]
-
-    def _land_reductions(self) -> None:
-        for call in self.watchers.before_landing:
-            call()
-        reducing, self._reducing = self._reducing, []
-        advanced = reducing
-        while advanced:  # all are under way before one is waited for
-            advanced = [flat_param for flat_param in advanced if flat_param.advance()]
-        for flat_param in reducing:
-            flat_param.land()
-        for call in self.watchers.on_landed:
-            call()
-
-    def _announce(self, event: str, unit_name: str) -> None:
-        for call in self.watchers.before_collective:
-            call(event, unit_name)
-
     def _recover(self, what: str) -> None:
         """After an exception: wait for what is in flight, free what is whole, go on."""
         in_backward = self._backward is not None
@@ -469,8 +347,9 @@ class Schedule:
             what,
             " (gradients of this step are dropped)" if in_backward else "",
         )
-        self._forward, self._backward, self._prefetched = _Forward(), None, None
-        self._reducing = []
+        self._forward, self._backward = Forward(), None
+        self._gathers.forget()
+        self._reductions.forget()
         for unit in self.units:
             unit.abandon(drops_gradients=in_backward)
         for call in self.watchers.on_recovery:

@@ -107,3 +107,9 @@ def unreduced(spec: ShardSpec, what: str) -> RuntimeError:
 def zero_gradient(parameter: ShardedTensor) -> ShardedTensor:
     """A reduced gradient of zeros."""
     return ShardedTensor(torch.zeros_like(parameter.to_local()), parameter.spec)
+
+
+def stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
+    """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
+    present = parameter.grad
+    return present if isinstance(present, UnreducedGradient) else None

@@ -26,10 +26,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_fsdp.core.access.whole_values import support_whole_values
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, slices_beside
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec
 from lightning_fsdp.core.engine.unreduced_gradient import (
     UnreducedGradient,
     unreduced,
@@ -37,6 +36,7 @@ from lightning_fsdp.core.engine.unreduced_gradient import (
 )
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.state.full_state import SCALARS, slice_state
+from lightning_fsdp.core.tensors.slices import slices_beside
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
 _ELEMENTWISE = {
@@ -83,7 +83,6 @@ def _register_once() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
     support_grad_scaler(_end_micro_batches)
-    support_whole_values()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

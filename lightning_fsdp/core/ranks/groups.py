@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, left_alone, may_overflow
+from lightning_fsdp.core.engine.torch_internals import alive, all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
 
@@ -82,7 +83,7 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     if mine.numel():
         group = communicator.group
         try:
-            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
+            all_gather_single(rows.view(-1), mine.contiguous(), group=group)
         except RuntimeError as error:
             raise left_alone(f"{what} {communicator.where}", "every rank") from error
     return rows
@@ -106,7 +107,7 @@ class _Replicas:
         what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
         dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
         communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
-        group = torch_internals.alive(self._group)
+        group = alive(self._group)
         try:
             work = dist.all_reduce(shard, group=group, async_op=True)
         except RuntimeError as error:

@@ -100,27 +100,7 @@ class PairCommunicator(Communicator):
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
             _tag_of(f"{unit_name} {sent_dtype}", reduces=True),
         )
-
-        def mean_in_rank_order(rows: dict[int, Tensor], dtype: torch.dtype) -> Tensor:
-            # a + b and b + a have the same bits, so the first two terms may change places: the sum
-            # begins with a row that was received, in whose memory it is made.
-            first = min(rows)
-            shard = rows.pop(first).to(dtype)
-            for rank in range(self.world_size):
-                if rank == self.rank:
-                    for piece in mine:
-                        shard.narrow(0, *piece.place).add_(piece.data)
-                elif rank != first:
-                    shard.add_(rows.pop(rank))
-            return shard.div_(self.world_size)
-
-        def mean() -> Tensor:
-            if not may_overflow(dtype):
-                return mean_in_rank_order(received, dtype)
-            wide = mean_in_rank_order(dict(received), torch.float32).to(dtype)
-            narrow = mean_in_rank_order(received, dtype)
-            return torch.where(narrow.isfinite(), narrow, wide)
-
+        mean = functools.partial(_mean, received, mine, self.rank, dtype)
         return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
 
     def _exchange(
@@ -149,6 +129,33 @@ class PairCommunicator(Communicator):
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def _mean(
+    received: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
+) -> Tensor:
+    """The mean over ranks, ``(shard_numel,)``, of the rows received and of this rank's pieces."""
+    if not may_overflow(dtype):
+        return _mean_in_rank_order(received, mine, rank, dtype)
+    wide = _mean_in_rank_order(dict(received), mine, rank, torch.float32).to(dtype)
+    narrow = _mean_in_rank_order(received, mine, rank, dtype)
+    return torch.where(narrow.isfinite(), narrow, wide)
+
+
+def _mean_in_rank_order(
+    rows: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
+) -> Tensor:
+    # a + b and b + a have the same bits, so the first two terms may change places: the sum begins
+    # with a row that was received, in whose memory it is made.
+    first, world_size = min(rows), len(rows) + 1
+    shard = rows.pop(first).to(dtype)
+    for peer in range(world_size):
+        if peer == rank:
+            for piece in mine:
+                shard.narrow(0, *piece.place).add_(piece.data)
+        elif peer != first:
+            shard.add_(rows.pop(peer))
+    return shard.div_(world_size)
 
 
 @functools.cache

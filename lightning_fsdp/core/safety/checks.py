@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.grouping import UnitPlan
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 
 _DEVICE_TYPES = "cpu", "cuda"

@@ -45,6 +45,10 @@ class UnitPlan:
     sites: dict[Tensor, list[Site]] = field(default_factory=dict)
     names: dict[Tensor, str] = field(default_factory=dict)
 
+    def site_modules(self) -> Iterator[nn.Module]:
+        """Of every place, the module; as often as it has one."""
+        return (site.module for sites in self.sites.values() for site in sites)
+
 
 @dataclass(frozen=True)
 class FlatParameterPlan:

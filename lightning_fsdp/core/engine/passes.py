@@ -1,0 +1,71 @@
+"""What is true while a pass forward, or a run of the autograd engine, lasts."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import nn
+
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.unit import Unit
+
+
+class Call:
+    """One call of a unit's module whose graph is alive. The graph owns it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+
+@dataclass
+class Running:
+    """A unit in its forward: modules that have not run, and calls that have not returned."""
+
+    waiting_for: set[nn.Module]
+    was_whole: bool  # before it
+    depth: int = 0
+
+
+@dataclass(eq=False)
+class Forward:
+    """A pass."""
+
+    depth: int = 0  # calls into sharded modules that have not returned
+    running: dict[Unit, Running] = field(default_factory=dict)
+
+
+class Progress(Enum):
+    """How far a backward has come in a unit."""
+
+    TOUCHED = "touched"  # a gradient came, or it was recomputed, before its outputs were reached
+    ENTERED = "entered"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Backward:
+    """A run of the autograd engine."""
+
+    ending: weakref.ref[Callable[[], None]]  # what is called at its end
+    progress: dict[Unit, Progress] = field(default_factory=dict)  # in the backward's order
+    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
+    # With gradients to reduce, or to keep.
+    unsettled: dict[FlatParameter, None] = field(default_factory=dict)
+
+    def touch(self, unit: Unit, progress: Progress) -> None:
+        """Note how far it has come in a unit, whose gradients are to be settled."""
+        self.progress[unit] = progress
+        for flat_param in unit.sites:
+            self.unsettled.setdefault(flat_param)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no exception ended it.
+
+        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
+        so is the backward.
+        """
+        return self.ending() is not None

@@ -1,0 +1,1 @@
+"""What operations do with sharded tensors."""

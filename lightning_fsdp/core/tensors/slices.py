@@ -1,0 +1,214 @@
+"""Operations on sharded tensors that run on this rank's slices.
+
+=============================================  ================================================
+operation                                      what it does
+=============================================  ================================================
+pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
+``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
+``copy_`` from a whole plain tensor            keeps this rank's slice of it
+a gradient scaler's look for inf               see ``grad_scaler.py``
+random draws in place, ``any``, ``equal``      see ``whole_values.py``; collective
+everything else (``linear``, norms, views)     raises, and names the cure
+=============================================  ================================================
+
+Note: versions
+Handlers run below autograd, where torch does not count in-place writes any more. A whole copy
+kept by ZeRO-2 is stale once its shard was written to, and it learns that from the shard's version
+counter; so every handler that writes counts for itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.engine.sharded_tensor import (
+    Handler,
+    ShardedTensor,
+    flatten,
+    handle_others,
+    refuse,
+)
+
+aten = torch.ops.aten
+
+
+def support_slices() -> None:
+    """Let these operations work on sharded tensors. May be called again."""
+    handle_others(_choose)
+
+
+_ALIASES = {aten.detach.default, aten.alias.default, aten.view_as.default}
+_CREATIONS = {
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.clone.default,
+    aten._to_copy.default,
+}
+_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
+# Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
+_PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
+
+
+def _choose(func: Any) -> Handler:
+    name = func._schema.name.removeprefix("aten::")
+    if func in _ALIASES:
+        return _alias
+    if func in _CREATIONS:
+        return _create
+    if func is aten.copy_.default:
+        return _copy_into
+    if func in (aten.zero_.default, aten._foreach_zero_.default):
+        return _zero
+    if name == "fill_":
+        return _pointwise
+    if name in ("new_zeros", "new_ones", "new_empty", "new_full"):
+        return _create_plain
+    if name == "equal" or any(part in name for part in _PLACE_DEPENDENT):
+        return refuse
+    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
+        return _elementwise_over_lists
+    if name.startswith("_fused_"):
+        return _elementwise_over_lists
+    if torch.Tag.pointwise in func.tags:
+        return _pointwise
+    return refuse
+
+
+def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    source = args[0]
+    if source._aliases is None:
+        source._aliases = weakref.WeakSet()
+    alias = ShardedTensor(source._local, source.spec)
+    alias._aliases = source._aliases
+    source._aliases.add(alias)
+    return alias
+
+
+def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = args[0]
+    if not isinstance(source, ShardedTensor):
+        refuse(func, args, kwargs)
+    kwargs.pop("memory_format", None)
+    return ShardedTensor(func(source._local, *args[1:], **kwargs), source.spec)
+
+
+def _create_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # ``new_*`` takes dtype and device of this tensor; a size equal to its own is meant to match it.
+    source, size = args[0], tuple(args[1])
+    if size != tuple(source.shape):
+        return func(source._local, size, *args[2:], **kwargs)
+    local = func(source._local, (source._local.numel(),), *args[2:], **kwargs)
+    return ShardedTensor(local, source.spec)
+
+
+def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardedTensor):
+        refuse(func, args, kwargs)
+    if source.shape != target.shape:
+        raise RuntimeError(
+            f"parameter {target.spec.name!r}: expected a source of shape {tuple(target.shape)} for "
+            f"copy_, got {tuple(source.shape)}. Copy a whole tensor of the original shape."
+        )
+    target._local.copy_(_local_of(source, target, func))
+    torch.autograd.graph.increment_version(target._local)
+    return target
+
+
+def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    like = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
+    local_args = tuple(_local_of(arg, like, func) for arg in args)
+    local_kwargs = {name: _local_of(arg, like, func) for name, arg in kwargs.items()}
+    result = func(*local_args, **local_kwargs)
+    if func._schema.is_mutable:
+        written = kwargs.get("out", args[0])
+        if not isinstance(written, ShardedTensor):
+            refuse(func, args, kwargs)
+        torch.autograd.graph.increment_version(written._local)
+        return written
+    if isinstance(result, Tensor):
+        return ShardedTensor(result, like.spec)
+    return tuple(ShardedTensor(part, like.spec) for part in result)
+
+
+def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_list = isinstance(args[0], (list, tuple))
+    for tensor in args[0] if is_list else args:
+        if isinstance(tensor, ShardedTensor):  # zeroed as a gradient: its parts go with it
+            tensor.micro_batches.clear()
+    handler = _elementwise_over_lists if is_list else _pointwise
+    return handler(func, args, kwargs)
+
+
+def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_foreach_*`` and ``_fused_*``: lists of tensors, the n-th of each belonging together."""
+    likes = args[0]
+
+    def local_of(arg: Any) -> Any:
+        if not isinstance(arg, (list, tuple)) or not any(isinstance(t, Tensor) for t in arg):
+            return _local_of(arg, likes[0], func) if isinstance(arg, ShardedTensor) else arg
+        return slices_beside(likes, arg, func) if len(arg) == len(likes) else list(arg)
+
+    result = func(*map(local_of, args), **{name: local_of(arg) for name, arg in kwargs.items()})
+    if func._schema.is_mutable:
+        written = [
+            t._local
+            for argument, arg in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for t in arg
+            if isinstance(t, ShardedTensor)
+        ]
+        torch.autograd.graph.increment_version(written)
+        return result
+    return [
+        ShardedTensor(t, like.spec) if isinstance(like, ShardedTensor) else t
+        for t, like in zip(result, likes, strict=True)
+    ]
+
+
+def slices_beside(likes: Sequence[Any], tensors: Sequence[Any], what: Any) -> list[Any]:
+    """Of each tensor, the part that belongs to the slice of the parameter in the same place.
+
+    Args:
+        likes: Parameters, sharded or plain.
+        tensors: As many of theirs: gradients, state, the parameters themselves. Whole ones are cut;
+            what has no dimensions, or is no tensor, is returned.
+        what: The operation, for errors.
+    """
+    # The short way, for what an optimizer's step asks many times: all sharded, with the same specs.
+    are_sharded = {ShardedTensor} == set(map(type, tensors)) == set(map(type, likes))
+    if are_sharded and list(map(_spec_of, tensors)) == list(map(_spec_of, likes)):
+        return list(map(_slice_of, tensors))
+    return [_local_of(t, like, what) for t, like in zip(tensors, likes, strict=True)]
+
+
+_spec_of, _slice_of = operator.attrgetter("spec"), operator.attrgetter("_local")
+
+
+def _local_of(arg: Any, like: Any, func: Any) -> Any:
+    """The part of an argument that belongs to the slice of ``like``."""
+    if not isinstance(arg, ShardedTensor):
+        if not isinstance(arg, Tensor) or arg.dim() == 0 or not isinstance(like, ShardedTensor):
+            return arg
+        if arg.shape == like.shape:
+            return like.spec.slice_of(arg)
+        raise RuntimeError(
+            f"{func}: expected a plain tensor of shape {tuple(like.shape)} beside the sharded "
+            f"{like.spec.name!r}, got {tuple(arg.shape)}. Call full_tensor() (on every rank) first."
+        )
+    if not isinstance(like, ShardedTensor):
+        refuse(func, (arg,), {})
+    if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
+        raise RuntimeError(
+            f"{func}: expected sharded tensors with the same slice, got {like!r} and {arg!r}. "
+            "Call full_tensor() on both (on every rank) and work on the whole tensors."
+        )
+    return arg.to_local()

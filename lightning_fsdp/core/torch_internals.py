@@ -1,0 +1,190 @@
+"""Every private or renamed name of torch that the core uses, but for the engine's.
+
+One each, with the reason; checked against torch 2.13. A name that goes away is to be replaced here,
+or in the engine's own file, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._composable.contract import (  # noqa: TID251 (a list that modules carry)
+    REGISTRY_KEY,
+    RegistryItem,
+)
+from torch.optim import Optimizer
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# A context in which torch functions treat subclasses as plain tensors.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def skip_in_compiling(function: _Function) -> _Function:
+    """Let the compiler pass over a function, as over ``nn.Module.__call__``, to what it calls."""
+    # As ``torch._dynamo.eval_frame.skip_code``, whose module takes seconds to import.
+    skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+    strategy = eval_frame._FrameExecStrategy(skip, default)  # of the function, of what it calls
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def enter_as_sharded(module: nn.Module) -> None:
+    """Tell torch's other ways to distribute a module that this one is sharded.
+
+    ``replicate()`` around it then leaves its parameters alone, and torch's own ``fully_shard`` of
+    it is refused. No public name.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+
+
+def leave_as_plain(module: nn.Module) -> None:
+    """Take :func:`enter_as_sharded` back."""
+    registry = module.__dict__.get(REGISTRY_KEY, {})
+    registry.pop("fully_shard", None)
+    if not registry:
+        module.__dict__.pop(REGISTRY_KEY, None)
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has a shape and a device but no data, as under ``FakeTensorMode``.
+
+    Memory and traffic of a model of any size are planned so. No public name.
+    """
+    return isinstance(tensor, FakeTensor)
+
+
+class AccessGuard:
+    """Makes every access to the memory of a tensor's storage a ``RuntimeError``, for a while.
+
+    torch does not check that a storage was resized to nothing: most kernels then follow a null
+    pointer, and the process ends. A storage has flags that make an access raise instead (fake
+    tensors use them), but of the two that are needed here Python can set none, so they are written
+    where they lie in memory. Where they are not found, nothing is guarded.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        offset = None if is_fake(tensor) else _offset_of_access_flags()
+        self._flags: ctypes.Array[ctypes.c_ubyte] | None = None
+        if offset is not None:
+            self._storage = tensor.untyped_storage()  # the flags are a part of it
+            self._flags = (ctypes.c_ubyte * 3).from_address(self._storage._cdata + offset)
+
+    def refuse_access(self) -> None:
+        """From now on an access raises, also a resize."""
+        self._write(1)
+
+    def allow_access(self) -> None:
+        """From now on it does not."""
+        self._write(0)
+
+    def _write(self, value: int) -> None:
+        if self._flags is not None:
+            self._flags[0] = value  # has_mutable_data_ptr_check_: the others are asked at all
+            self._flags[2] = value  # throw_on_immutable_data_ptr_
+
+
+@functools.cache
+def _offset_of_access_flags() -> int | None:
+    """Where a ``c10::StorageImpl`` has its flags; ``None`` if it is not as in the known versions.
+
+    Three bytes in a row. ``_set_throw_on_mutable_data_ptr`` sets the first two, which shows where
+    they are; a storage with memory shows that the first and the third do what they should.
+    """
+    with torch.inference_mode(False):
+        shown, tried = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
+    storages = shown.untyped_storage(), tried.untyped_storage()
+    length = 96  # bytes; the object is longer
+    before = ctypes.string_at(storages[0]._cdata, length)
+    torch._C._set_throw_on_mutable_data_ptr(shown)
+    after = ctypes.string_at(storages[0]._cdata, length)
+    changed = [i for i in range(length) if before[i] != after[i]]
+    if len(changed) != 2 or after[changed[0] : changed[0] + 3] != b"\1\1\0":
+        return None
+    flags = (ctypes.c_ubyte * 3).from_address(storages[1]._cdata + changed[0])
+    flags[0] = flags[2] = 1
+    try:
+        tried.clone()
+    except RuntimeError:
+        return changed[0]
+    finally:
+        flags[0] = flags[2] = 0
+    return None
+
+
+def detach_flat_weights(module: nn.Module) -> None:
+    """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` hold their weights as other modules do.
+
+    They refer to their weights weakly, to see whether they were replaced; ``swap_tensors`` refuses
+    such tensors. They also move them into memory of their own, for cuDNN; ours would stay behind.
+    They go on to update their list of weights when one is set. No public names.
+    """
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["flatten_parameters"] = _leave_where_they_are
+        module._flat_weight_refs = [None] * len(module._flat_weights)
+
+
+def attach_flat_weights(module: nn.Module) -> None:
+    """Undo :func:`detach_flat_weights`."""
+    if isinstance(module, nn.RNNBase):
+        module.__dict__.pop("flatten_parameters", None)
+        module._flat_weight_refs = [
+            None if weight is None else weakref.ref(weight) for weight in module._flat_weights
+        ]
+
+
+def _leave_where_they_are() -> None:
+    """In place of ``flatten_parameters``."""
+
+
+class OptimizerOnLists:
+    """Stands for an optimizer of ``torch.optim`` in its own ``step``: the math gets other tensors.
+
+    Those classes collect parameters, gradients and state of a group in lists (``_init_group``, no
+    public name) and then compute on the lists alone. Here the optimizer itself collects them, and
+    ``change`` may put tensors that share their memory in their place.
+    """
+
+    state: Any  # the optimizer's own, or nobody's
+
+    def __init__(
+        self, optimizer: Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], bool]
+    ) -> None:
+        self._optimizer = optimizer
+        self._change = change  # says whether it changed the lists
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        self.state = self._optimizer.state
+        # For every attribute of a subclass torch asks ``__torch_function__``, several times.
+        with without_torch_function():
+            result = self._optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
+        if self._change(group, lists):
+            # SGD files its lists in ``state`` once more afterwards. Their memory is there already,
+            # under the optimizer's parameters.
+            self.state = collections.defaultdict(dict)
+        return result
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long a collective of ``group`` may take. No public name."""
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (RuntimeError, AttributeError):  # a backend without options
+        return timedelta(minutes=30)
+    return timeout
