@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 
 from lightning_fsdp.plan.process import bytes_at_start
+from recipes.gpt2 import GPT2
 
 ROOT = Path(__file__).parent.parent
 # Of the tensors and what a process has before it trains. The same run differs from time to time: of
 # 22 ranks the median had 1.09, the worst 1.14. So one rank has to be within the limit.
 LIMIT, WORST = 1.12, 1.2
+
+
+def _bytes_to_initialise(size):
+    """A rank's half of the weights, and the largest of them whole."""
+    module = GPT2(size=size, meta_init=True)
+    module.configure_model()
+    sizes = [4 * parameter.numel() for parameter in module.parameters()]
+    return sum(sizes) / 2 + max(sizes)
 
 
 @pytest.mark.timeout(400)
@@ -25,12 +34,13 @@ def test_a_process_holds_what_the_plan_says(tmp_path):
         check=True, timeout=380, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     document = json.loads(out.read_text())
-    planned = document["plans"]["scratch_zero3"]
+    planned, initial = document["plans"]["scratch_zero3"], _bytes_to_initialise("small")
     (run,) = document["runs"]
     of_plan = []
     for rank in run["ranks"]:
         of_plan.append(rank["trained_peak_bytes"] / (planned + rank["started_bytes"]))
         assert rank["saved_peak_bytes"] < rank["trained_peak_bytes"] + 0.05 * rank["file_bytes"]
+        assert rank["initialised_peak_bytes"] < LIMIT * (rank["started_bytes"] + initial)
         # What the plan's command adds for a process is what one of this run had.
         assert bytes_at_start() == pytest.approx(rank["started_bytes"], rel=0.1)
     assert 1 < min(of_plan) < LIMIT, of_plan
@@ -41,8 +51,10 @@ def test_the_record_holds_what_a_plan_says_of_a_process():
     """``plan`` prints that a tenth comes on top for GPT-2 medium."""
     document = json.loads((ROOT / "benchmarks/results/real_size/medium.json").read_text())
     planned = {arm: peak for arm, peak in document["plans"].items() if peak is not None}
+    initial = _bytes_to_initialise("medium")
     assert planned.keys() == {"scratch_zero2", "scratch_zero3"}
     for run in document["runs"]:
         for rank in run["ranks"] if run["arm"] in planned else ():
             expected = planned[run["arm"]] + rank["started_bytes"]
             assert expected < rank["trained_peak_bytes"] < 1.1 * expected
+            assert rank["initialised_peak_bytes"] < 1.1 * (rank["started_bytes"] + initial)
