@@ -9,21 +9,26 @@ processes of its own, as what a process had in memory is known once; arms take t
 rank: the median step, the most that the process had in memory (VmHWM) when it started and after its
 steps, and what ``plan`` says of its tensors. With ``--checkpoint`` also what ``save_checkpoint`` of
 a full one adds to that, its seconds beside those of ``dd`` for as many bytes, and the same of new
-processes that go on from it. An arm that would not fit into this machine's memory is said and not
+processes that go on from it. With ``--more`` what else a run does: a validation, eight tokens of
+text, ``save_pretrained``, a sharded checkpoint, and the conversion of the full one; the most that
+the process had during each. An arm that would not fit into this machine's memory is said and not
 tried.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +56,14 @@ LIMIT_S = 3600.0
 def page_faults() -> int:
     """So far, of this process: what fresh memory costs."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def measured(call: Callable[[], object]) -> dict[str, float]:
+    """Seconds of a call, and the most that this process had in memory meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets VmHWM
+    begin = time.perf_counter()
+    call()
+    return {"seconds": time.perf_counter() - begin, "peak_bytes": process_bytes("VmHWM") or 0}
 
 
 # -- one arm, in processes of its own --------------------------------------------------------------
@@ -114,6 +127,11 @@ def train(args: argparse.Namespace) -> None:
                 }
                 if trainer.is_global_zero:
                     record["disk_s"] = seconds_of_disk(path.with_name("dd"), record["file_bytes"])
+            if args.more and not resumes:
+                record["more"] = {
+                    what: measured(functools.partial(call, trainer, pl_module, path.parent))
+                    for what, call in MORE.items()
+                }
             Path(f"{args.record}.{trainer.global_rank}").write_text(json.dumps(record))
 
     path, begun = Path(args.record).parent / "checkpoint", time.perf_counter()
@@ -134,6 +152,62 @@ def train(args: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(module, loader, ckpt_path=path if resumes else None)
+
+
+def validate(trainer: Any, module: Any, folder: Path) -> None:
+    """Losses of two batches."""
+    module.eval()
+    for row in torch_rows(2, 128):
+        trainer.strategy.predict_step({"input_ids": row, "labels": row}, 0)
+    module.train()
+
+
+def write_text(trainer: Any, module: Any, folder: Path) -> None:
+    """The likeliest eight tokens."""
+    row = torch_rows(1, 8)[0]
+    module.eval()
+    for _ in range(8):
+        logits = trainer.strategy.predict_step({"input_ids": row}, 0)
+        row = row.new_tensor([[*row[0].tolist(), int(logits[0, -1].argmax())]])
+    module.train()
+
+
+def torch_rows(num_rows: int, seq_len: int) -> Any:
+    """Tokens, ``(num_rows, 1, seq_len)``."""
+    import torch
+
+    return torch.arange(num_rows * seq_len).view(num_rows, 1, seq_len)
+
+
+def save_shards(trainer: Any, module: Any, folder: Path) -> None:
+    """A folder of slices."""
+    from lightning_fsdp import save_sharded
+
+    save_sharded(folder / "shards", module, trainer.optimizers)
+
+
+MORE: dict[str, Callable[[Any, Any, Path], None]] = {
+    "two forwards without gradients": validate,
+    "eight tokens of text": write_text,
+    "`save_pretrained`": lambda trainer, module, folder: trainer.strategy.save_pretrained(
+        folder / "pretrained"
+    ),
+    "a sharded checkpoint": save_shards,
+}
+CONVERSIONS = {"the full checkpoint to safetensors": ("checkpoint", "safetensors"),
+               "the sharded one to a full one": ("shards", "full")}  # fmt: skip
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Convert what an arm has left, in a process of its own."""
+    from lightning_fsdp.checkpoint.convert import convert
+
+    folder = Path(args.record).parent
+    record = {}
+    for what, (source, form) in CONVERSIONS.items():
+        target = folder / f"as_{form}"
+        record[what] = measured(functools.partial(convert, folder / source, target, to=form))
+    Path(args.record).write_text(json.dumps(record))
 
 
 def seconds_of_disk(path: Path, num_bytes: int) -> float:
@@ -190,9 +264,9 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
             "failure": f"needs {format_bytes(needed)}, the machine has {format_bytes(available)}",
         }
     for old in folder.iterdir():
-        old.unlink()
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
 
-    def run(name: str) -> list[dict[str, Any]] | str:
+    def run(name: str, arm: str = arm) -> Any:
         failure = run_command(
             [sys.executable, "-m", "benchmarks.real_size", *sys.argv[1:], "--arm", arm,
              "--record", str(folder / name)],
@@ -200,6 +274,8 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
         )  # fmt: skip
         if failure is not None:
             return failure.says
+        if arm == "convert":
+            return json.loads((folder / name).read_text())
         return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(NUM_RANKS)]
 
     ranks = run("record")
@@ -214,7 +290,28 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
                 "resumed_s": again["ready_s"],
                 "resumed_peak_bytes": again["trained_peak_bytes"],
             }
+    if args.more and args.checkpoint:
+        converted = run("converted", "convert")
+        if isinstance(converted, str):
+            return {"arm": arm, "failure": f"converting: {converted}"}
+        return {"arm": arm, "ranks": ranks, "converted": converted}
     return {"arm": arm, "ranks": ranks}
+
+
+def more_of(document: dict[str, Any]) -> str:
+    """What else was done, as Markdown: of the rank that took most."""
+    rows = []
+    for run in document["runs"]:
+        done: dict[str, list[dict[str, float]]] = {}
+        for rank in run.get("ranks", ()):
+            for what, each in rank.get("more", {}).items():
+                done.setdefault(what, []).append(each)
+        for what, each in run.get("converted", {}).items():
+            done[f"{what}, one process"] = [each]
+        for what, each in done.items():
+            peak, seconds = (max(m[key] for m in each) for key in ("peak_bytes", "seconds"))
+            rows.append([run["arm"], what, f"{peak / 1e9:.2f}", f"{seconds:.1f}"])
+    return markdown_table(["engine", "what", "peak, GB", "s"], rows)
 
 
 def table_of(document: dict[str, Any]) -> str:
@@ -263,7 +360,7 @@ def main() -> int:
     """Measure, print the table and write the JSON."""
     args = make_parser().parse(None)
     if args.arm is not None:
-        train(args)
+        convert(args) if args.arm == "convert" else train(args)
         return 0
     runs = []
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
@@ -279,6 +376,8 @@ def main() -> int:
         "runs": runs,
     }
     print(table_of(document))
+    if args.more:
+        print(more_of(document))
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n")
@@ -307,6 +406,7 @@ def make_parser() -> CommandParser:
     parser.add_argument("--clip", action="store_true", help="the norm of gradients, to 1")
     parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--checkpoint", action="store_true", help="write a full one at the end")
+    parser.add_argument("--more", action="store_true", help="what else a run does, one by one")
     parser.add_argument(
         "--scratch", help="where checkpoints are written (default: as tempfile does)"
     )

@@ -18,6 +18,7 @@ python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_spee
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
 python -m benchmarks.real_size --checkpoint --json benchmarks/results/real_size/medium.json
 python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
+(so large and large-more, of large.json; qwen, of qwen2.5-0.5b.json)
 """
 
 from __future__ import annotations
@@ -144,6 +145,11 @@ def losses_table(document: dict[str, Any]) -> list[str]:
     return lines
 
 
+def more_table(document: dict[str, Any]) -> list[str]:
+    """What else ``real_size.py`` did."""
+    return real_size.more_of(document).splitlines()
+
+
 def real_size_table(document: dict[str, Any]) -> list[str]:
     """The arms of ``real_size.py``."""
     return real_size.table_of(document).splitlines()
@@ -156,6 +162,9 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "checkpoint": checkpoint_table,
     "losses": losses_table,
     "medium": real_size_table,
+    "large": real_size_table,
+    "large-more": more_table,
+    "qwen": real_size_table,
 }
 
 

@@ -195,6 +195,30 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_last_file_stays(tmp_path)
         assert re.search(r"kept\.ckpt.*rank 0 of 2.*No space left", error.message), error
 
 
+class _Saves(_Wide):
+    """Watches what a save leaves in the memory of its rank."""
+
+    path = None
+
+    def on_train_end(self):
+        before = _own_bytes()
+        self.trainer.save_checkpoint(self.path)
+        self.kept = _own_bytes() - before
+
+
+def _save(rank, world_size, path):
+    model = seeded(_Saves)
+    model.path = path
+    make_trainer("scratch_fsdp_zero3", path.parent, limit_train_batches=1).fit(model, make_loader())
+    return model.kept
+
+
+@needs_proc
+def test_a_save_leaves_nothing_in_memory(tmp_path):
+    for kept in on_trainer_ranks(_save, 2, tmp_path / "file"):
+        assert kept <= NOISE
+
+
 # -- read ------------------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import torch_internals
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
+from lightning_fsdp.core.memory.host_memory import LOOK_AFTER_BYTES, return_unused_memory
 from lightning_fsdp.engines.gatherable import Gatherable, gather_all
 
 aten = torch.ops.aten
@@ -216,6 +217,7 @@ class DeferredCheckpoint:
             ranks.lead(doing, lead, take_part)
         finally:
             self._sources = []
+            return_unused_memory(all_of_it=True)
 
     def gather(self, source: _Source) -> Tensor:
         """Make a tensor whole on rank 0, with the others' help."""
@@ -227,4 +229,7 @@ class DeferredCheckpoint:
                 "on every rank."
             )
         self._call(source.number)
-        return source.tensor.whole(rank0_only=True)
+        whole = source.tensor.whole(rank0_only=True)
+        # Each is freed when it is written, and small blocks then lie where the next does not fit.
+        return_unused_memory(whole.nbytes, slack=LOOK_AFTER_BYTES)
+        return whole

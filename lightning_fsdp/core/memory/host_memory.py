@@ -126,16 +126,19 @@ def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
     return _keeps_freed_memory and num_bytes >= OWN_BYTES and storage.device.type == "cpu"
 
 
-def return_unused_memory(written: int | None = None, slack: int = SLACK_BYTES) -> None:
+def return_unused_memory(
+    written: int | None = None, slack: int = SLACK_BYTES, *, all_of_it: bool = False
+) -> None:
     """Give unused pages back to the kernel, if the process has too many.
 
     That is ``slack`` bytes beyond the most that was in use at any such moment: pages that the next
     step is going to need are seldom given back.
 
     Args:
-        written: Bytes of gradients that were just written; looks each ``LOOK_AFTER_BYTES`` of them.
-            None looks at once.
+        written: Bytes that were just written, of gradients or to a file; looks each
+            ``LOOK_AFTER_BYTES`` of them. None looks at once.
         slack: Bytes.
+        all_of_it: However few: what happened is rare.
     """
     global _written, _most_in_use  # noqa: PLW0603 (of the process, as what they tell)
     _written += LOOK_AFTER_BYTES if written is None else written
@@ -143,7 +146,9 @@ def return_unused_memory(written: int | None = None, slack: int = SLACK_BYTES) -
         return
     _written = 0
     libc = _glibc()
-    if libc is not None and _keeps_freed_memory and _resident_bytes() > _most_in_use + slack:
+    if libc is None or not _keeps_freed_memory:
+        return
+    if all_of_it or _resident_bytes() > _most_in_use + slack:
         libc.malloc_trim(0)
         _most_in_use = max(_most_in_use, _resident_bytes())
 
