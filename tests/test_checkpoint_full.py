@@ -1,9 +1,11 @@
 """Full checkpoints: how much of them anybody holds at a time, when written and when read."""
 
+import errno
 import io
 import os
 import re
 import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -66,15 +68,35 @@ def test_a_file_is_on_its_way_to_the_disk_while_it_is_written(tmp_path, monkeypa
     def note(descriptor, begin, num_bytes, advice):
         sent.append((begin, num_bytes, os.fstat(descriptor).st_size))
 
-    monkeypatch.setattr(files, "_SENT_BYTES", 100)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 100)
     monkeypatch.setattr(os, "posix_fadvise", note)
-    data = bytes(range(250))
+    data = bytes(range(250)) * 2
     with files.DiskFile(tmp_path / "file", "wb") as file:
-        for begin in range(0, 250, 60):
+        for begin in range(0, 480, 60):
             file.write(data[begin : begin + 60])
-        assert sent == [(0, 120, 120), (120, 120, 240)]
-        assert file.tell() == 250
+        file.write(data[480:])
+        file.write(b"")
+        assert file.tell() == 500
+        assert sent[:4] == [(n, 100, n + 100) for n in range(0, 400, 100)]
     assert (tmp_path / "file").read_bytes() == data
+
+
+def test_what_cannot_be_written_raises_once_and_leaves_no_thread(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 100)
+    before = threading.active_count()
+    file = files.DiskFile(tmp_path / "file", "wb")
+    monkeypatch.setattr(files.DiskFile, "_write_out", _no_space)
+    file.write(bytes(100))
+    with pytest.raises(OSError, match="No space"):
+        file.write(bytes(100))
+    with pytest.raises(OSError, match="No space"):
+        file.close()
+    file.close()
+    assert threading.active_count() == before
+
+
+def _no_space(file, block):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class _Gathers(Regressor):

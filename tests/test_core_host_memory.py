@@ -83,7 +83,7 @@ def test_large_blocks_leave_no_holes():
 HUGE = """
 import torch
 from lightning_fsdp.core.memory import host_memory
-from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.home import FlatBuffer
 
 def huge():
     rows = [row.split() for row in open("/proc/self/smaps")]

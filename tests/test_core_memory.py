@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
-from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor

@@ -26,3 +26,10 @@ def test_a_command_starts_ranks_of_its_own(name, monkeypatch, tmp_path):
     told = json.loads(log.read_text())
     assert name not in told
     assert told["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_command_that_was_killed_says_so(tmp_path):
+    kills = "import os; print('harmless', flush=True); os.kill(os.getpid(), 9)"
+    failure = run_command([sys.executable, "-c", kills], log=tmp_path / "log.txt", timeout_s=60)
+    assert failure is not None
+    assert failure.says == "exit code -9: killed, as the system does when memory runs out"

@@ -17,9 +17,8 @@ from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
-from lightning_fsdp.core.engine.site import Site
 from lightning_fsdp.core.engine.torch_internals import swap_tensors
-from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.engine.unit import Site, Unit
 from lightning_fsdp.core.engine.watcher import Watcher, Watchers
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
 from lightning_fsdp.core.memory import host_memory

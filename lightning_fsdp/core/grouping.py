@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Site
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
 """Class names, a predicate on modules, a minimum number of parameters, or automatic."""

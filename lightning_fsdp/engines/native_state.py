@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.engines.gatherable import Gatherable
 from lightning_fsdp.engines.module_form import ModuleForm

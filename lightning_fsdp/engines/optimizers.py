@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.state.full_state import SCALARS, no_values, slice_state
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name

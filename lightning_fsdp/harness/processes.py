@@ -58,7 +58,13 @@ def run_command(
         )
         try:
             code = process.wait(timeout_s)
-            return None if code == 0 else Failure("error", f"exit code {code}: {last_line(log)}")
+            if code == 0:
+                return None
+            is_killed = code == -signal.SIGKILL
+            says = (
+                "killed, as the system does when memory runs out" if is_killed else last_line(log)
+            )
+            return Failure("error", f"exit code {code}: {says}")
         except subprocess.TimeoutExpired:
             return Failure("timed out", f"took longer than {timeout_s:.0f} s")
         finally:

@@ -19,8 +19,8 @@ from lightning_fsdp.core import assembly
 from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine import communicator, torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending
-from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending
-from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
-from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
@@ -19,9 +19,57 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.site import Site
 
 _log = logging.getLogger(__name__)
+
+
+class Site:
+    """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
+
+    It refers to the module weakly: what a module owns may refer to it, and goes with it.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        copied = copy.copy(self)
+        if not self.is_gone:
+            copied._module = weakref.ref(copy.deepcopy(self.module, memo))
+        return copied
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which is alive."""
+        module = self._module()
+        assert module is not None, "whoever asks has it"
+        return module
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the module was deleted."""
+        return self._module() is None
+
+    def get(self) -> Tensor | None:
+        """The parameter that is registered here, if there is one."""
+        return None if self.is_gone else self.module._parameters.get(self.name)
+
+    def replace(self, old: Tensor, new: Tensor) -> bool:
+        """Register ``new`` in the place of ``old``; ``False`` if something else is there."""
+        module = self._module()
+        if module is None or module._parameters.get(self.name) is not old:
+            return False
+        self.put(new)
+        return True
+
+    def put(self, parameter: Tensor) -> None:
+        """Register ``parameter`` here."""
+        module = self.module
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[self.name] = parameter  # type: ignore[assignment]
+        else:  # modules that keep lists of their weights (nn.RNNBase) watch their attributes
+            setattr(module, self.name, parameter)
 
 
 class Unit:

@@ -20,7 +20,7 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 

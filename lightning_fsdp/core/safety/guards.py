@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.flat_buffer import FlatBuffer
+from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, flatten
 from lightning_fsdp.core.engine.watcher import Watcher
 

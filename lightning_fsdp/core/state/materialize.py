@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp.core.engine.site import Site
+from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.state.marks import is_marked, marked, sample
 
 _OWN_INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
