@@ -154,17 +154,17 @@ def train(args: argparse.Namespace) -> None:
     ).fit(module, loader, ckpt_path=path if resumes else None)
 
 
-def validate(trainer: Any, module: Any, folder: Path) -> None:
-    """Losses of two batches."""
+def forward_twice(trainer: Any, module: Any, folder: Path) -> None:
+    """As a validation does."""
     module.eval()
-    for row in torch_rows(2, 128):
+    for row in rows_of_tokens(2, 128):
         trainer.strategy.predict_step({"input_ids": row, "labels": row}, 0)
     module.train()
 
 
 def write_text(trainer: Any, module: Any, folder: Path) -> None:
     """The likeliest eight tokens."""
-    row = torch_rows(1, 8)[0]
+    row = rows_of_tokens(1, 8)[0]
     module.eval()
     for _ in range(8):
         logits = trainer.strategy.predict_step({"input_ids": row}, 0)
@@ -172,7 +172,7 @@ def write_text(trainer: Any, module: Any, folder: Path) -> None:
     module.train()
 
 
-def torch_rows(num_rows: int, seq_len: int) -> Any:
+def rows_of_tokens(num_rows: int, seq_len: int) -> Any:
     """Tokens, ``(num_rows, 1, seq_len)``."""
     import torch
 
@@ -187,7 +187,7 @@ def save_shards(trainer: Any, module: Any, folder: Path) -> None:
 
 
 MORE: dict[str, Callable[[Any, Any, Path], None]] = {
-    "two forwards without gradients": validate,
+    "two forwards without gradients": forward_twice,
     "eight tokens of text": write_text,
     "`save_pretrained`": lambda trainer, module, folder: trainer.strategy.save_pretrained(
         folder / "pretrained"

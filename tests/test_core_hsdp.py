@@ -29,7 +29,7 @@ from lightning_fsdp import (
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
-from tests.support.memory import bytes_of
+from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_lm
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
@@ -227,6 +227,28 @@ def test_whole_state_is_gathered_in_one_replica_and_given_to_one_rank():
     assert list(state) == list(mlp().state_dict())
     assert len(optimizer_state) == len(state)
     assert others == [({}, {})] * 3
+
+
+def _equal_layers():
+    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+
+
+def _held_for_rank_0(rank, world_size):
+    model = shard_model(_equal_layers(), mesh=mesh_of((2, 2)))
+    peaks = [0]
+    with StorageTracker(model) as tracker:
+        at_rest = tracker.settled_bytes()
+        tracker.at_each_operation = lambda: peaks.append(tracker.live_bytes())
+        full_state_dict(model, rank0_only=True)
+    return max(peaks) - at_rest
+
+
+def test_whole_state_for_one_rank_is_held_by_no_other():
+    held = run_on_ranks(_held_for_rank_0, 4)
+    sizes = [bytes_of([parameter]) for parameter in _equal_layers().parameters()]
+    assert held[0] >= sum(sizes)
+    for each in held[1:]:
+        assert each <= max(sizes) + 4096
 
 
 def _bytes_at_rest(rank, world_size, shape, plan):

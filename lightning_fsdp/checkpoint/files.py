@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import mmap
 import os
 import sys
+import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
@@ -63,8 +64,7 @@ class DiskFile:
         # Of the system: memory that was not written to is not there.
         self._block, self._other = (memoryview(mmap.mmap(-1, _BLOCK_BYTES)) for _ in range(2))
         self._filled = 0
-        self._thread: ThreadPoolExecutor | None = None  # once there is more than a block
-        self._writing: Future[None] | None = None
+        self._writing: _Writing | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -117,14 +117,13 @@ class DiskFile:
 
     def _hand_over(self) -> None:
         self._wait()
-        self._thread = self._thread or ThreadPoolExecutor(1)
-        self._writing = self._thread.submit(self._write_out, self._block)
+        self._writing = _Writing(functools.partial(self._write_out, self._block))
         self._block, self._other, self._filled = self._other, self._block, 0
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
         if writing is not None:
-            writing.result()
+            writing.wait()
 
     def _write_out(self, block: memoryview) -> None:
         begin, num_bytes = self._file.tell(), block.nbytes
@@ -134,9 +133,40 @@ class DiskFile:
             os.posix_fadvise(self._file.fileno(), begin, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def _end(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        if self._writing is not None:
+            self._writing.join()
         self._file.close()
+
+
+class _Writing(threading.Thread):
+    """Writes one block.
+
+    No executor: those take no work any more once a program ends, and a save in the background goes
+    on then.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="lightning_fsdp write")
+        self._work = work
+        self._error: OSError | None = None
+        self.start()
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            self._work()
+        except OSError as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Return when it is written.
+
+        Raises:
+            OSError: It could not be.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 class SummedFile(DiskFile):

@@ -8,7 +8,6 @@ whichever rank owns a shard.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +23,7 @@ from lightning_fsdp.core.engine.communicator import (
     left_alone,
     may_overflow,
     pack,
+    tag_of,
 )
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 
@@ -68,7 +68,7 @@ class PairCommunicator(Communicator):
             what,
             lambda peer: [mine],
             lambda peer: [slots[peer]],
-            _tag_of(unit_name, reduces=False),
+            tag_of(unit_name, reduces=False),
         )
 
     def _reduce(
@@ -98,7 +98,7 @@ class PairCommunicator(Communicator):
             what,
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
-            _tag_of(f"{unit_name} {sent_dtype}", reduces=True),
+            tag_of(f"{unit_name} {sent_dtype}", reduces=True),
         )
         mean = functools.partial(_mean, received, mine, self.rank, dtype)
         return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
@@ -156,17 +156,6 @@ def _mean_in_rank_order(
         elif peer != first:
             shard.add_(rows.pop(peer))
     return shard.div_(world_size)
-
-
-@functools.cache
-def _tag_of(name: str, *, reduces: bool) -> int:
-    """A tag of its own for each name and operation; odd for reductions.
-
-    Pairs that ranks enter with different intentions then never meet: they end in the group's
-    timeout, and move nothing into the wrong place. It keeps them apart from the user's own, too.
-    """
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 2 << 1 | reduces
 
 
 def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:

@@ -141,11 +141,13 @@ def no_values(name: str, key: str) -> str:
 
 def _whole(value: Tensor, *, to_host: bool, rank0_only: bool) -> Tensor:
     with torch.no_grad():
-        if isinstance(value, ShardedTensor):
-            value = value.full_tensor(rank0_only=rank0_only)
+        if not isinstance(value, ShardedTensor):
+            whole = value.detach().clone()
         else:
-            value = value.detach().clone()
-    return value.cpu() if to_host and not value.is_meta else value
+            whole = value.full_tensor(rank0_only=rank0_only)
+            if rank0_only and value.spec.communicator.mesh_rank != 0:
+                return whole.to("meta")  # the first rank of another replica has got it, too
+    return whole.cpu() if to_host else whole
 
 
 def _rank_of(parameters: Iterator[Tensor]) -> int:
