@@ -287,7 +287,13 @@ def _own_bytes():
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize(
-    ("start", "to"), [("full", "safetensors"), ("sharded", "safetensors"), ("full", "sharded")]
+    ("start", "to"),
+    [
+        ("full", "safetensors"),
+        ("sharded", "safetensors"),
+        ("full", "sharded"),
+        ("sharded", "full"),
+    ],
 )
 def test_a_conversion_holds_a_few_tensors_of_many(tmp_path, start, to):
     state = {f"weight {n}": torch.full((2**20,), float(n)) for n in range(32)}  # 128 MiB

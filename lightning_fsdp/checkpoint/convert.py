@@ -3,8 +3,7 @@
 ==============  ==========================================================  =====================
 to              holds                                                       in memory at a time
 ==============  ==========================================================  =====================
-full            everything                                                  nothing; all of it, if
-                                                                            it comes from shards
+full            everything                                                  one tensor
 sharded         everything; optimizer state if its names are known          one tensor
 safetensors     the weights                                                 one tensor; one file,
                                                                             if from shards
@@ -17,18 +16,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint import folder, torch_internals
 from lightning_fsdp.checkpoint.contents import FORMS, NAMES, Contents, open_checkpoint
 from lightning_fsdp.checkpoint.files import write_for_torch
 from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF
+from lightning_fsdp.core.memory.host_memory import return_unused_memory
 
 # What transformers keeps beside weights: of the model, and of the tokenizer.
 _BESIDE = ("config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt")
@@ -123,20 +123,28 @@ def _lightning_version() -> str:
     return str(lightning.__version__)
 
 
-def _all_tensors(contents: Contents, on_bytes: Progress) -> dict[str, Tensor]:
-    keys = list(contents.outlines)
-    tensors = {}
-    for key, tensor in zip(keys, contents.read(keys), strict=True):
-        tensors[key] = tensor
-        on_bytes(contents.outlines[key].nbytes)
-    return tensors
-
-
 # -- to full ---------------------------------------------------------------------------------------
 
 
+class _ReadWhenWritten:
+    """Stands for a tensor of a checkpoint in what ``torch.save`` is given."""
+
+    def __init__(self, contents: Contents, key: str, on_bytes: Progress) -> None:
+        self._contents, self._key, self._on_bytes = contents, key, on_bytes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        outline = self._contents.outlines[self._key]
+        return torch_internals.reduce_and_make_later(outline.shape, outline.dtype, self._read)
+
+    def _read(self) -> Tensor:
+        (tensor,) = self._contents.read([self._key])
+        self._on_bytes(tensor.nbytes)
+        return_unused_memory(tensor.nbytes, all_of_it=True)  # of those before
+        return tensor
+
+
 def _write_full(contents: Contents, target: Path, on_bytes: Progress) -> None:
-    tensors = _all_tensors(contents, on_bytes)
+    tensors = {key: _ReadWhenWritten(contents, key, on_bytes) for key in contents.outlines}
     file = dict(contents.extra)
     for part, state in contents.state_dicts.items():
         file[part] = {
@@ -153,7 +161,9 @@ def _write_full(contents: Contents, target: Path, on_bytes: Progress) -> None:
     write_for_torch(target, file)
 
 
-def _by_number(index: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _by_number(
+    index: int, state: dict[str, Any], tensors: Mapping[str, _ReadWhenWritten]
+) -> dict[str, Any]:
     """As ``optimizer.state_dict()`` has it."""
     if "slices" not in state:
         return state
@@ -182,7 +192,12 @@ def _write_sharded(contents: Contents, target: Path, on_bytes: Progress) -> None
         extra[TENSORS_OF][part] = {name: e["tensor"] for name, e in state.items() if "tensor" in e}
     if contents.optimizers is not None:
         extra["optimizer_states"] = contents.optimizers
-    folder.save(target, _all_tensors(contents, on_bytes), extra)
+    keys = list(contents.outlines)
+    tensors = {}
+    for key, tensor in zip(keys, contents.read(keys), strict=True):  # mapped, not read
+        tensors[key] = tensor
+        on_bytes(tensor.nbytes)
+    folder.save(target, tensors, extra)
 
 
 # -- to safetensors --------------------------------------------------------------------------------

@@ -105,10 +105,7 @@ class DeferredTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self.source.checkpoint.is_written:
             _refuse("pickle", self)
-        if torch_internals.has_typed_storage(self.dtype):
-            return torch_internals.reduce_and_make_later(self, self.when_written)
-        whole: Any = self.when_written()
-        return whole.__reduce_ex__(protocol)
+        return torch_internals.reduce_and_make_later(self.shape, self.dtype, self.when_written)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeferredTensor:
         return self

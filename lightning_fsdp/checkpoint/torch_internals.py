@@ -5,6 +5,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -43,11 +44,6 @@ METADATA_NAMES: dict[str, frozenset[str]] = {
 }
 
 
-def has_typed_storage(dtype: torch.dtype) -> bool:
-    """Whether ``torch.save`` writes tensors of this dtype with the class of their storage."""
-    return dtype in torch.storage._dtype_to_storage_type_map()
-
-
 class _LaterStorage:
     """What ``torch.save`` asks of the memory of a tensor, which it writes after all else.
 
@@ -71,17 +67,22 @@ class _LaterStorage:
         return storage if storage.nbytes() == self._num_bytes else whole.clone().untyped_storage()
 
 
-def reduce_and_make_later(like: Tensor, make: Callable[[], Tensor]) -> Any:
+def reduce_and_make_later(
+    shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+) -> Any:
     """What ``torch.save`` pickles of a tensor on the host whose values are made as it writes them.
 
     Args:
-        like: Shape and dtype.
+        shape: Of the tensor.
+        dtype: Likewise. One that ``torch.save`` writes without a class of storage is made at once.
         make: The tensor.
     """
-    storage: Any = torch.empty(0, dtype=like.dtype, device="cpu")
+    if dtype not in torch.storage._dtype_to_storage_type_map():
+        return make().__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    storage: Any = torch.empty(0, dtype=dtype, device="cpu")
     storage = storage._typed_storage()
-    storage._untyped_storage = _LaterStorage(like.numel() * like.element_size(), make)
+    storage._untyped_storage = _LaterStorage(math.prod(shape) * dtype.itemsize, make)
     storage._fake_device = "cpu"  # where ``torch.load`` is told that it was
-    stride = torch.empty(like.shape, device="meta").stride()
-    arguments: Any = (storage, 0, tuple(like.shape), stride, False, OrderedDict())
+    stride = torch.empty(shape, device="meta").stride()
+    arguments: Any = (storage, 0, tuple(shape), stride, False, OrderedDict())
     return torch._utils._rebuild_tensor_v2, arguments
