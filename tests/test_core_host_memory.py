@@ -8,7 +8,11 @@ import pytest
 import torch
 
 import lightning_fsdp
+from lightning_fsdp import ZERO2, shard_model
+from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
+from tests.support.models import mlp, mlp_batch, mlp_loss
+from tests.support.ranks import run_on_ranks
 
 MIB = 2**20
 # Every second of many blocks is freed: holes that nothing larger fits into.
@@ -49,9 +53,29 @@ def test_what_lies_unused_is_returned_once_the_process_holds_too_much(slack, wri
     assert (float(freed) > 100 * MIB) == returned
 
 
+def _written_between_looks(rank, world_size):
+    written = []
+    host_memory.return_unused_memory = lambda num_bytes=None: written.append(num_bytes)
+    model = shard_model(mlp(), ZERO2)
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    kept, written[:] = sum(written), []
+    mlp_loss(model, mlp_batch(0, 1, rank)).backward()
+    flat_params = hooks_of(model).schedule.flat_params
+    wanted = sum(4 * flat_param.layout.numel for flat_param in flat_params)
+    return kept, sum(written), wanted
+
+
+def test_the_process_is_looked_at_in_a_backward_that_does_not_reduce_too():
+    for kept, reduced, whole in run_on_ranks(_written_between_looks, 2):
+        assert kept == whole  # a gradient of everything stays
+        assert reduced == whole / 2  # the shards
+
+
 # Two of these in turn: in the heap, neither fits into the hole that the other leaves.
 LARGE = """
 import torch
+from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
 
 def resident():
@@ -82,6 +106,7 @@ def test_large_blocks_leave_no_holes():
 
 HUGE = """
 import torch
+from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.engine.home import FlatBuffer
 

@@ -236,6 +236,8 @@ class Schedule:
                 synced.append(flat_param)
             else:
                 flat_param.leave_unreduced()
+                for call in self.watchers.on_unreduced:
+                    call(flat_param)
         self._reductions.start([flat_param for flat_param in synced if flat_param.is_trainable])
 
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:

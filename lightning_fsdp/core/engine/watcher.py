@@ -37,6 +37,9 @@ class Watcher:
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """A reduction has started; per slot, whether this rank has a gradient."""
 
+    def on_unreduced(self, flat_param: FlatParameter) -> None:
+        """A backward has left its gradients here, to be added to by the next."""
+
     def before_landing(self) -> None:
         """All reductions of a backward are in flight, or have landed."""
 
@@ -67,6 +70,7 @@ class Watchers:
         self.before_whole = [w.before_whole for w in self._of("before_whole")]
         self.on_freed = [w.on_freed for w in self._of("on_freed")]
         self.on_reduce = [w.on_reduce for w in self._of("on_reduce")]
+        self.on_unreduced = [w.on_unreduced for w in self._of("on_unreduced")]
         self.before_landing = [w.before_landing for w in self._of("before_landing")]
         self.on_landed = [w.on_landed for w in self._of("on_landed")]
         self.on_backward_end = [w.on_backward_end for w in self._of("on_backward_end")]

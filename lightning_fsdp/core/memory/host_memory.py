@@ -74,6 +74,10 @@ class UnusedMemory(Watcher):
         """As many bytes as the shard has are about to be written."""
         return_unused_memory(flat_param.shard.nbytes)
 
+    def on_unreduced(self, flat_param: FlatParameter) -> None:
+        """The gradients of all of it were written."""
+        return_unused_memory(flat_param.layout.numel * flat_param.shard.itemsize)
+
     def on_step(self) -> None:
         """Look at once."""
         return_unused_memory()
