@@ -1,4 +1,4 @@
-"""Checkpoints of a strategy, in two kinds.
+"""What a strategy saves and loads, in two kinds.
 
               a file (``"full"``)                               a folder (``"sharded"``)
     saving    every rank takes part; rank 0 gets one            every rank writes its slices
@@ -22,29 +22,180 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import mapped
-from lightning_fsdp.checkpoint import state as sharded
+from lightning_fsdp.checkpoint import state as folder_state
 from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
 
 
-def module_state(engine: Engine, module: nn.Module, deferred: DeferredCheckpoint) -> dict[str, Any]:
-    """The state dict to save, with stand-ins for what is sharded."""
-    if engine.module is None:  # between two runs the module is whole
-        return module.state_dict()
-    return deferred.in_place_of(engine.gatherable_state_dict())
+class Checkpoints:
+    """Saves and loads what an engine shards; while it does, all of this is collective.
 
+    Attributes:
+        deferred: Makes the stand-ins of a file.
+        saves_sharded: Whether it saves folders. It loads either.
+        saves_in_background: Whether folders are written while training goes on.
+    """
 
-def load_module_state(
-    engine: Engine, module: nn.Module, state: Mapping[str, Any], strict: bool
-) -> None:
-    """Take whole tensors; where the module is sharded every rank keeps its slices."""
-    if engine.module is None:
-        module.load_state_dict(state, strict=strict)
-    else:
-        engine.load_full_state_dict(state, strict=strict)
-    mapped.give_back(mapped.tensors_of(state))
+    _waiting: tuple[Mapping[str, Any], bool] | None  # for shards; and whether names must match
+
+    def __init__(self, engine: Engine, *, saves_sharded: bool, saves_in_background: bool) -> None:
+        """Nothing is loaded yet."""
+        self._engine = engine
+        self.deferred = DeferredCheckpoint()
+        self.saves_sharded, self.saves_in_background = saves_sharded, saves_in_background
+        self._waiting = None
+
+    # -- saving ----------------------------------------------------------------------------------
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The state dict to save, with stand-ins for what is sharded."""
+        if self.saves_sharded:
+            return self._engine.sharded_state(module).of_module()
+        if self._engine.module is None:  # between two runs the module is whole
+            return module.state_dict()
+        return self.deferred.in_place_of(self._engine.gatherable_state_dict())
+
+    def optimizer_state(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], optimizer: Optimizer
+    ) -> dict[str, Any]:
+        """What the optimizer of an unsharded run would save, with stand-ins.
+
+        Args:
+            module: Whose parameters they have.
+            optimizers: All of the run.
+            optimizer: One of them.
+        """
+        if self.saves_sharded:
+            state = self._engine.sharded_state(module)
+            return folder_state.optimizer_state(state, optimizer, optimizers.index(optimizer))
+        if not _has_state_of_parameters(optimizer.state_dict()):
+            return optimizer.state_dict()
+        return self.deferred.in_place_of(self._engine.gatherable_optimizer_state_dict(optimizer))
+
+    def write_folder(self, checkpoint: dict[str, Any], path: str | Path) -> None:
+        """Write a folder that has those states; in the background, if that is wanted."""
+        # Between two runs the module is whole, and nobody trains who would have to wait.
+        in_background = self.saves_in_background and self._engine.module is not None
+        write = folder_state.write_in_background if in_background else folder_state.write
+        write(path, checkpoint)
+
+    def write_file(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | Path,
+        save: Callable[[dict[str, Any]], None],
+        *,
+        takes_stand_ins: bool,
+    ) -> None:
+        """Write a file on rank 0, with all ranks.
+
+        Args:
+            checkpoint: The Trainer's, with those states.
+            path: For messages.
+            save: Writes it, on rank 0.
+            takes_stand_ins: Whether it does so by ``torch.save`` into a file, tensor by tensor; if
+                not, it is given whole tensors, all of them.
+        """
+
+        def write_with_all() -> None:
+            wholes: dict[int, Tensor] = {}  # tied tensors have one stand-in
+
+            def whole(tensor: DeferredTensor) -> Tensor:
+                if id(tensor) not in wholes:
+                    wholes[id(tensor)] = tensor.when_written()
+                return wholes[id(tensor)]
+
+            content = checkpoint
+            if not takes_stand_ins:
+                content = apply_to_collection(checkpoint, DeferredTensor, whole)
+            save(content)
+
+        self.deferred.write(f"checkpoint {str(path)!r}", write_with_all)
+
+    def note_parameter_names(
+        self, checkpoint: dict[str, Any], module: nn.Module, optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Add the names of each optimizer's parameters, group by group.
+
+        Optimizer states go by numbers; with these, others can go by name. Parameters that are not
+        the module's have the name ``""``.
+        """
+        if "optimizer_states" not in checkpoint:
+            return
+        named = dict(module.named_parameters())
+        if isinstance(self._engine, NativeEngine) and self._engine.module is not None:
+            named = self._engine.parameters
+        name_of = {id(parameter): name for name, parameter in named.items()}
+        checkpoint[NAMES] = [
+            [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in optimizers
+        ]
+
+    # -- loading ---------------------------------------------------------------------------------
+
+    def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Take a state dict: whole tensors, or stand-ins for those of a folder.
+
+        Args:
+            module: Sharded or not yet. What only a sharded one can take waits until it is.
+            state: By name.
+            strict: Whether names must match.
+        """
+        are_slices = any(map(folder_state.is_stand_in, state.values()))
+        # Slices, and values for a module without memory, go into shards.
+        needs_shards = are_slices or any(parameter.is_meta for parameter in module.parameters())
+        if needs_shards and self._engine.module is None:
+            self._waiting = state, strict
+        elif are_slices:
+            sharded = self._engine.sharded_state(module)
+            others = folder_state.read_module(sharded, dict(state), strict)
+            if others:  # extra state of modules, and what on_load_checkpoint has put in
+                self._load_whole(module, others, strict=False)
+        else:
+            self._load_whole(module, state, strict=strict)
+
+    def load_what_waits(self, module: nn.Module) -> None:
+        """The module is sharded now."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            state, strict = waiting
+            self.load_module(module, state, strict=strict)
+
+    def forget_what_waits(self) -> None:
+        """An exception may have ended the run before."""
+        self._waiting = None
+
+    def load_optimizers(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        states: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Each optimizer keeps its slices of a state that is whole, or in a folder.
+
+        Raises:
+            ValueError: Another number of optimizers was saved, or other parameter groups.
+        """
+        if any("saved_under" in state for state in states):
+            folder_state.read_optimizers(self._engine.sharded_state(module), optimizers, states)
+            return
+        folder_state.check_number(optimizers, states)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            if _has_state_of_parameters(state):
+                read_once = {**state, "state": mapped.ReadOnce(state["state"])}
+                self._engine.load_full_optimizer_state_dict(optimizer, read_once)
+            else:
+                optimizer.load_state_dict(dict(state))
+
+    def _load_whole(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
+        """Where the module is sharded every rank keeps its slices."""
+        if self._engine.module is None:
+            module.load_state_dict(state, strict=strict)
+        else:
+            self._engine.load_full_state_dict(state, strict=strict)
+        mapped.give_back(mapped.tensors_of(state))
 
 
 def read_folder(path: str | Path) -> dict[str, Any]:
@@ -53,112 +204,13 @@ def read_folder(path: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: No Trainer has written it.
     """
-    checkpoint = sharded.read_extra(path)
+    checkpoint = folder_state.read_extra(path)
     if "pytorch-lightning_version" not in checkpoint:
         raise ValueError(
             f"{path}: expected a checkpoint of a Trainer, got one of save_sharded, which holds no "
             "loops and hyper-parameters. Read it with load_sharded(path, module, optimizers)."
         )
     return checkpoint
-
-
-def read_slices(
-    engine: Engine, module: nn.Module, entries: Mapping[str, Any], strict: bool
-) -> None:
-    """Fill the sharded module from a folder, and with what hooks have put in. Collective."""
-    others = sharded.read_module(engine.sharded_state(module), entries, strict)
-    if others:  # extra state of modules, and what on_load_checkpoint has put in
-        load_module_state(engine, module, others, strict=False)
-
-
-def optimizer_state(
-    engine: Engine, optimizer: Optimizer, deferred: DeferredCheckpoint
-) -> dict[str, Any]:
-    """What the optimizer of an unsharded run would save, with stand-ins. Collective."""
-    if not _has_state_of_parameters(optimizer.state_dict()):
-        return optimizer.state_dict()
-    return deferred.in_place_of(engine.gatherable_optimizer_state_dict(optimizer))
-
-
-def write(
-    deferred: DeferredCheckpoint,
-    checkpoint: dict[str, Any],
-    path: str | Path,
-    save: Callable[[dict[str, Any]], None],
-    *,
-    takes_stand_ins: bool,
-) -> None:
-    """Write a file on rank 0, with all ranks. Collective.
-
-    Args:
-        deferred: Made the stand-ins in the checkpoint.
-        checkpoint: The Trainer's.
-        path: For messages.
-        save: Writes it, on rank 0.
-        takes_stand_ins: Whether it does so by ``torch.save`` into a file, tensor by tensor; if not,
-            it is given whole tensors, all of them.
-    """
-
-    def write_with_all() -> None:
-        wholes: dict[int, Tensor] = {}  # tied tensors have one stand-in
-
-        def whole(tensor: DeferredTensor) -> Tensor:
-            if id(tensor) not in wholes:
-                wholes[id(tensor)] = tensor.when_written()
-            return wholes[id(tensor)]
-
-        content = checkpoint
-        if not takes_stand_ins:
-            content = apply_to_collection(checkpoint, DeferredTensor, whole)
-        save(content)
-
-    deferred.write(f"checkpoint {str(path)!r}", write_with_all)
-
-
-def load_optimizer_states(
-    engine: Engine,
-    module: nn.Module,
-    optimizers: Sequence[Optimizer],
-    states: Sequence[Mapping[str, Any]],
-) -> None:
-    """Each optimizer keeps its slices of a state that is whole, or in a folder.
-
-    Raises:
-        ValueError: Another number of optimizers was saved, or other parameter groups.
-    """
-    if any("saved_under" in state for state in states):
-        sharded.read_optimizers(engine.sharded_state(module), optimizers, states)
-        return
-    sharded.check_number(optimizers, states)
-    for optimizer, state in zip(optimizers, states, strict=True):
-        if _has_state_of_parameters(state):
-            read_once = {**state, "state": mapped.ReadOnce(state["state"])}
-            engine.load_full_optimizer_state_dict(optimizer, read_once)
-        else:
-            optimizer.load_state_dict(dict(state))
-
-
-def note_parameter_names(
-    checkpoint: dict[str, Any],
-    engine: Engine,
-    module: nn.Module,
-    optimizers: Iterable[Optimizer],
-) -> None:
-    """Add the names of each optimizer's parameters, group by group.
-
-    Optimizer states go by numbers; with these, others can go by name. Parameters that are not the
-    module's have the name ``""``.
-    """
-    if "optimizer_states" not in checkpoint:
-        return
-    named = dict(module.named_parameters())
-    if isinstance(engine, NativeEngine) and engine.module is not None:
-        named = engine.parameters
-    name_of = {id(parameter): name for name, parameter in named.items()}
-    checkpoint[NAMES] = [
-        [[name_of.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
 
 
 def _has_state_of_parameters(state: Mapping[str, Any]) -> bool:

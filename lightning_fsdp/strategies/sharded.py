@@ -47,11 +47,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint import background
-from lightning_fsdp.checkpoint import state as sharded
-from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
-from lightning_fsdp.strategies import checkpoint as full
 from lightning_fsdp.strategies import (
     lightning_internals,
     random_states,
@@ -59,6 +56,7 @@ from lightning_fsdp.strategies import (
     unit_calls,
 )
 from lightning_fsdp.strategies.batches import Lockstep
+from lightning_fsdp.strategies.checkpoint import Checkpoints, read_folder
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
 from lightning_fsdp.strategies.precision import ShardedPrecision
@@ -106,14 +104,11 @@ class ShardedStrategy(ProcessStrategy):
     engine_class: ClassVar[type[Engine]]
 
     engine: Engine
-    saves_sharded: bool
-    _deferred: DeferredCheckpoint
+    _checkpoints: Checkpoints
     _precision: ShardedPrecision
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
-    # What waits until the module is sharded: a state dict, and whether names must match.
-    _state_to_load: tuple[Mapping[str, Any], bool] | None
     _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
     def __init__(
@@ -155,14 +150,14 @@ class ShardedStrategy(ProcessStrategy):
         )
         self._activation_checkpointing = activation_checkpointing
         self._compiles = compile
-        self.saves_sharded = checkpoint == "sharded"
-        self._saves_in_background = async_save
-        self._deferred = DeferredCheckpoint()
+        self._checkpoints = Checkpoints(
+            self.engine, saves_sharded=checkpoint == "sharded", saves_in_background=async_save
+        )
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
         self._is_interrupted = False
         self._is_in_step = False
-        self._state_to_load = self._random_states = None
+        self._random_states = None
 
     def __repr__(self) -> str:
         # The Trainer of pytorch_lightning shows it where it refuses a strategy that is not its own.
@@ -221,7 +216,8 @@ class ShardedStrategy(ProcessStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._is_interrupted = False
-        self._state_to_load = self._random_states = None
+        self._random_states = None
+        self._checkpoints.forget_what_waits()
         if self.lightning_module is not None:
             # Where an exception left it sharded, perhaps under another strategy.
             engine = owner_of(self.lightning_module) or self.engine
@@ -242,28 +238,15 @@ class ShardedStrategy(ProcessStrategy):
     ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
         if Path(path).is_dir():
-            return full.read_folder(path)
+            return read_folder(path)
         return super().load_checkpoint(path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        state = checkpoint["state_dict"]
-        # Slices, and values for a module without memory, go into shards.
-        needs_shards = any(map(sharded.is_stand_in, state.values())) or any(
-            parameter.is_meta for parameter in self.lightning_module.parameters()
+        self._checkpoints.load_module(
+            self.lightning_module, checkpoint["state_dict"], strict=strict
         )
-        if needs_shards and self.engine.module is None:
-            self._state_to_load = state, strict
-        else:
-            self._load(state, strict)
-
-    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
-        assert self.lightning_module is not None
-        if any(map(sharded.is_stand_in, state.values())):
-            full.read_slices(self.engine, self.lightning_module, dict(state), strict)
-        else:
-            full.load_module_state(self.engine, self.lightning_module, state, strict)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -271,7 +254,9 @@ class ShardedStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
-        refuse_unsupported(trainer, module, saves_in_background=self._saves_in_background)
+        refuse_unsupported(
+            trainer, module, saves_in_background=self._checkpoints.saves_in_background
+        )
         if is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
@@ -290,7 +275,9 @@ class ShardedStrategy(ProcessStrategy):
         self.model_to_device()
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
-        lightning_internals.collect_checkpoints_inside(trainer, self._deferred.collected)
+        lightning_internals.collect_checkpoints_inside(
+            trainer, self._checkpoints.deferred.collected
+        )
         self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -305,7 +292,7 @@ class ShardedStrategy(ProcessStrategy):
     def _let_names_wait_for_saves(self, trainer: pl.Trainer) -> None:
         # A name whose file is still being written would be given twice, and one checkpoint be lost.
         for callback in trainer.checkpoint_callbacks:
-            if self._saves_in_background and isinstance(callback, ModelCheckpoint):
+            if self._checkpoints.saves_in_background and isinstance(callback, ModelCheckpoint):
                 lightning_internals.wait_before_naming(callback, background.join_last)
 
     def _let_summaries_count_whole_parameters(
@@ -327,15 +314,13 @@ class ShardedStrategy(ProcessStrategy):
             device=self.root_device,
             precision=self.precision_plugin.policy,
         )
-        waiting, self._state_to_load = self._state_to_load, None
-        if waiting is not None:
-            self._load(*waiting)
+        self._checkpoints.load_what_waits(self.lightning_module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        full.load_optimizer_states(
-            self.engine, self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+        self._checkpoints.load_optimizers(
+            self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
         )
         self._random_states = checkpoint.get(_RANDOM_STATES)
         if self._random_states is not None:
@@ -450,18 +435,16 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        if self.saves_sharded:
-            return self.engine.sharded_state(self.lightning_module).of_module()
-        return full.module_state(self.engine, self.lightning_module, self._deferred)
+        return self._checkpoints.module_state(self.lightning_module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         assert self.lightning_module is not None
-        optimizer = lightning_internals.unwrap_optimizer(optimizer)
-        if self.saves_sharded:
-            state = self.engine.sharded_state(self.lightning_module)
-            return sharded.optimizer_state(state, optimizer, self.optimizers.index(optimizer))
-        return full.optimizer_state(self.engine, optimizer, self._deferred)
+        return self._checkpoints.optimizer_state(
+            self.lightning_module,
+            self.optimizers,
+            lightning_internals.unwrap_optimizer(optimizer),
+        )
 
     @override
     def save_checkpoint(
@@ -471,24 +454,19 @@ class ShardedStrategy(ProcessStrategy):
         # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
-        if self.saves_sharded:
+        if self._checkpoints.saves_sharded:
             if storage_options is not None:
                 raise TypeError(
                     "save_checkpoint(storage_options=...): expected None with "
                     f"checkpoint='sharded', got {storage_options!r}. Ranks write files to a local "
                     "or shared folder, without a CheckpointIO; use checkpoint='full' for one."
                 )
-            # Between two runs the module is whole, and nobody trains who would have to wait.
-            is_training = self.engine.module is not None
-            in_background = self._saves_in_background and is_training
-            write = sharded.write_in_background if in_background else sharded.write
-            write(self.broadcast(filepath), checkpoint)
+            self._checkpoints.write_folder(checkpoint, self.broadcast(filepath))
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
-        full.note_parameter_names(checkpoint, self.engine, self.lightning_module, optimizers)
+        self._checkpoints.note_parameter_names(checkpoint, self.lightning_module, optimizers)
         io, save = self.checkpoint_io, super().save_checkpoint
-        full.write(
-            self._deferred,
+        self._checkpoints.write_file(
             checkpoint,
             filepath,
             lambda content: save(content, str(filepath), storage_options),
