@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import ZERO2, fully_shard, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.models import (
     TASKS,
@@ -24,6 +24,7 @@ from tests.support.models import (
 )
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
@@ -34,7 +35,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 MODES = list(itertools.product(PLANS, ["local", "sum"], ["sgd", "adamw"]))
 NUM_MICRO_BATCHES = 3
 

@@ -10,15 +10,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
+from lightning_fsdp import ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.state.flat_piece import FlatPiece
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
-from tests.support.parity import assert_same_tensors, whole
+from tests.support.parity import PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 class Oddities(nn.Module):

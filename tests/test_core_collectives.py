@@ -10,16 +10,15 @@ import time
 import pytest
 import torch
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import ZERO2, fully_shard, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
-from tests.support.parity import OPTIMIZERS
+from tests.support.parity import OPTIMIZERS, PLANS
 from tests.support.ranks import PLAIN, run_on_ranks
 
 SIZES = {"width": 24, "num_blocks": 3}
 NUM_UNITS = 5  # of shard_model: the embeddings, three blocks, the final norm with the head
 NUM_PARAMETERS = sum(p.numel() for p in causal_lm(**SIZES).parameters())
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def _count_steps(rank, world_size, plan, num_micro_batches):

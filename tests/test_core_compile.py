@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import shard_model
 from tests.support.inductor import needs_inductor
 from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
-
 
 WAYS = ("module", "function", "wrapper")
 

@@ -3,13 +3,11 @@
 import pytest
 import torch
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
+from lightning_fsdp import fully_shard, gradients, shard_model
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from tests.support.models import TASKS, causal_lm, mlp, mlp_batch, mlp_loss
-from tests.support.parity import assert_same_tensors, whole
+from tests.support.parity import PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def _train(model, world, optimizer):

@@ -13,7 +13,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_fsdp import (
     ZERO2,
-    ZERO3,
     fully_shard,
     gradients,
     register_forward_method,
@@ -37,6 +36,7 @@ from tests.support.models import (
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
@@ -45,8 +45,6 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def _batches(task, world_size, first_step=0):

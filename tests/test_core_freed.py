@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import shard_model
 from lightning_fsdp.core import torch_internals
 from tests.support.memory import StorageTracker
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 REFUSED = "invalid|out of bounds for storage of size 0"  # torch's own words
 
 

@@ -11,15 +11,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
+from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
-from tests.support.parity import Trace, assert_ranks_agree, assert_traces_match, sgd
+from tests.support.parity import PLANS, Trace, assert_ranks_agree, assert_traces_match, sgd
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.test_core_precision import local_gradients
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 NUM_STEPS = 6
 OPTIMIZERS = {
     "sgd": sgd,

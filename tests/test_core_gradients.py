@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from lightning_fsdp import (
-    ZERO2,
-    ZERO3,
     GradientUnavailable,
     fully_shard,
     gradients,
@@ -18,10 +16,9 @@ from lightning_fsdp import (
 from tests.support import parity
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import TASKS, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
-from tests.support.parity import OPTIMIZERS, whole
+from tests.support.parity import OPTIMIZERS, PLANS, whole
 from tests.support.ranks import run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 NUM_MICRO_BATCHES = 3
 ASK = {"shard": lambda gradient: gradient.shard, "full": lambda gradient: gradient.full()}
 

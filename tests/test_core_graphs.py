@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
+from lightning_fsdp import ZERO2, fully_shard, gradients, shard_model
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.models import causal_lm, lm_loss, mlp_batch, token_batch
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_ranks_agree,
     assert_traces_match,
     make_batches,
@@ -25,8 +26,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 from tests.support.versions import TORCH
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 class Pair(nn.Module):

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp import (
     ZERO2,
-    ZERO3,
     MixedPrecisionPolicy,
     full_optimizer_state_dict,
     full_state_dict,
@@ -34,6 +33,7 @@ from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_l
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_losses_match,
     assert_ranks_agree,
     assert_same_tensors,
@@ -47,7 +47,6 @@ from tests.test_core_divergence import TIMEOUT_S, Skipping, error_of
 from tests.test_core_parity import batches_for, optional_batch, optional_loss
 from tests.test_core_wrong_use import assert_errors
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [
     ("zero2", "sgd", "local"),

@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import fully_shard, shard_model
 from lightning_fsdp.core.engine.communicator import Communicator
 from tests.support.models import TASKS, causal_lm, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
@@ -25,8 +26,6 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def gradients_of(model):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard
+from lightning_fsdp import fully_shard
 from tests.support.ranks import run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 USES = {
     "print": repr,
     "reduce": lambda weight: weight.sum(),

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import ZERO2, fully_shard, shard_model
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
@@ -43,11 +43,10 @@ from tests.support.models import (
     tiny_gpt2,
     token_batch,
 )
-from tests.support.parity import OPTIMIZERS
+from tests.support.parity import OPTIMIZERS, PLANS
 from tests.support.ranks import run_on_ranks
 
 GPT2 = {"width": 64, "num_blocks": 4}
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 # Scalars, flags, lists of used parameters. The smallest unit (the position table) is 6 KB.
 SLACK_BYTES = 2048
 

@@ -6,7 +6,6 @@ from torch import nn
 
 from lightning_fsdp import (
     ZERO2,
-    ZERO3,
     full_optimizer_state_dict,
     full_state_dict,
     fully_shard,
@@ -30,6 +29,7 @@ from tests.support.models import (
 )
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     Trace,
     assert_same_tensors,
     assert_traces_match,
@@ -39,9 +39,6 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
-
 
 # --- methods ---
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
-from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, gradients, shard_model
+from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
 from lightning_fsdp.core.engine import communicator as plain
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import pairs
@@ -21,10 +21,10 @@ from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
+from tests.support.parity import PLANS
 from tests.support.ranks import PLAIN, run_on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 POLICIES = {
     name: MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=dtype, output_dtype=FP32)
     for name, dtype in {"fp32": FP32, "bf16": BF16}.items()

@@ -9,13 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, gradients, shard_model
+from lightning_fsdp import gradients, shard_model
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
-from tests.support.parity import adamw, assert_traces_match, make_batches, train_reference
+from tests.support.parity import PLANS, adamw, assert_traces_match, make_batches, train_reference
 from tests.support.ranks import run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 TASK = TASKS["lm"]
 
 

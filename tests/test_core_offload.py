@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import (
     ZERO2,
-    ZERO3,
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     full_optimizer_state_dict,
@@ -35,6 +34,7 @@ from tests.support.memory import optimizer_tensors
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     adamw,
     assert_ranks_agree,
     assert_same_tensors,
@@ -49,7 +49,6 @@ from tests.support.ranks import PLAIN, errors_on_ranks, run_on_ranks
 from tests.test_core_parity import batches_for, optional_batch, optional_loss
 from tests.test_core_wrong_use import assert_errors
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 POLICIES = {
     "fp32": None,
     "bf16": MixedPrecisionPolicy(

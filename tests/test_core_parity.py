@@ -14,7 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from lightning_fsdp import fully_shard, shard_model
 from tests.support import ranks
 from tests.support.models import (
     TASKS,
@@ -30,6 +30,7 @@ from tests.support.models import (
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_losses_match,
     assert_ranks_agree,
     assert_same_tensors,
@@ -41,7 +42,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 COMBINATIONS = list(itertools.product(PLANS, OPTIMIZERS))
 EACH_ONCE = [("zero2", "sgd"), ("zero3", "adamw")]
 

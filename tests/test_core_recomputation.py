@@ -6,14 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, fully_shard, gradients, shard_model
+from lightning_fsdp import fully_shard, gradients, shard_model
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import tiny_gpt2
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 class Block(nn.Module):

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, fully_shard, shard_model
+from lightning_fsdp import ZERO3, MixedPrecisionPolicy, fully_shard, shard_model
 from lightning_fsdp.engines.undo import give_back
 from tests.support.memory import StorageTracker
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
+    PLANS,
     assert_losses_match,
     assert_ranks_agree,
     assert_same_tensors,
@@ -27,7 +28,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 LAYERS = {
     "lstm": lambda: nn.LSTM(7, 11, batch_first=True),
     "lstm, all options": lambda: nn.LSTM(

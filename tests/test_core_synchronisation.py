@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from tests.support.fake_device import DEVICE, entered
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
 )

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, gradients, shard_model
+from lightning_fsdp import CPUOffloadPolicy, gradients, shard_model
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.schedule import Schedule
@@ -27,6 +27,7 @@ from lightning_fsdp.core.optimizers import optimizer_guard
 from tests.support.fake_device import DEVICE, NAME, entered
 from tests.support.models import TASKS
 from tests.support.parity import (
+    PLANS,
     Trace,
     adamw,
     assert_traces_match,
@@ -35,8 +36,6 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def in_a_thread(function):

@@ -17,7 +17,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_fsdp import ZERO2, ZERO3, MixedPrecisionPolicy, shard_model
+from lightning_fsdp import MixedPrecisionPolicy, shard_model
 from tests import test_core_accumulation as accumulation
 from tests import test_core_clip as clip
 from tests import test_core_compile as compiled
@@ -42,11 +42,10 @@ from tests import test_core_writes as writes
 from tests.support import ranks
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
-from tests.support.parity import adamw, assert_traces_match
+from tests.support.parity import PLANS, adamw, assert_traces_match
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.support.worst_case import WORST_CASES
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 # Reduced in a wider dtype, and in the same.
 IN_16_BITS = [("lm", dtypes, "adamw") for dtypes in precision.OF_BF16[:2]]

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, load_full_state_dict, shard_model
+from lightning_fsdp import load_full_state_dict, shard_model
 from tests.support.models import TASKS, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import wholes
-from tests.support.parity import OPTIMIZERS, assert_same_tensors, whole
+from tests.support.parity import OPTIMIZERS, PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
-
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def _other_state():

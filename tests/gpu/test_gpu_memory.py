@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import shard_model
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.gpu
@@ -12,7 +13,6 @@ pytestmark = pytest.mark.gpu
 WIDTH, NUM_BLOCKS = 2048, 8
 UNIT = 4 * WIDTH * WIDTH  # bytes, whole, fp32
 SLACK = UNIT // 8  # activations of a few rows, and what the allocator rounds up
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 
 def _blocks():

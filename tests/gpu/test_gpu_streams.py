@@ -8,13 +8,13 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_fsdp import ZERO2, ZERO3, CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.gpu
 
-PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
 

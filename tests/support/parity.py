@@ -14,7 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp import ZERO2, ZERO3
 from tests.support.models import Batch
+
+PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
 # Of kernels that other addresses in memory make choose another order of their sums.
 ATOL_ON_CUDA = 3e-5
