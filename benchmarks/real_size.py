@@ -97,18 +97,21 @@ def train(args: argparse.Namespace) -> None:
             self.ready_s, self.ready_peak = time.perf_counter() - begun, process_bytes("VmHWM")
             self.first = trainer.global_step
             self.faults = [page_faults()]
+            self.resident: list[int | None] = []
             self.ends.append(time.perf_counter())
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step - self.first == len(self.ends):
                 self.ends.append(time.perf_counter())
                 self.faults.append(page_faults())
+                self.resident.append(process_bytes("VmRSS"))
 
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
             record = {
                 "rank": trainer.global_rank,
                 "steps_s": [b - a for a, b in zip(self.ends, self.ends[1:], strict=False)],
                 "page_faults": [b - a for a, b in zip(self.faults, self.faults[1:], strict=False)],
+                "resident_bytes": self.resident,
                 "tokens": tokens,
                 "started_bytes": started,
                 "ready_s": self.ready_s,
