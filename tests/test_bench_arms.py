@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.runner import run_arm
 
@@ -22,7 +20,6 @@ IN_A_SLURM_JOB = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 def test_an_arm_makes_all_its_steps_on_all_its_ranks(tmp_path: Path, monkeypatch) -> None:
     """A recipe's own end would leave fewer steps, and SLURM's task one rank of two."""
     config = tmp_path / "mine.yaml"

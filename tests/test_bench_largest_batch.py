@@ -157,7 +157,6 @@ class Fails(L.Callback):
             raise RuntimeError("CUDA out of memory")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("how", "kind", "failure"),
     [

@@ -93,7 +93,7 @@ def _every_arm(rank, world_size, folder, grad_accum, tied, precision):
 def test_every_arm_is_measured_and_communicates_what_theory_demands(
     tmp_path, grad_accum, tied, precision
 ):
-    found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, precision, timeout_s=110.0)
+    found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, precision, timeout_s=280)
     units = as_facts(found[0]["ddp"].units)
     for of_rank in found:
         for strategy, measured in of_rank.items():

@@ -24,7 +24,7 @@ def _run_quietly(rank, world_size, arms):
 
 
 def _by_arm(arms):
-    by_rank = on_trainer_ranks(_run, 2, arms, timeout_s=110)
+    by_rank = on_trainer_ranks(_run, 2, arms, timeout_s=280)
     return {arm: [outcomes[arm] for outcomes in by_rank] for arm in arms}
 
 
@@ -87,7 +87,7 @@ def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_
     importlib.util.find_spec("accelerate") is None, reason="the extra 'peers' is not installed"
 )
 def test_accelerate_ends_in_the_same_bits():
-    by_rank = on_trainer_ranks(_run_quietly, 2, ["fsdp2_after", PEER], timeout_s=110)
+    by_rank = on_trainer_ranks(_run_quietly, 2, ["fsdp2_after", PEER], timeout_s=280)
     outcomes = {arm: [rank[arm] for rank in by_rank] for arm in by_rank[0]}
     assert optimizer.judge(outcomes) == {}
 

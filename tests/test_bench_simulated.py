@@ -495,7 +495,6 @@ def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, me
     assert f"--ranks: {message}" in capsys.readouterr().err
 
 
-@pytest.mark.timeout(300)
 def test_the_command_runs_arms_among_simulated_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "run_command", warm.run_command)
     code = main(

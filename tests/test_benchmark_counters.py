@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = pytest.mark.timeout(300)
 LAYERS, WIDTH, VOCABULARY = 2, 64, 512
 WORLD_SIZES = (8,)
 BYTES = {  # of the whole parameters and of the reduction's sum

@@ -93,7 +93,7 @@ def _observed(rank, world_size, strategy, precision, folder):
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_callback_changes_no_bit(tmp_path, precision):
-    each_on_trainer_ranks(_observed, 2, STRATEGIES, precision, str(tmp_path), timeout_s=110)
+    each_on_trainer_ranks(_observed, 2, STRATEGIES, precision, str(tmp_path), timeout_s=280)
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, None, 1.5, "all", [], [-1], ["first"]])

@@ -68,7 +68,7 @@ _ENGINES = ("scratch_fsdp", "fsdp1_zero3", "fsdp2_zero3", "ddp")
 def trained(tmp_path_factory):
     """Full checkpoints of a run under each engine."""
     path = tmp_path_factory.mktemp("run") / "full"
-    on_trainer_ranks(_train, 2, str(path), _ENGINES, timeout_s=110)
+    on_trainer_ranks(_train, 2, str(path), _ENGINES, timeout_s=280)
     return {strategy: path.with_suffix(f".{strategy}") for strategy in _ENGINES}
 
 
@@ -336,7 +336,7 @@ def test_the_command_converts_and_tells_what_is_left_out(full, tmp_path):
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()

@@ -211,7 +211,7 @@ def _save_by_plugin(rank, world_size, folder):
 
 
 def test_another_checkpoint_io_gets_whole_tensors(tmp_path):
-    on_trainer_ranks(_save_by_plugin, 2, str(tmp_path), timeout_s=110)
+    on_trainer_ranks(_save_by_plugin, 2, str(tmp_path), timeout_s=280)
     for strategy in STRATEGIES:
         ours, theirs = (
             torch.load(tmp_path / f"{strategy.__name__}.{name}") for name in ("ours", "theirs")

@@ -213,4 +213,4 @@ def assert_equal(found, expected, what):
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_engine_continues_what_any_other_saved(saved, kind, world_size):
-    run_on_ranks(_read, world_size, saved, kind, timeout_s=110)
+    run_on_ranks(_read, world_size, saved, kind, timeout_s=280)

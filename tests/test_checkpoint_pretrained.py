@@ -331,7 +331,7 @@ def _fit(rank, world_size, folder):
 
 
 def test_a_model_trained_here_gives_the_same_logits_in_transformers(tmp_path):
-    on_trainer_ranks(_fit, 2, str(tmp_path), timeout_s=110)
+    on_trainer_ranks(_fit, 2, str(tmp_path), timeout_s=280)
 
 
 class _Loads(GPT2):
@@ -358,7 +358,7 @@ def _load_and_fit(rank, world_size, folder):
 
 
 def test_a_hook_loads_weights_under_every_strategy(tmp_path):
-    on_trainer_ranks(_load_and_fit, 2, str(tmp_path / "weights"), timeout_s=110)
+    on_trainer_ranks(_load_and_fit, 2, str(tmp_path / "weights"), timeout_s=280)
 
 
 # -- experts, which are stored one by one and computed with together ------------------------------
@@ -549,7 +549,7 @@ def _fit_adapters(rank, world_size, folder):
 
 
 def test_a_strategy_refuses_adapters_of_peft(tmp_path):
-    on_trainer_ranks(_fit_adapters, 2, str(tmp_path), timeout_s=110)
+    on_trainer_ranks(_fit_adapters, 2, str(tmp_path), timeout_s=280)
 
 
 def test_merged_adapters_are_saved_as_the_message_says(tmp_path):

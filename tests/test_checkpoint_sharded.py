@@ -108,7 +108,7 @@ def _memory(rank, world_size, folder):
 
 
 def test_no_tensor_is_whole_while_it_is_saved_or_loaded(tmp_path):
-    run_on_ranks(_memory, 4, tmp_path, timeout_s=100)
+    run_on_ranks(_memory, 4, tmp_path, timeout_s=280)
 
 
 # -- how much is read ------------------------------------------------------------------------------

@@ -94,7 +94,6 @@ def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path, forked)
     assert "micro-batches reduced once: failed at W=1: rank 0: micro-batch 0: Grad" in problem
 
 
-@pytest.mark.timeout(240)
 def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path, forked):
     code, report = compare(
         tmp_path,
@@ -133,7 +132,6 @@ def test_missing_gpus_are_said(tmp_path, capsys, monkeypatch):
     assert "W=2 needs 2 GPUs, this machine has 0" in capsys.readouterr().out
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", RED)
 def test_a_broken_engine_turns_every_row_red_that_should_be(tmp_path, forked, engine):
     code, report = compare(

@@ -69,7 +69,6 @@ def test_compiled_blocks_share_a_graph_without_breaks_and_train_exactly(plan):
             assert breaks == {}, how
 
 
-@pytest.mark.timeout(300)
 @needs_inductor
 def test_blocks_compiled_to_machine_code_train_exactly(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))

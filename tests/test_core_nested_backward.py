@@ -91,7 +91,7 @@ def _train(rank, world_size, how, units):
 @pytest.mark.parametrize("units", [["Block"], ["_Calling"]], ids=["around", "inside"])
 @pytest.mark.parametrize("how", CALLS)
 def test_a_backward_inside_of_a_backward_belongs_to_it(how, units):
-    for traces, micro_batches in run_on_ranks(_train, 2, how, units, timeout_s=100):
+    for traces, micro_batches in run_on_ranks(_train, 2, how, units, timeout_s=280):
         reference = train_reference(
             TASK.build(), _batches(2), TASK.loss, adamw, clip=(0.3, 2.0), joined=False
         )

@@ -17,8 +17,6 @@ from tests.support.fake_device import DEVICE, entered
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
-pytestmark = pytest.mark.timeout(300)
-
 BF16 = MixedPrecisionPolicy(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
 )

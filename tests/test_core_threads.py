@@ -120,7 +120,7 @@ def _train_in(rank, world_size, option):
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_step_in_other_threads_gives_the_same_bits(option):
-    ranks = run_on_ranks(_train_in, 2, OPTIONS[option], timeout_s=100)
+    ranks = run_on_ranks(_train_in, 2, OPTIONS[option], timeout_s=280)
     task = TASKS["lm"]
     reference = train_reference(
         _build(task, False), batches_of(task, 2), task.loss, adamw, clip=(0.3, 2.0)

@@ -66,7 +66,6 @@ def test_the_example_trains(tmp_path, code):
     assert on_trainer_ranks(_run_example, 2, code, tmp_path) == [3, 3]
 
 
-@pytest.mark.timeout(300)
 @runs("docs/recipes.md", "trainer.fit(GPT2(")
 def test_the_script_with_a_recipe_trains(tmp_path, code):
     (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
@@ -152,7 +151,6 @@ def test_the_watching_snippet_fills_tensorboard(tmp_path, code):
     assert [image.step for image in events.Images("memory/timeline")] == [0, 1]
 
 
-@pytest.mark.timeout(300)
 def test_the_plan_prints_what_the_page_shows(capsys):
     page = PAGES["docs/planning.md"]
     (found,) = re.findall(

@@ -14,8 +14,6 @@ from tests.support import ranks
 from tests.support.faults import FAULTS
 from tests.support.junit import Case, cases_in
 
-pytestmark = pytest.mark.timeout(300)
-
 _PARITY = "test_core_parity.py::test_training_equals_one_process_on_the_joined_batch[2-2-mlp]"
 _PLAIN_BACKEND = "test_core_parity.py::test_training_over_plain_collectives_equals_one_process[2]"
 _COUNTS = "test_core_collectives.py::test_zero3_gathers_a_unit_twice_and_reduces_it_once[2-1-gloo]"

@@ -230,14 +230,12 @@ def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_p
     assert {second[case.name]["session"] for case in few_cases()} == {0, 1}
 
 
-@pytest.mark.timeout(200)
 def test_what_is_not_reached_in_time_is_said_and_no_failure(tmp_path):
     text = run_warm("--part", "speed", "--out", tmp_path, "--budget", 1)
     assert "speed: 11 not reached" in text
     assert results_in(tmp_path, "speed") == {}
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("part", "package"),
     [("recipes", "jsonargparse"), ("tests", "pytest"), ("speed", "transformers")],
@@ -250,7 +248,6 @@ def test_a_missing_package_is_named_and_its_part_left_out(part, package, tmp_pat
     ]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
     text = run_warm("--device", "cuda", "--out", tmp_path / "out", code=2)
@@ -259,7 +256,6 @@ def test_without_a_device_it_says_so_and_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.timeout(200)
 def test_results_of_another_device_are_refused_before_anything_runs(tmp_path):
     begun(tmp_path / "recipes.json")
     text = run_warm("--part", "speed", "--out", tmp_path, code=2)
@@ -409,7 +405,6 @@ def run_tests(suite, **options):
     return {name.rpartition("::")[2]: result for name, result in record.results.items()}
 
 
-@pytest.mark.timeout(300)
 def test_every_test_has_a_result_whatever_others_do(suite):
     found = run_tests(suite, limit_s=5.0)
     states = {name: result["state"] for name, result in found.items()}
@@ -433,7 +428,6 @@ def test_every_test_has_a_result_whatever_others_do(suite):
     assert again == {"test_bad", "test_crash", "test_hang", "test_skipped"}
 
 
-@pytest.mark.timeout(300)
 def test_a_suite_that_cannot_start_is_a_failure_until_it_can(suite):
     (suite / "test_it.py").write_text("import nothing_like_this")
     found = run_tests(suite)

@@ -20,7 +20,6 @@ import pytest
 from packaging.requirements import Requirement
 
 pytest.importorskip("hatchling", reason="hatchling, of the extra 'dev', is not installed")
-pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

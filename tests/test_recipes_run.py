@@ -103,7 +103,7 @@ def _logged_by_each(
     """What runs, each with options, logged by name, and how many blocks each compiled on a rank."""
     num_before = len(list(folder.glob("run*")))
     named = {f"run{number}": options for number, options in enumerate(runs, num_before)}
-    (num_compiled, *_) = on_trainer_ranks(_run, world_size, folder, config, named, timeout_s=110.0)
+    (num_compiled, *_) = on_trainer_ranks(_run, world_size, folder, config, named, timeout_s=280)
     found = []
     for name, number in zip(named, num_compiled, strict=True):
         logged: dict[str, list[float]] = {}
@@ -221,7 +221,6 @@ def test_bf16_computes_in_bf16_and_keeps_weights_in_fp32(
 
 
 @needs_inductor
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("config", ["qwen_zero3", "qwen_zero2"])
 def test_compiled_blocks_train_the_same(config: str, folder: Path, alone: Alone) -> None:
     expected, num_compiled = alone(config)
@@ -323,7 +322,6 @@ def test_every_engine_trains_a_model_from_a_folder(family: str, folder: Path) ->
             assert found[name] == pytest.approx(expected[name], abs=2e-5), strategy
 
 
-@pytest.mark.timeout(240)
 def test_a_name_on_the_hub_is_looked_up_there(folder: Path) -> None:
     """In the cache of the hub: what was downloaded once is found without a network."""
     _write_model(folder / "model", folder / "corpus", "qwen")

@@ -432,7 +432,6 @@ def _csv_logger(folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(300)
 def test_two_ranks_train_like_one_process_on_the_joined_batch(
     tmp_path: Path, command_line: Any
 ) -> None:
@@ -459,7 +458,6 @@ def test_two_ranks_train_like_one_process_on_the_joined_batch(
         assert saved["state_dict"]["model.transformer.wte.weight"].shape == (300, 128)
 
 
-@pytest.mark.timeout(300)
 def test_an_interrupted_run_is_saved_and_goes_on(tmp_path: Path) -> None:
     corpus = write_folder(tmp_path / "corpus")
     log = tmp_path / "log" / "version_0"

@@ -423,5 +423,5 @@ _NOTEBOOK = """
 def test_a_notebook_trains_on_forked_processes(tmp_path):
     # Otherwise Lightning chooses, on a small machine one.
     threads = {"OMP_NUM_THREADS": "2"}
-    result = run_snippet(_NOTEBOOK.replace("FOLDER", str(tmp_path)), timeout_s=110, env=threads)
+    result = run_snippet(_NOTEBOOK.replace("FOLDER", str(tmp_path)), timeout_s=280, env=threads)
     assert result.returncode == 0, result.stderr

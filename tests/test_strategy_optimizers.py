@@ -133,7 +133,7 @@ def _with_state(strategy, folder, rank):
 
 @pytest.mark.parametrize("scenario", [_in_init, _in_configure_model, _tied, _with_state])
 def test_an_optimizer_built_before_sharding_trains_as_under_ddp(scenario, tmp_path):
-    assert_like_ddp(scenario, tmp_path, timeout_s=110)
+    assert_like_ddp(scenario, tmp_path, timeout_s=280)
 
 
 class Foreign(Regressor):

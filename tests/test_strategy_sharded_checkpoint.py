@@ -237,7 +237,7 @@ def _across(rank, world_size, folder):
 
 
 def test_either_kind_is_loaded_by_any_strategy(tmp_path):
-    on_trainer_ranks(_across, 2, tmp_path, timeout_s=100)
+    on_trainer_ranks(_across, 2, tmp_path, timeout_s=280)
 
 
 # -- hooks -----------------------------------------------------------------------------------------

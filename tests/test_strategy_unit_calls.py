@@ -208,14 +208,14 @@ def _compiled_and_recomputed(strategy, folder, rank):
     ],
 )
 def test_compiled_units_train_as_with_ddp(tmp_path, scenario, torchs):
-    assert_like_ddp(scenario, tmp_path, sharded=(*SHARDED[:2], *torchs), timeout_s=110)
+    assert_like_ddp(scenario, tmp_path, sharded=(*SHARDED[:2], *torchs), timeout_s=280)
 
 
 @needs_inductor
 def test_units_compiled_to_machine_code_train_as_with_ddp(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     sharded = ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3")
-    assert_like_ddp(_to_machine_code, tmp_path, sharded=sharded, timeout_s=110)
+    assert_like_ddp(_to_machine_code, tmp_path, sharded=sharded, timeout_s=280)
 
 
 def _to_machine_code(strategy, folder, rank):
