@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
 from recipes import documents, packing
 from recipes.corpus import open_corpus
@@ -477,12 +476,9 @@ def _rows(batches: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
     return [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
 
 
-@pytest.mark.parametrize("is_computed", [False, True], ids=["torchs order", "computed order"])
 def test_a_run_goes_on_with_the_very_next_sequences_on_more_ranks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_computed: bool
+    folder: Path, tmp_path: Path
 ) -> None:
-    if is_computed:
-        monkeypatch.setattr(order, "_HELD_IN_MEMORY", 0)
     cache = tmp_path / "cache"
 
     def started(ranks: int, batch_size: int) -> list[TextData]:
