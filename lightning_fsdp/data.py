@@ -28,10 +28,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from lightning_fsdp.order import epoch_order
-
 T_co = TypeVar("T_co", covariant=True)
 
+_LISTED_AT_ONCE = 2**14  # samples
 _OWN = ("sampler", "batch_sampler", "drop_last", "generator")
 
 
@@ -77,12 +76,14 @@ class DealtSampler(DistributedSampler[int]):
     @override
     def __iter__(self) -> Iterator[int]:
         self._look_around()
+        order = torch.arange(len(self.dataset))  # type: ignore[arg-type]
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(order), generator=generator)
         first = self.rank + self.start * self.num_replicas
-        return epoch_order(
-            len(self.dataset),  # type: ignore[arg-type]
-            range(first, self.total_size, self.num_replicas),
-            seed=self.seed + self.epoch if self.shuffle else None,
-        )
+        mine = order[first : self.total_size : self.num_replicas]
+        # In parts: 8 bytes a sample in a tensor, 36 in a list.
+        return (sample for part in torch.split(mine, _LISTED_AT_ONCE) for sample in part.tolist())
 
     @override
     def __len__(self) -> int:

@@ -3,8 +3,7 @@
 Read it in the order of a run::
 
     corpus.py     which files, and the documents in them        -> text
-    documents.py  the documents of a file, a piece at a time; json_documents.py: of JSON
-    pieces.py     text in pieces, so that memory does not grow with a file
+    documents.py  the documents of a file, a piece at a time: memory does not grow with it
     tokenizer.py  byte-level BPE, trained on the corpus or given -> token ids
     packing.py    the corpus as one array on disk, cut in sequences without padding
     data.py       the three above as one LightningDataModule, sharded by rank

@@ -7,156 +7,95 @@ model and nothing shows it. Where the user asks for it, it is left out, and coun
 
 from __future__ import annotations
 
+import errno
 import hashlib
-import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn
 
-from recipes.documents import READERS, read_documents
-from recipes.pieces import CorpusError, Piece, Reading, changed, open_regular, unreadable
+from recipes import documents
+from recipes.documents import CorpusError, Piece, mistake, opened, unreadable
 
-_SKIPPED_FOLDERS = frozenset(
+_SKIPPED = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 )
-_Stamp: TypeAlias = tuple[int, int, int]  # what the system changes with a file
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """What the files of a corpus held at one moment.
-
-    Attributes:
-        sums: SHA-256 of each file, in order, under its name in the corpus; empty if unreadable.
-        fingerprint: Of all of it and of how it is read, 64 hexadecimal digits.
-        stamps: Size, time of the last write and inode of each file; ``None`` if it is not there.
-    """
-
-    sums: dict[str, str]
-    fingerprint: str
-    stamps: tuple[_Stamp | None, ...]
-
-    def require_unchanged(self, corpus: Corpus) -> None:
-        """Check that no file was written to since then.
-
-        Raises:
-            CorpusError: One was.
-        """
-        for path, stamp in zip(corpus.files, self.stamps, strict=True):
-            if stamp != _stamp(path):
-                raise changed(path)
-
-    def num_bytes(self) -> int:
-        """Size of all files that can be read."""
-        return sum(stamp[0] for stamp in self.stamps if stamp is not None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(documents.Reading):
     """Files of one folder, in the order in which their documents are trained on.
 
     Attributes:
-        root: The folder; names in a snapshot are relative to it.
+        root: The folder; names of files are relative to it.
         files: The files, in order. Every suffix other than ``.json`` and ``.jsonl`` is plain text.
-        text_field: The field of a JSON object that holds its text.
-        max_object_size: Characters of a JSON object, at most.
-        skip_unreadable: Leave out what cannot be read.
     """
 
     root: Path
     files: tuple[Path, ...]
-    text_field: str = "text"
-    max_object_size: int = 8_000_000
-    skip_unreadable: bool = False
 
-    def pieces(self, skipped: Callable[[CorpusError], None] | None = None) -> Iterator[Piece]:
+    def pieces(self, leave_out: Callable[[CorpusError], Any] = lambda _: None) -> Iterator[Piece]:
         """All documents, file by file.
 
         Args:
-            skipped: Called with what is left out, in order.
+            leave_out: Called with what is left out, in order.
 
         Raises:
             CorpusError: A file is not UTF-8 or not JSON, an object has no text, ...
         """
-        reading = Reading(
-            text_field=self.text_field,
-            max_object_size=self.max_object_size,
-            report=(skipped or _ignore) if self.skip_unreadable else _refuse,
-        )
         for path in self.files:
-            yield from read_documents(path, reading)
+            for found in documents.read(path, self):
+                if isinstance(found, Piece):
+                    yield found
+                elif self.skip_unreadable:
+                    leave_out(found)
+                else:
+                    raise found
 
-    def snapshot(self) -> Snapshot:
-        """Read every file once.
+    def sums(self) -> dict[str, str]:
+        """SHA-256 of each file, in order, under its name in the corpus; empty if left out.
 
         Raises:
-            CorpusError: One cannot be read.
+            CorpusError: A file cannot be read.
         """
-        options = [self.text_field, self.max_object_size, self.skip_unreadable]
-        total = hashlib.sha256(json.dumps(options).encode())
-        sums: dict[str, str] = {}
-        stamps = []
+        sums = {}
         for path in self.files:
             name = path.relative_to(self.root).as_posix()
-            stamps.append(_stamp(path))  # before it is read, to notice a write meanwhile
-            sums[name] = self._sum(path)
-            total.update(json.dumps([name, sums[name]]).encode())
-        return Snapshot(sums=sums, fingerprint=total.hexdigest(), stamps=tuple(stamps))
-
-    def _sum(self, path: Path) -> str:
-        try:
-            with open_regular(path) as file:
-                return hashlib.file_digest(file, "sha256").hexdigest()
-        except (OSError, CorpusError) as error:
-            if self.skip_unreadable:
-                return ""
-            raise error if isinstance(error, CorpusError) else unreadable(path, error) from error
+            try:
+                with opened(path) as file:
+                    sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+            except OSError as error:
+                if not self.skip_unreadable:
+                    raise unreadable(path, error) from error
+                sums[name] = ""
+        return sums
 
 
-def open_corpus(
-    path: Path,
-    *,
-    text_field: str = "text",
-    max_object_size: int = 8_000_000,
-    skip_unreadable: bool = False,
-) -> Corpus:
+def open_corpus(path: Path, **options: Any) -> Corpus:
     """The corpus in a folder (its subfolders included) or in a single file.
 
     Args:
-        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, taken in the order of their
-            names; other files are left alone. Or one such file.
-        text_field: The field of a JSON object that holds its text.
-        max_object_size: Characters of a JSON object, at most.
-        skip_unreadable: Leave out what cannot be read, once it is come to.
+        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files or, where there are none of
+            these, ``.csv`` or ``.parquet``, taken in the order of their names; other files are left
+            alone. Or one such file.
+        options: Of :class:`documents.Reading`.
 
     Raises:
         CorpusError: Nothing is there, or nothing that can be read.
     """
-    root = path.parent
-    files: tuple[Path, ...] = (path,)
-    suffixes = ", ".join(sorted(READERS))
-    if path.is_dir():
-        found = sorted(_entries(path))
-        root, files = path, tuple(entry for entry in found if entry.suffix.lower() in READERS)
-        if not files:
-            raise CorpusError(
-                f"{path}: expected at least one file of {suffixes}, got {len(found)} other files. "
-                f"Put text there, or leave --data.path out to use Python's own sources."
-            )
-    elif not path.exists():
-        raise CorpusError(f"{path}: expected a folder with text, found nothing. Check --data.path.")
-    elif path.suffix.lower() not in READERS:
-        raise CorpusError(f"{path}: expected one of {suffixes}, got '{path.suffix}'. Rename it.")
-    return Corpus(
-        root=root,
-        files=files,
-        text_field=text_field,
-        max_object_size=max_object_size,
-        skip_unreadable=skip_unreadable,
-    )
+    is_folder = path.is_dir()
+    found = sorted(_entries(path)) if is_folder else [path] if path.exists() else []
+    files = [entry for entry in found if entry.suffix.lower() in documents.READERS]
+    # Beside text, a table describes it.
+    texts = [entry for entry in files if entry.suffix.lower() not in documents.TABLES]
+    if not files:
+        kinds = f"at least one file of {', '.join(sorted(documents.READERS))}"
+        cure = "Put text there, or leave --data.path out to use Python's own sources."
+        raise mistake(path, kinds, f"{len(found)} other files" if found else "nothing", cure)
+    root = path if is_folder else path.parent
+    return Corpus(root=root, files=tuple(texts or files), **options)
 
 
 def standard_library(max_bytes: int) -> Corpus:
@@ -172,44 +111,34 @@ def standard_library(max_bytes: int) -> Corpus:
         CorpusError: This Python ships no sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    found = list(_python_files(root))
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name for name in subfolders if not name.startswith("config-") and name not in _SKIPPED
+        ]
+        found.extend(Path(folder, name) for name in names if name.endswith(".py"))
     found.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
     files: list[Path] = []
     size = 0
     for path in found:
-        content = _utf8(path)
-        if not content:
-            continue
-        if size + len(content) > max_bytes:
+        num_bytes = _num_utf8_bytes(path)
+        size += num_bytes
+        if size > max_bytes:
             break
-        files.append(path)
-        size += len(content)
+        if num_bytes:
+            files.append(path)
     if not files:
-        raise CorpusError(
-            f"{root}: expected this Python's source files within {max_bytes:,} bytes, found none. "
-            f"Name a folder with --data.path, or raise --data.standard_library_mb."
-        )
+        cure = "Name a folder with --data.path, or raise --data.standard_library_mb."
+        raise mistake(root, f"this Python's source files within {max_bytes:,} bytes", "none", cure)
     return Corpus(root=root, files=tuple(files))
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in _SKIPPED_FOLDERS and not name.startswith("config-")
-        ]
-        yield from (Path(folder, name) for name in names if name.endswith(".py"))
-
-
-def _utf8(path: Path) -> bytes | None:
-    """A file's content; ``None`` if it is not UTF-8, or not there."""
+def _num_utf8_bytes(path: Path) -> int:
+    """Size of a file; 0 if it is not UTF-8, or not there."""
     try:
-        content = path.read_bytes()
-        content.decode("utf-8")
+        return len(path.read_bytes().decode("utf-8").encode())
     except (OSError, UnicodeDecodeError):
-        return None
-    return content
+        return 0
 
 
 def _entries(root: Path) -> Iterator[Path]:
@@ -220,32 +149,10 @@ def _entries(root: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> NoReturn:
-        raise CorpusError(
-            f"{error.filename}: expected a folder that can be read, got '{error.strerror}'. Make "
-            f"it readable, or take it away."
-        )
+        raise unreadable(error.filename, error)
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        for name in subfolders:
-            if Path(folder, name).is_symlink():
-                raise CorpusError(
-                    f"{Path(folder, name)}: expected a folder, got a link to one, which is not "
-                    f"followed. Name that one with --data.path, or take the link away."
-                )
+        for path in (Path(folder, name) for name in subfolders):
+            if path.is_symlink():
+                refuse(OSError(errno.ELOOP, "a link to a folder, which is not followed", path))
         yield from (Path(folder, name) for name in names)
-
-
-def _refuse(error: CorpusError) -> NoReturn:
-    raise error
-
-
-def _ignore(error: CorpusError) -> None:
-    del error
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns, found.st_ino

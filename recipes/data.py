@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -17,16 +16,11 @@ from typing_extensions import override
 from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
-from recipes.packing import (
-    PackedSequences,
-    TokenFile,
-    describe_difference,
-    prepare,
-    split_at_document,
-)
-from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, load_tokenizer, train_tokenizer
+from recipes.packing import TokenFile, describe_difference, prepare, split_at_document
+from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TextData(L.LightningDataModule):
     """Text for language models: packed to full sequences, sharded by rank without overlap.
 
@@ -34,8 +28,8 @@ class TextData(L.LightningDataModule):
     ``labels`` are the next tokens. Nothing is padded, so every position counts.
 
     Args:
-        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files. Without it the sources of
-            Python's standard library are read.
+        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, or with tables (``.csv``,
+            ``.parquet``). Without it the sources of Python's standard library are read.
         text_field: The field of a JSON object that holds its text.
         max_object_size: Characters of a JSON object, at most; several times as many bytes are in
             memory while it is read.
@@ -60,56 +54,37 @@ class TextData(L.LightningDataModule):
         val: Validation sequences, of all ranks; share no token with ``train``.
     """
 
-    tokens: TokenFile | None
-    train: PackedSequences
-    val: PackedSequences
+    path: Path | None = None
+    text_field: str = "text"
+    max_object_size: int = 8_000_000
+    skip_unreadable: bool = False
+    tokenizer: str | None = None
+    vocab_size: int = 4096
+    end_of_text: str = END_OF_TEXT
+    seq_len: int = 128
+    batch_size: int = 8
+    val_fraction: float = 0.02
+    standard_library_mb: float = 8.0
+    cache_dir: Path = Path("runs/cache")
+    num_workers: int = 0
+    seed: int = 0
 
-    def __init__(
-        self,
-        *,
-        path: Path | None = None,
-        text_field: str = "text",
-        max_object_size: int = 8_000_000,
-        skip_unreadable: bool = False,
-        tokenizer: str | None = None,
-        vocab_size: int = 4096,
-        end_of_text: str = END_OF_TEXT,
-        seq_len: int = 128,
-        batch_size: int = 8,
-        val_fraction: float = 0.02,
-        standard_library_mb: float = 8.0,
-        cache_dir: Path = Path("runs/cache"),
-        num_workers: int = 0,
-        seed: int = 0,
-    ) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        _at_least("vocab_size", vocab_size, MIN_VOCAB_SIZE)
-        _at_least("max_object_size", max_object_size, 1)
-        _at_least("seq_len", seq_len, 1)
-        _at_least("batch_size", batch_size, 1)
-        _at_least("num_workers", num_workers, 0)
-        if not 0 <= val_fraction < 1:
+        least = {"vocab_size": MIN_VOCAB_SIZE, "num_workers": 0}
+        for name in ("vocab_size", "max_object_size", "seq_len", "batch_size", "num_workers"):
+            if getattr(self, name) < least.get(name, 1):
+                raise RecipeError(
+                    f"{name}: expected {least.get(name, 1)} or more, got {getattr(self, name)}. "
+                    f"Correct --data.{name}."
+                )
+        if not 0 <= self.val_fraction < 1:
             raise RecipeError(
-                f"val_fraction: expected 0 or more and less than 1, got {val_fraction}. "
+                f"val_fraction: expected 0 or more and less than 1, got {self.val_fraction}. "
                 f"Correct --data.val_fraction."
             )
-        self.path = None if path is None else Path(path)
-        self.text_field = text_field
-        self.max_object_size = max_object_size
-        self.skip_unreadable = skip_unreadable
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.end_of_text = end_of_text
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.val_fraction = val_fraction
-        self.standard_library_mb = standard_library_mb
-        self.cache_dir = Path(cache_dir)
-        self.num_workers = num_workers
-        self.seed = seed
-        self.tokens = None
+        self.tokens: TokenFile | None = None
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
-        self._position: dict[str, Any] | None = None
 
     @override
     def prepare_data(self) -> None:
@@ -125,7 +100,15 @@ class TextData(L.LightningDataModule):
                 rank a batch.
         """
         self._open_together()
-        self.require_enough(self._shards()[0], for_training=stage == "fit")
+        self.require_enough(self._shard()["num_replicas"], for_training=stage == "fit")
+        if stage == "fit":
+            self._train_loader = ResumableLoader(
+                self.train,
+                seed=self.seed,
+                persistent_workers=self.num_workers > 0,
+                **self._shard(),
+                **self._loading(),
+            )
 
     def open(self) -> TokenFile:
         """Prepare the corpus if need be, split it, and return it. Needs no Trainer.
@@ -134,7 +117,13 @@ class TextData(L.LightningDataModule):
         """
         if self.tokens is not None:
             return self.tokens
-        self.tokens = self._prepare()
+        self.tokens = prepare(
+            self._corpus(),
+            self.tokenizer,
+            vocab_size=self.vocab_size,
+            end_of_text=self.end_of_text,
+            cache_dir=Path(self.cache_dir),
+        )
         if self.tokens.num_skipped:
             rank_zero_warn(
                 f"Corpus: {self.tokens.num_skipped:,} files, lines or objects could not be read "
@@ -143,12 +132,7 @@ class TextData(L.LightningDataModule):
             )
         if self.tokens.num_empty:
             rank_zero_info(f"Corpus: {self.tokens.num_empty:,} empty documents, which add nothing")
-        tokens = self.tokens.tokens()
-        cut = split_at_document(
-            tokens, end_of_text=self.tokens.end_of_text, val_fraction=self.val_fraction
-        )
-        self.train = PackedSequences(tokens.part(0, cut), self.seq_len)
-        self.val = PackedSequences(tokens.part(cut, len(tokens)), self.seq_len)
+        self.train, self.val = split_at_document(self.tokens, self.seq_len, self.val_fraction)
         return self.tokens
 
     def require_enough(self, num_ranks: int, *, for_training: bool) -> None:
@@ -165,35 +149,22 @@ class TextData(L.LightningDataModule):
             raise RecipeError(
                 "val_fraction: expected more than 0 to validate, got 0. Raise --data.val_fraction."
             )
-        wanted = [("validation", self.val, num_ranks if self.val_fraction else 0)]
-        if for_training:
-            wanted.insert(0, ("training", self.train, num_ranks * self.batch_size))
+        wanted = [
+            ("training", self.train, num_ranks * self.batch_size if for_training else 0),
+            ("validation", self.val, num_ranks if self.val_fraction else 0),
+        ]
         for name, sequences, needed in wanted:
             if len(sequences) < needed:
                 raise RecipeError(
                     f"{name} data: expected at least {needed} sequences of {self.seq_len} tokens "
-                    f"for {num_ranks} ranks, got {len(sequences)} ({len(sequences.tokens):,} "
-                    f"tokens). Add text, lower --data.seq_len or --data.batch_size, or change "
-                    f"--data.val_fraction."
+                    f"for {num_ranks} ranks, got {len(sequences)}. Add text, lower --data.seq_len "
+                    f"or --data.batch_size, or change --data.val_fraction."
                 )
 
     @override
     def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
         """This rank's training batches; remembers its position."""
-        num_ranks, rank = self._shards()
-        self._train_loader = ResumableLoader(
-            self.train,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            num_replicas=num_ranks,
-            rank=rank,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=self._on_cuda(),
-        )
-        if self._position is not None:
-            self._go_on_from(self._position)
-            self._position = None
+        assert self._train_loader is not None, "made by setup"
         return self._train_loader
 
     @override
@@ -201,14 +172,11 @@ class TextData(L.LightningDataModule):
         """This rank's validation batches, as many on every rank; the last may be smaller."""
         if not self.val_fraction:
             return []
-        num_ranks, rank = self._shards()
         return DataLoader(
             self.val,
-            batch_size=self.batch_size,
-            sampler=DealtSampler(self.val, num_replicas=num_ranks, rank=rank, shuffle=False),
-            num_workers=self.num_workers,
-            pin_memory=self._on_cuda(),
+            sampler=DealtSampler(self.val, **self._shard(), shuffle=False),
             generator=torch.Generator(),  # or else validating would shift what training draws
+            **self._loading(),
         )
 
     @override
@@ -216,73 +184,44 @@ class TextData(L.LightningDataModule):
         """The position in the training data, and which data that is."""
         if self._train_loader is None:
             return {}
-        assert self.tokens is not None, "there is a loader"
-        return {"corpus": self.tokens.folder.name, **self._train_loader.state_dict()}
+        return {"corpus": self.open().folder.name, **self._train_loader.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position; the Trainer calls it before or after it asked for the loader."""
-        if self._train_loader is not None:
-            self._go_on_from(state_dict)
-        else:
-            self._position = state_dict
+        """Go on from a position, where there is training.
 
-    @override
-    def teardown(self, stage: str) -> None:
-        """Forget the loader: the next run begins at the beginning, or at its checkpoint."""
-        if stage == "fit":
-            self._train_loader = None
-
-    def _go_on_from(self, position: dict[str, Any]) -> None:
-        assert self._train_loader is not None
-        assert self.tokens is not None, "there is a loader"
-        before = self.cache_dir / position["corpus"]
-        if before.name != self.tokens.folder.name:
+        Raises:
+            RecipeError: It is one in other data, or lies inside a batch.
+        """
+        if self._train_loader is None:
+            return
+        before, now = Path(self.cache_dir, state_dict["corpus"]), self.open().folder
+        if before.name != now.name:
             raise RecipeError(
                 f"checkpoint: expected the corpus that it was written with, got another one: "
-                f"{describe_difference(before, self.tokens.folder)}. Restore it, or start from "
-                f"the weights alone."
+                f"{describe_difference(before, now)}. Restore it, or start from the weights alone."
             )
         try:
-            self._train_loader.load_state_dict(position)
+            self._train_loader.load_state_dict(state_dict)
         except ValueError as error:
             raise RecipeError(
                 f"checkpoint: {error} That is --data.path, --data.seq_len, --data.seed and "
                 "--data.batch_size."
             ) from error
 
+    @override
+    def teardown(self, stage: str) -> None:
+        """Forget the loader: the next run begins at the beginning, or at its checkpoint."""
+        self._train_loader = None
+
     def _corpus(self) -> Corpus:
-        if self.path is not None:
-            return open_corpus(
-                self.path,
-                text_field=self.text_field,
-                max_object_size=self.max_object_size,
-                skip_unreadable=self.skip_unreadable,
-            )
-        return standard_library(round(self.standard_library_mb * 1e6))
-
-    def _prepare(self) -> TokenFile:
-        corpus = self._corpus()
-        if self.tokenizer is None:
-            key = f"bpe {self.vocab_size}"
-
-            def make() -> Tokenizer:
-                return train_tokenizer(
-                    corpus.pieces(), vocab_size=self.vocab_size, end_of_text=self.end_of_text
-                )
-        else:
-            given = load_tokenizer(self.tokenizer)
-            key = hashlib.sha256(given.to_str().encode()).hexdigest()
-
-            def make() -> Tokenizer:
-                return given
-
-        return prepare(
-            corpus,
-            make,
-            tokenizer_key=key,
-            end_of_text=self.end_of_text,
-            cache_dir=self.cache_dir,
+        if self.path is None:
+            return standard_library(round(self.standard_library_mb * 1e6))
+        return open_corpus(
+            Path(self.path),
+            text_field=self.text_field,
+            max_object_size=self.max_object_size,
+            skip_unreadable=self.skip_unreadable,
         )
 
     def _open_together(self) -> None:
@@ -305,15 +244,12 @@ class TextData(L.LightningDataModule):
         if failure is not None:
             raise failure
 
-    def _shards(self) -> tuple[int, int]:
-        """Number of ranks that share the data, and this one's place among them."""
+    def _shard(self) -> dict[str, Any]:
+        """Which ranks share the data, and which of them this is."""
         kwargs = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (1, 0) if kwargs is None else (kwargs["num_replicas"], kwargs["rank"])
+        return kwargs or {"num_replicas": 1, "rank": 0}
 
-    def _on_cuda(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise RecipeError(f"{name}: expected {least} or more, got {value}. Correct --data.{name}.")
+    def _loading(self) -> dict[str, Any]:
+        """What both loaders have in common."""
+        pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "pin_memory": pin}

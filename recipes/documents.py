@@ -1,60 +1,322 @@
 """A file's documents, a piece at a time: memory does not grow with the file.
 
-========  =====================================  ===================  ==============================
-suffix    one file holds                         one document is      in memory at a time
-========  =====================================  ===================  ==============================
-.txt      text                                   the file             a block of it
-.json     an object, or a list of objects        one object's field   one object
-.jsonl    one object per line                    one line's field     one object
-========  =====================================  ===================  ==============================
+==============  ===============================  ===================  ==============================
+suffix          one file holds                   one document is      in memory at a time
+==============  ===============================  ===================  ==============================
+.txt            text                             the file             a block of it
+.json           an object, or a list of objects  one object's field   one object
+.jsonl          one object per line              one line's field     one object
+.csv, .parquet  a table                          one row's field      rows that lie together
+==============  ===============================  ===================  ==============================
+
+A document longer than a piece is cut in front of a word, where no tokenizer that splits text at
+words joins what lies on both sides: its tokens are those of the whole. Only a piece without any
+such place is cut elsewhere.
+
+What cannot be read is given out between the pieces, as the error that names it. After an object of
+a list whose end is not found, nothing more of that ``.json`` can be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+import itertools
+import json
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
+from typing import NamedTuple
 
-from recipes.json_documents import read_json, read_json_lines
-from recipes.pieces import (
-    CorpusError,
-    Piece,
-    Reading,
-    changed,
-    cut,
-    decoded,
-    open_regular,
-    unreadable,
-)
+from recipes.errors import RecipeError
+
+PIECE_LENGTH = 2**16  # characters; tokens take a hundred times their bytes while they are made
+BLOCK_LENGTH = 2**16  # characters read at once, at most 4 bytes each
+
+# What follows a piece: a space, or a line that begins with a letter, or the end.
+_PIECE = r"(?s:.{1,%d}(?:(?<=\S)(?=[ \t])|(?<=\S\n)(?=[^\W\d_])|\Z)|.{1,%d})"
+_DECODER = json.JSONDecoder()
 
 
-def read_documents(path: Path, reading: Reading) -> Iterator[Piece]:
-    """The pieces of all documents in a file, in order.
+class CorpusError(RecipeError):
+    """A corpus that cannot be read; the message names the file and, if any, the line."""
+
+
+class Piece(NamedTuple):
+    """A stretch of one document; the pieces of a document follow one another.
+
+    Attributes:
+        text: As it stands in the file, line ends included; empty only if the document is.
+        is_last: The document ends here.
+    """
+
+    text: str
+    is_last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        text_field: The field of a JSON object that holds its text.
+        max_object_size: Characters of a JSON object, at most.
+        skip_unreadable: Leave out what cannot be read.
+    """
+
+    text_field: str = "text"
+    max_object_size: int = 8_000_000
+    skip_unreadable: bool = False
+
+
+def read(path: Path, reading: Reading) -> Iterator[Piece | CorpusError]:
+    """The pieces of all documents in a file, in order, and what cannot be read."""
+    read_kind = READERS.get(path.suffix.lower(), _read_text)
+    try:
+        # Bytes that are no UTF-8 become halves of surrogate pairs, and so keep their place.
+        with TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", newline="\n") as file:
+            yield from read_kind(path, file, reading)
+    except OSError as error:
+        yield unreadable(path, error)
+    except CorpusError as error:
+        yield error
+
+
+def opened(path: Path) -> BufferedReader:
+    """The file, open for reading.
 
     Raises:
-        CorpusError: What ``reading.report`` raises; or the file changed meanwhile.
+        OSError: It cannot be opened; or it is something else, which might never end.
     """
-    is_whole = True
-    try:
-        for piece in READERS.get(path.suffix.lower(), _read_text)(path, reading):
-            is_whole = piece.is_last
-            yield piece
-    except (OSError, CorpusError) as error:
-        if not is_whole:  # its first pieces were read without an error a moment ago
-            raise changed(path) from error
-        reading.report(error if isinstance(error, CorpusError) else unreadable(path, error))
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "a pipe, a socket or a device")
+    return path.open("rb")
 
 
-def _read_text(path: Path, reading: Reading) -> Iterator[Piece]:
+def mistake(place: Path | str, expected: str, got: str, cure: str) -> CorpusError:
+    """The error for a place, a file or a line of it, that does not hold what it should."""
+    return CorpusError(f"{place}: expected {expected}, got {got}. {cure}")
+
+
+def unreadable(path: Path | str, error: OSError) -> CorpusError:
+    """The error for what the system will not read."""
+    cure = "Make it readable, or take it away."
+    return mistake(path, "a file or folder that can be read", f"'{error.strerror}'", cure)
+
+
+def cut(texts: Iterable[str]) -> Iterator[Piece]:
+    """A document in pieces of :data:`PIECE_LENGTH` at most; its text comes in blocks."""
+    pattern = re.compile(_PIECE % (PIECE_LENGTH - 1, PIECE_LENGTH))
+    rest = ""
+    for text in texts:
+        *whole, rest = pattern.findall(rest + text) or [""]
+        yield from (Piece(each, is_last=False) for each in whole)
+    yield Piece(rest, is_last=True)
+
+
+def _read_text(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece]:
     del reading  # plain text has no fields
-    with open_regular(path) as file:
-        for _ in decoded(path, file):
-            pass  # before a piece is given out, so that a document comes as a whole or not at all
-        file.seek(0)
-        yield from cut(decoded(path, file), f"{path}:1")
+
+    def blocks() -> Iterator[str]:
+        line = 1
+        while text := file.read(BLOCK_LENGTH):
+            _require_utf8(text, path, line)
+            line += text.count("\n")
+            yield text
+
+    for _ in blocks():
+        pass  # before a piece is given out, so that a document comes as a whole or not at all
+    file.seek(0)
+    yield from cut(blocks())
 
 
-READERS: dict[str, Callable[[Path, Reading], Iterator[Piece]]] = {
+def _read_lines(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
+    most = reading.max_object_size
+    for number in itertools.count(1):
+        source = f"{path}:{number}"
+        line = file.readline(most + 1)
+        if not line:
+            return
+        try:
+            if len(line) > most:
+                while line and not line.endswith("\n"):
+                    line = file.readline(BLOCK_LENGTH)
+                raise _too_large(source, most)
+            if not line.isspace():
+                _require_utf8(line, path, number)
+                yield from _document(source, json.loads(line), reading)
+        except (ValueError, RecursionError) as error:
+            yield error if isinstance(error, CorpusError) else _broken(source, error)
+
+
+def _read_json(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
+    window = _Window(path, file, reading.max_object_size)
+    is_list = window.skip("[")
+    if not (is_list and window.skip("]")):
+        yield from _document(*window.value(), reading)
+        while is_list and not window.skip("]"):
+            if not window.skip(","):
+                raise _broken(window.source(), "no ',' or ']' after a list's object")
+            yield from _document(*window.value(), reading)
+    if window.peek():
+        raise _broken(window.source(), "text after the end")
+
+
+class _Window:
+    """The part of a JSON file that is in memory: from what comes next, as far as needed."""
+
+    def __init__(self, path: Path, file: TextIOWrapper, most: int) -> None:
+        self._path = path
+        self._file = file
+        self._most = most
+        self._text = ""
+        self._line = 1  # of the file, where the text begins, as is the column
+        self._column = 1
+
+    def source(self) -> str:
+        """Where what comes next stands, as ``path:line``."""
+        return f"{self._path}:{self._line}"
+
+    def peek(self) -> str:
+        """The next character that is no space; empty at the end of the file."""
+        while not (rest := self._text.lstrip(" \t\r\n")) and self._grow():
+            pass
+        self._drop(len(self._text) - len(rest))
+        return rest[:1]
+
+    def skip(self, character: str) -> bool:
+        """Pass over a character, if it comes next."""
+        is_next = self.peek() == character
+        self._drop(int(is_next))
+        return is_next
+
+    def value(self) -> tuple[str, object]:
+        """Where the value that comes next stands, and itself.
+
+        Raises:
+            CorpusError: There is none, or it is too large. What follows cannot be read.
+        """
+        self.peek()
+        source = self.source()
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text)
+            except (ValueError, RecursionError) as error:
+                if not self._grow():  # it may be cut off by the window
+                    raise self._mistake(error) from None
+            else:
+                # What ends with the window may go on behind it.
+                if end < len(self._text) or not self._grow():
+                    break
+        if end > self._most:
+            raise _too_large(source, self._most)
+        _require_utf8(self._text[:end], self._path, self._line)
+        self._drop(end)
+        return source, value
+
+    def _mistake(self, error: Exception) -> CorpusError:
+        """What to say of the value that comes next."""
+        place = getattr(error, "pos", 0)
+        is_cut_off = "Unterminated" in str(error) or len(self._text) - place < 16
+        if is_cut_off and len(self._text) > self._most:
+            return _too_large(self.source(), self._most)
+        _require_utf8(self._text[: place + 1], self._path, self._line)
+        self._drop(place)
+        if isinstance(error, json.JSONDecodeError):
+            error.colno = self._column  # that of the file, not of the window
+        return _broken(self.source(), error)
+
+    def _grow(self) -> bool:
+        """Take in as much again.
+
+        As much: a value is decoded anew each time, which is then as much work as decoding it twice.
+
+        Returns:
+            Whether there was more, and room for it.
+        """
+        room = self._most + 1 - len(self._text)
+        more = self._file.read(min(max(len(self._text), BLOCK_LENGTH), room))
+        self._text += more
+        return bool(more)
+
+    def _drop(self, num_characters: int) -> None:
+        newline = self._text.rfind("\n", 0, num_characters)
+        self._column = num_characters - newline if newline >= 0 else self._column + num_characters
+        self._line += self._text.count("\n", 0, num_characters)
+        self._text = self._text[num_characters:]
+
+
+def _read_table(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
+    from datasets import IterableDataset  # a second, and 80 MB of memory
+
+    file.close()  # it has a reader of its own
+    readers = {".csv": IterableDataset.from_csv, ".parquet": IterableDataset.from_parquet}
+    try:
+        for number, row in enumerate(readers[path.suffix.lower()](str(path)), 1):
+            yield from _document(f"{path}, row {number}", row, reading)
+    except ValueError as error:
+        raise mistake(path, "a table", f"'{error}'", "Repair it, or take it away.") from error
+
+
+READERS: dict[str, Callable[[Path, TextIOWrapper, Reading], Iterator[Piece | CorpusError]]] = {
     ".txt": _read_text,
-    ".json": read_json,
-    ".jsonl": read_json_lines,
+    ".json": _read_json,
+    ".jsonl": _read_lines,
+    ".csv": _read_table,
+    ".parquet": _read_table,
 }
+TABLES = (".csv", ".parquet")
+
+
+def _document(source: str, value: object, reading: Reading) -> Iterator[Piece | CorpusError]:
+    """The pieces of an object's text, or what is wrong with it."""
+    name, cure = (
+        reading.text_field,
+        "Repair the line, or name another field with --data.text_field.",
+    )
+    text = value.get(name) if isinstance(value, dict) else None
+    if not isinstance(value, dict) or name not in value:
+        found = json.dumps(value, default=str)[:40]
+        if isinstance(value, dict):
+            found = ", ".join(f"'{each}'" for each in itertools.islice(value, 10)) or "no field"
+        yield mistake(source, f"an object with the field '{name}'", found, cure)
+    elif not isinstance(text, str):
+        yield mistake(
+            source, f"a string in the field '{name}'", json.dumps(text, default=str)[:40], cure
+        )
+    elif half := _half_of_a_pair(text):
+        code = f"half of a surrogate pair (\\u{ord(text[half.start]):04x})"
+        yield mistake(source, f"text in the field '{name}'", code, cure)
+    else:
+        yield from cut([text])
+
+
+def _half_of_a_pair(text: str) -> UnicodeEncodeError | None:
+    """Where the text has half of a surrogate pair, which no UTF-8 has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error
+    return None
+
+
+def _require_utf8(text: str, path: Path, line: int) -> None:
+    if half := _half_of_a_pair(text):
+        line += text.count("\n", 0, half.start)
+        byte = f"byte 0x{ord(text[half.start]) & 0xFF:02x}"
+        cure = "Convert the file, for example with iconv."
+        raise mistake(f"{path}:{line}", "UTF-8", byte, cure)
+
+
+def _broken(source: str, why: Exception | str) -> CorpusError:
+    if isinstance(why, json.JSONDecodeError):
+        why = f"{why.msg}, column {why.colno}"
+    why = str(why).partition(": ")[0]  # what follows is advice for another program
+    return mistake(source, "JSON", f"a broken line ({why})", "Repair or remove it.")
+
+
+def _too_large(source: str, most: int) -> CorpusError:
+    cure = "Split it, put its text into a .txt file, or raise --data.max_object_size."
+    return mistake(source, f"an object of at most {most:,} characters", "a longer one", cure)

@@ -21,8 +21,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,14 +35,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from recipes.corpus import Corpus, Snapshot
-from recipes.pieces import CorpusError, Piece
-from recipes.tokenizer import encode, end_of_text_id
+from recipes.corpus import Corpus
+from recipes.documents import CorpusError, mistake
+from recipes.tokenizer import encode, end_of_text_id, load_tokenizer, train_tokenizer
 
-TokenArray: TypeAlias = NDArray[np.unsignedinteger[Any]]
+ReadTokens: TypeAlias = Callable[[int, int], NDArray[Any]]  # from a place to another
 
 _SEARCHED_AT_ONCE = 2**20  # tokens
-_FORMAT = 2  # raise it when the files of a cache folder change their meaning
+_FORMAT = 3  # raise it when the files of a cache folder change their meaning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,10 @@ class TokenFile:
     end_of_text: int
     dtype: str
 
-    def tokens(self) -> TokensOnDisk:
-        """All token ids.
-
-        Raises:
-            CorpusError: The file does not have the size it was written with.
-        """
-        path = self.folder / "tokens.bin"
-        expected = self.num_tokens * np.dtype(self.dtype).itemsize
-        actual = path.stat().st_size if path.is_file() else 0
-        if actual != expected:
-            raise CorpusError(
-                f"{path}: expected {expected:,} bytes, got {actual:,}. Delete {self.folder} to "
-                f"have it prepared again."
-            )
-        return TokensOnDisk(path, self.dtype, 0, self.num_tokens)
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """The token ids from one place to another, ``(end - begin,)``, ``dtype``."""
+        offset = begin * np.dtype(self.dtype).itemsize
+        return np.fromfile(self.folder / "tokens.bin", self.dtype, end - begin, offset=offset)
 
     def first_skipped(self) -> str:
         """The first line of ``skipped.txt``."""
@@ -95,145 +84,89 @@ class TokenFile:
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
 
-@dataclass(frozen=True)
-class TokensOnDisk:
-    """A stretch of a file of tokens; slices are read when they are asked for.
-
-    Attributes:
-        path: The file.
-        dtype: Of a token in it.
-        begin: First token of the stretch.
-        end: One past the last.
-    """
-
-    path: Path
-    dtype: str
-    begin: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.begin
-
-    def __getitem__(self, where: slice) -> TokenArray:
-        begin, end, step = where.indices(len(self))
-        assert step == 1, "tokens are read next to each other"
-        offset = (self.begin + begin) * np.dtype(self.dtype).itemsize
-        return np.fromfile(self.path, self.dtype, count=max(0, end - begin), offset=offset)
-
-    def part(self, begin: int, end: int) -> TokensOnDisk:
-        """A stretch of this one; nothing is read."""
-        return TokensOnDisk(self.path, self.dtype, self.begin + begin, self.begin + end)
-
-
 def prepare(
-    corpus: Corpus,
-    make_tokenizer: Callable[[], Tokenizer],
-    *,
-    tokenizer_key: str,
-    end_of_text: str,
-    cache_dir: Path,
+    corpus: Corpus, tokenizer: str | None, *, vocab_size: int, end_of_text: str, cache_dir: Path
 ) -> TokenFile:
     """Tokenise a corpus, or find it tokenised. Safe when several processes call it at once.
 
     Args:
         corpus: What to tokenise.
-        make_tokenizer: Called only when there is work to do.
-        tokenizer_key: Tells one tokenizer from another; part of the folder's name.
+        tokenizer: As of :func:`load_tokenizer`; ``None``: one is trained on the corpus.
+        vocab_size: Tokens of the trained one.
         end_of_text: The token that ends every document.
         cache_dir: Folder of all prepared corpora; created if missing.
 
     Raises:
-        CorpusError: The corpus cannot be read or holds no text.
+        CorpusError: The corpus cannot be read or holds no text; or its tokens are damaged.
         RecipeError: The tokenizer does not know ``end_of_text``.
     """
-    snapshot = corpus.snapshot()
-    key = f"{_FORMAT} {snapshot.fingerprint} {tokenizer_key} {end_of_text}"
+    given = None if tokenizer is None else load_tokenizer(tokenizer)
+    sums = corpus.sums()
+    kind = f"bpe {vocab_size}" if given is None else given.to_str()
+    options = [corpus.text_field, corpus.max_object_size, corpus.skip_unreadable]
+    key = json.dumps([_FORMAT, options, sums, kind, end_of_text])
     folder = cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not folder.is_dir():
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
-                _write(corpus, snapshot, make_tokenizer, end_of_text, folder)
+                made = given or train_tokenizer(corpus.pieces(), vocab_size, end_of_text)
+                partial = folder.with_suffix(".partial")
+                _write(corpus, made, end_of_text, partial)
+                if changed := _changed_files(sums, corpus.sums()):
+                    expected = "files that stay as they are while they are read"
+                    cure = "Start again when nothing writes to them."
+                    raise mistake(corpus.root, expected, changed, cure)
+                (partial / "files.json").write_text(json.dumps(sums, indent=0), encoding="utf-8")
+                partial.rename(folder)
     described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    return TokenFile(**(described | {"folder": folder}))
+    found = TokenFile(folder=folder, **described)
+    path, num_bytes = folder / "tokens.bin", found.num_tokens * np.dtype(found.dtype).itemsize
+    actual = path.stat().st_size if path.is_file() else 0
+    if actual != num_bytes:
+        cure = f"Delete {folder} to have it prepared again."
+        raise mistake(path, f"{num_bytes:,} bytes", f"{actual:,}", cure)
+    return found
 
 
-def _write(
-    corpus: Corpus,
-    snapshot: Snapshot,
-    make_tokenizer: Callable[[], Tokenizer],
-    end_of_text: str,
-    folder: Path,
-) -> None:
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
-    partial.mkdir()
-    tokenizer = make_tokenizer()
+def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path) -> None:
+    """Write all but the sums into a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir()
     end = end_of_text_id(tokenizer, end_of_text)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
-    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
-    num_documents = num_empty = num_skipped = num_tokens = 0
+    dtype = "uint16" if vocab_size <= 2**16 else "uint32"
+    counts = dict.fromkeys(("num_documents", "num_empty", "num_skipped", "num_tokens"), 0)
     in_document = 0  # tokens so far
+    num_bytes = sum(path.stat().st_size for path in corpus.files if path.exists())
+
+    def leave_out(error: CorpusError) -> None:
+        counts["num_skipped"] += 1
+        # Names of files need not be UTF-8.
+        left_out.write(f"{error}\n".encode(errors="backslashreplace"))
 
     with (
-        (partial / "tokens.bin").open("wb") as file,
-        # Names of files need not be UTF-8.
-        (partial / "skipped.txt").open(
-            "w", encoding="utf-8", errors="backslashreplace"
-        ) as left_out,
+        (folder / "tokens.bin").open("wb") as file,
+        (folder / "skipped.txt").open("wb") as left_out,
+        # `disable=None`: only a terminal gets a bar.
+        tqdm(total=num_bytes, desc="tokenise", unit="B", unit_scale=True, disable=None) as bar,
     ):
-
-        def leave_out(error: CorpusError) -> None:
-            nonlocal num_skipped
-            num_skipped += 1
-            left_out.write(f"{error}\n")
-
-        for piece, ids in encode(tokenizer, _with_progress(corpus, snapshot, leave_out)):
-            in_document += len(ids)
-            if piece.is_last and in_document:
-                ids.append(end)
-                num_documents += 1
-            elif piece.is_last:
-                num_empty += 1
-            if piece.is_last:
-                in_document = 0
-            file.write(np.asarray(ids, dtype=dtype).tobytes())
-            num_tokens += len(ids)
-    snapshot.require_unchanged(corpus)
-    if not num_documents:
-        raise CorpusError(
-            f"{corpus.root}: expected text, got {len(corpus.files)} files without any"
-            f"{f' ({num_skipped} times something was left out)' if num_skipped else ''}. "
-            f"Put text there."
-        )
-    tokenizer.save(str(partial / "tokenizer.json"))
-    written = TokenFile(
-        folder=folder,
-        num_documents=num_documents,
-        num_empty=num_empty,
-        num_skipped=num_skipped,
-        num_tokens=num_tokens,
-        vocab_size=vocab_size,
-        end_of_text=end,
-        dtype=dtype.name,
-    )
-    described = json.dumps(asdict(written) | {"folder": folder.name}, indent=2)
-    (partial / "corpus.json").write_text(described, encoding="utf-8")
-    (partial / "files.json").write_text(json.dumps(snapshot.sums, indent=0), encoding="utf-8")
-    partial.rename(folder)
-
-
-def _with_progress(
-    corpus: Corpus, snapshot: Snapshot, skipped: Callable[[CorpusError], None]
-) -> Iterator[Piece]:
-    """The documents, with a bar on a terminal."""
-    # `disable=None`: only a terminal gets a bar.
-    with tqdm(
-        total=snapshot.num_bytes(), desc="tokenise", unit="B", unit_scale=True, disable=None
-    ) as bar:
-        for piece in corpus.pieces(skipped):
-            yield piece
+        for piece, ids in encode(tokenizer, corpus.pieces(leave_out)):
             bar.update(len(piece.text))
+            in_document += len(ids)
+            if piece.is_last:
+                counts["num_documents" if in_document else "num_empty"] += 1
+                ids += [end] if in_document else []
+                in_document = 0
+            counts["num_tokens"] += len(ids)
+            np.asarray(ids, dtype).tofile(file)
+    if not counts["num_documents"]:
+        skipped = f" ({counts['num_skipped']} times something was left out)"
+        got = f"{len(corpus.files)} files without any{skipped if counts['num_skipped'] else ''}"
+        raise mistake(corpus.root, "text", got, "Put text there.")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    described = {**counts, "vocab_size": vocab_size, "end_of_text": end, "dtype": dtype}
+    (folder / "corpus.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
 
 
 def describe_difference(before: Path, now: Path) -> str:
@@ -244,63 +177,41 @@ def describe_difference(before: Path, now: Path) -> str:
         now: Another one.
     """
     try:
-        old, new = (
-            json.loads((folder / "files.json").read_text(encoding="utf-8"))
-            for folder in (before, now)
-        )
+        old, new = (json.loads((each / "files.json").read_bytes()) for each in (before, now))
     except OSError:
         return f"other files or options; what they were is gone with {before}"
+    same = "the same files with another tokenizer, or read with other options"
+    return _changed_files(old, new) or same
+
+
+def _changed_files(old: dict[str, str], new: dict[str, str]) -> str:
+    """The first of them by name, with what happened to them; empty if there are none."""
     found = [
         f"'{name}' {'is new' if name not in old else 'is gone' if name not in new else 'changed'}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-    if not found:
-        return "the same files with another tokenizer, or read with other options"
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
-def split_at_document(
-    tokens: TokenArray | TokensOnDisk, *, end_of_text: int, val_fraction: float
-) -> int:
-    """Where training text ends and validation text begins.
-
-    After the last document that ends before the wanted place, so that no document is in both; at
-    the wanted place itself where that would more than double the validation text.
-
-    Args:
-        tokens: ``(num_tokens,)``, integers.
-        end_of_text: The id that ends every document.
-        val_fraction: Wanted share of the tokens for validation; 0 gives ``num_tokens``.
-
-    Returns:
-        The number of training tokens.
-    """
-    num_val = round(len(tokens) * val_fraction)
-    wanted = len(tokens) - num_val
-    start = max(0, wanted - num_val)
-    for end in range(wanted, start, -_SEARCHED_AT_ONCE):  # backwards: documents are mostly short
-        begin = max(start, end - _SEARCHED_AT_ONCE)
-        ends = np.flatnonzero(tokens[begin:end] == end_of_text)
-        if len(ends):
-            return begin + int(ends[-1]) + 1
-    return wanted
-
-
+@dataclass(frozen=True)
 class PackedSequences(Dataset[dict[str, Tensor]]):
-    """Sequences of equal length, next to each other in one array, without padding.
+    """Sequences of equal length, next to each other in a stretch of tokens, without padding.
 
     Attributes:
-        tokens: ``(num_tokens,)``, unsigned integers.
+        read: Gives the tokens from one place to another.
+        begin: Place of the first token.
+        end: One past the last.
         seq_len: Tokens in a sequence.
     """
 
-    def __init__(self, tokens: TokenArray | TokensOnDisk, seq_len: int) -> None:
-        self.tokens = tokens
-        self.seq_len = seq_len
+    read: ReadTokens
+    begin: int
+    end: int
+    seq_len: int
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.seq_len)
+        return max(0, (self.end - self.begin - 1) // self.seq_len)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """One sequence.
@@ -311,6 +222,32 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index}: expected 0 to {len(self) - 1}")
-        start = index * self.seq_len
-        window = torch.from_numpy(self.tokens[start : start + self.seq_len + 1].astype(np.int64))
+        begin = self.begin + index * self.seq_len
+        window = torch.from_numpy(self.read(begin, begin + self.seq_len + 1).astype(np.int64))
         return {"input_ids": window[:-1], "labels": window[1:]}
+
+
+def split_at_document(
+    tokens: TokenFile, seq_len: int, val_fraction: float
+) -> tuple[PackedSequences, PackedSequences]:
+    """Sequences to train on and, after them, to validate on.
+
+    The cut is after the last document that ends before the wanted place, so that no document is in
+    both; at the wanted place itself where that would more than double the validation text.
+
+    Args:
+        tokens: A prepared corpus.
+        seq_len: Tokens in a sequence.
+        val_fraction: Wanted share of the tokens for validation; 0 for none.
+    """
+    num_val = round(tokens.num_tokens * val_fraction)
+    cut = wanted = tokens.num_tokens - num_val
+    start = max(0, wanted - num_val)
+    for end in range(wanted, start, -_SEARCHED_AT_ONCE):  # backwards: documents are mostly short
+        begin = max(start, end - _SEARCHED_AT_ONCE)
+        ends = np.flatnonzero(tokens.read(begin, end) == tokens.end_of_text)
+        if len(ends):
+            cut = begin + int(ends[-1]) + 1
+            break
+    train = PackedSequences(tokens.read, 0, cut, seq_len)
+    return train, PackedSequences(tokens.read, cut, tokens.num_tokens, seq_len)

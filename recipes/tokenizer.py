@@ -6,13 +6,14 @@ separates documents; where a document contains its spelling, that is ordinary te
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
+from recipes.documents import Piece
 from recipes.errors import RecipeError
-from recipes.pieces import Piece
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
@@ -21,7 +22,7 @@ _BATCH_CHARACTERS = 2**20  # encoded at once, on all cores
 
 
 def train_tokenizer(
-    pieces: Iterable[Piece], *, vocab_size: int, end_of_text: str = END_OF_TEXT
+    pieces: Iterable[Piece], vocab_size: int, end_of_text: str = END_OF_TEXT
 ) -> Tokenizer:
     """Byte-level BPE trained on the first 8 million characters.
 
@@ -29,26 +30,16 @@ def train_tokenizer(
         pieces: The corpus, in order.
         vocab_size: Number of tokens, at least 257; fewer come out of a text that has too few pairs.
         end_of_text: The token that separates documents; gets id 0.
-
-    Raises:
-        RecipeError: ``vocab_size`` cannot hold the bytes.
     """
-    if vocab_size < MIN_VOCAB_SIZE:
-        raise RecipeError(
-            f"vocab_size: expected at least {MIN_VOCAB_SIZE} (256 bytes and the end-of-text "
-            f"token), got {vocab_size}. Raise --data.vocab_size."
-        )
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(
+        _sample(pieces),
         vocab_size=vocab_size,
+        min_frequency=0,
         special_tokens=[end_of_text],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(pieces), trainer)
-    return tokenizer
+    return Tokenizer.from_str(bpe.to_str())
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -62,15 +53,16 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if path.is_dir() and not file.is_file():
-        raise _no_tokenizer(name, "a folder without tokenizer.json")
     try:
         tokenizer = (
             Tokenizer.from_file(str(file)) if path.exists() else Tokenizer.from_pretrained(name)
         )
     # The library's errors are plain `Exception`s, whatever the cause.
     except Exception as error:
-        raise _no_tokenizer(name, f"{type(error).__name__}: {error}") from error
+        raise RecipeError(
+            f"tokenizer: expected a tokenizer.json, a folder with one or a name on the hub, got "
+            f"'{file}' ({error}). Correct --data.tokenizer, or leave it out to train one."
+        ) from error
     # A file keeps what its tokenizer was last called with: a document would lose its end.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -100,25 +92,18 @@ def encode(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[tuple[Piec
         pieces: The corpus.
     """
     tokenizer.encode_special_tokens = True
-    for batch in _batches(pieces):
+    num_characters = 0
+
+    def number_of_batch(piece: Piece) -> int:
+        nonlocal num_characters
+        num_characters += len(piece.text) + 1  # an empty one takes room as well
+        return num_characters // _BATCH_CHARACTERS
+
+    for _, group in itertools.groupby(pieces, number_of_batch):
+        batch = list(group)
         texts = [piece.text for piece in batch]
         encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        for piece, encoding in zip(batch, encoded, strict=True):
-            yield piece, encoding.ids
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of :data:`_BATCH_CHARACTERS` together, or a piece more."""
-    batch: list[Piece] = []
-    num_characters = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_characters += len(piece.text) + 1  # an empty one takes room as well
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+        yield from zip(batch, (each.ids for each in encoded), strict=True)
 
 
 def _sample(pieces: Iterable[Piece]) -> Iterator[str]:
@@ -128,10 +113,3 @@ def _sample(pieces: Iterable[Piece]) -> Iterator[str]:
             return
         yield piece.text[:left]
         left -= len(piece.text)
-
-
-def _no_tokenizer(name: str, why: str) -> RecipeError:
-    return RecipeError(
-        f"tokenizer: expected a tokenizer.json, a folder with one or a name on the hub, got "
-        f"'{name}' ({why}). Correct --data.tokenizer, or leave it out to train one."
-    )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_fsdp import DealtSampler, ResumableLoader
+from lightning_fsdp import DealtSampler, ResumableLoader, data
 from tests.support.ranks import run_on_ranks
 
 
@@ -64,8 +64,10 @@ def test_no_sample_is_read_twice_and_ranks_get_equally_many(length, ranks, batch
     assert len(flat) == len(set(flat)) == num_batches * ranks * batch_size
 
 
-def test_the_order_is_that_of_torchs_distributed_sampler():
+@pytest.mark.parametrize("listed_at_once", [2**14, 7])
+def test_the_order_is_that_of_torchs_distributed_sampler(listed_at_once, monkeypatch):
     """So that a run may be compared with one that uses the Trainer's own sampler."""
+    monkeypatch.setattr(data, "_LISTED_AT_ONCE", listed_at_once)
     for epoch in (0, 3):
         for rank in range(2):
             theirs = DistributedSampler(

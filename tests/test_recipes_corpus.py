@@ -4,23 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from recipes.corpus import CorpusError, open_corpus, standard_library
+from recipes.corpus import open_corpus, standard_library
+from recipes.documents import CorpusError
 from tests.support.texts import NUM_DOCUMENTS, documents, text, write_folder
 
 
 def test_every_kind_of_file_is_read_in_the_order_of_the_names(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "corpus")
-    found = documents(open_corpus(folder))
-    assert [text for _, text in found] == [text(n) for n in range(NUM_DOCUMENTS)]
-    places = [source.removeprefix(f"{folder}/") for source, _ in found]
-    assert places == ["a.txt:1", "b.json:1", "b.json:1", "c.jsonl:1", "c.jsonl:2", "more/d.TXT:1"]
+    assert documents(open_corpus(folder)) == [text(n) for n in range(NUM_DOCUMENTS)]
 
 
 def test_text_comes_as_it_stands_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("\ufeffone\r\ntwo\tthree\x00\n".encode())
     (tmp_path / "b.json").write_text(' {"text": "\\u00e9\\ud83d\\ude00", "other": [1]} ')
     (tmp_path / "c.jsonl").write_text('\n{"text": "x"}\r\n   \n{"text": ""}')
-    assert [text for _, text in documents(open_corpus(tmp_path))] == [
+    assert documents(open_corpus(tmp_path)) == [
         "one\r\ntwo\tthree\x00\n",
         "é😀",
         "x",
@@ -37,18 +35,22 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
     [
         ("x.txt", b"one\ntwo\nthr\xffee", r"x\.txt:3: expected UTF-8, got byte 0xff\. Convert"),
         ("x.jsonl", b'{"text": "a"}\n\n{"text": "b"', r"x\.jsonl:3: expected JSON, got a broken"),
-        ("x.jsonl", b'{"text": "a"}\n{"tex": 1, "id": 2}', r"x\.jsonl:2: .*got 'tex', 'id'\. Name"),
-        ("x.jsonl", b"{}", r"x\.jsonl:1: expected the field 'text', got no field"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"tex": 1, "id": 2}',
+            r"x\.jsonl:2: .*got 'tex', 'id'\. Repair the line, or name",
+        ),
+        ("x.jsonl", b"{}", r"x\.jsonl:1: expected an object with the field 'text', got no field"),
         (
             "x.jsonl",
             b'{"text": 3}',
-            r"x\.jsonl:1: expected a string in the field 'text', got a num",
+            r"x\.jsonl:1: expected a string in the field 'text', got 3\.",
         ),
         ("x.jsonl", b'{"text": null}', r"x\.jsonl:1: expected a string .* got null"),
         (
             "x.jsonl",
             b'"text"',
-            r"x\.jsonl:1: expected an object with the field 'text', got a string",
+            r"x\.jsonl:1: expected an object with the field 'text', got \"text\"",
         ),
         ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl:1: .*half of a surrogate pair \(\\ud800\)"),
         ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: expected JSON, got a broken line"),
@@ -57,7 +59,7 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
         (
             "x.json",
             b'[\n{"text": "a"},\n\n{"txt": "b"}\n]',
-            r"x\.json:4: expected the field 'text'",
+            r"x\.json:4: expected an object with the field 'text', got 'txt'",
         ),
         ("x.json", b'[{"text": "a"},\n{"text": "b"}', r"x\.json:2: .*no ',' or '\]'"),
         (
@@ -66,7 +68,7 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
             r"x\.json:2: expected JSON, got a broken line \(Expecting",
         ),
         ("x.json", b'[{"text": "a"} {"text": "b"}]', r"x\.json:1: .*no ',' or '\]'"),
-        ("x.json", b'[{"text": "a"},\n"b"]', r"x\.json:2: expected an object .* got a string"),
+        ("x.json", b'[{"text": "a"},\n"b"]', r"x\.json:2: expected an object .* got \"b\""),
         ("x.json", b'[\n\n{"text": "a}]', r"x\.json:3: expected JSON, got a broken line"),
         ("x.json", b"", r"x\.json:1: expected JSON, got a broken line"),
         ("x.json", b"{\xe9}", r"x\.json:1: expected UTF-8"),
@@ -83,30 +85,18 @@ def test_what_cannot_be_read_is_named_with_file_and_line(
 
 def test_the_field_of_the_text_can_be_named(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"body": "a", "text": 1}')
-    found = documents(open_corpus(tmp_path, text_field="body"))
-    assert [text for _, text in found] == ["a"]
-
-
-def test_the_fingerprint_follows_names_contents_and_field(tmp_path: Path) -> None:
-    def fingerprint(name: str, content: str, text_field: str = "text") -> str:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        (folder / name).write_text(content)
-        return open_corpus(folder, text_field=text_field).snapshot().fingerprint
-
-    first = fingerprint("a.txt", "one")
-    assert first == fingerprint("a.txt", "one"), "wherever the folder is"
-    others = {fingerprint("b.txt", "one"), fingerprint("a.txt", "two")}
-    assert len(others | {first, fingerprint("a.txt", "one", "body")}) == 4
+    assert documents(open_corpus(tmp_path, text_field="body")) == ["a"]
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match=r"nowhere: expected a folder with text, found nothing"):
+    with pytest.raises(
+        CorpusError, match=r"nowhere: expected at least one file of .*, got nothing"
+    ):
         open_corpus(tmp_path / "nowhere")
     (tmp_path / "x.md").write_text("x")
     with pytest.raises(CorpusError, match=r"expected at least one file of .*\.txt, got 1 other"):
         open_corpus(tmp_path)
-    with pytest.raises(CorpusError, match=r"x\.md: expected one of .*, got '\.md'"):
+    with pytest.raises(CorpusError, match=r"x\.md: expected at least one file of .*, got 1 other"):
         open_corpus(tmp_path / "x.md")
 
 
@@ -114,7 +104,7 @@ def test_the_standard_library_is_the_same_mixture_each_time() -> None:
     small, large = standard_library(200_000), standard_library(400_000)
     assert small == standard_library(200_000)
     assert small.files == large.files[: len(small.files)]
-    assert 100_000 < small.snapshot().num_bytes() <= 200_000
+    assert 100_000 < sum(path.stat().st_size for path in small.files) <= 200_000
     assert len({path.name[0] for path in large.files}) > 5, "not the beginning of the alphabet only"
     assert not {"test", "tests", "site-packages"} & {p for f in large.files for p in f.parts[:-1]}
     assert len(documents(small)) > 5

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from lightning_fsdp import order
 from lightning_fsdp.data import ResumableLoader
-from recipes import pieces
+from recipes import documents, packing
 from recipes.corpus import open_corpus
 from recipes.data import TextData
+from recipes.documents import CorpusError, Piece
 from recipes.errors import RecipeError
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
-from recipes.pieces import CorpusError, Piece
 from recipes.tokenizer import (
     END_OF_TEXT,
     encode,
@@ -41,14 +41,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
-    corpus = open_corpus(folder)
     return prepare(
-        corpus,
-        lambda: train_tokenizer(corpus.pieces(), vocab_size=vocab_size),
-        tokenizer_key=f"bpe {vocab_size}",
+        open_corpus(folder),
+        None,
+        vocab_size=vocab_size,
         end_of_text=END_OF_TEXT,
         cache_dir=cache,
     )
+
+
+def _all_tokens(prepared: TokenFile) -> np.ndarray:
+    return prepared.read(0, prepared.num_tokens)
+
+
+def _packed(tokens: np.ndarray, seq_len: int) -> PackedSequences:
+    return PackedSequences(lambda begin, end: tokens[begin:end], 0, len(tokens), seq_len)
 
 
 # ------------------------------------------------------------------- tokenizer and packing
@@ -57,16 +64,16 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
 @settings(max_examples=30)
 @given(st.text(max_size=200))
 def test_every_text_comes_back_from_its_tokens(any_text: str) -> None:
-    tokenizer = train_tokenizer([Piece(source="", text=text(0))], vocab_size=300)
+    tokenizer = train_tokenizer([Piece(text(0), is_last=True)], vocab_size=300)
     marked = f"{any_text}{END_OF_TEXT}{any_text}"
-    ((_, ids),) = encode(tokenizer, [Piece(source="", text=marked)])
+    ((_, ids),) = encode(tokenizer, [Piece(marked, is_last=True)])
     assert tokenizer.decode(ids, skip_special_tokens=False) == marked
     assert end_of_text_id(tokenizer) not in ids, "its spelling in a text separates nothing"
 
 
 def test_packed_tokens_decode_to_the_documents_in_order(folder: Path, tmp_path: Path) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens, tokenizer = prepared.tokens()[:], prepared.tokenizer()
+    tokens, tokenizer = _all_tokens(prepared), prepared.tokenizer()
     ends = np.flatnonzero(tokens == prepared.end_of_text)
     assert ends[-1] == len(tokens) - 1
     each = np.split(tokens, ends + 1)[:-1]
@@ -81,15 +88,15 @@ def test_a_document_in_many_pieces_ends_once(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = _prepare(folder, tmp_path / "whole")
-    monkeypatch.setattr(pieces, "PIECE_LENGTH", 100)
+    monkeypatch.setattr(documents, "PIECE_LENGTH", 100)
     found = _prepare(folder, tmp_path / "pieces")
     assert found.num_documents == 6
-    assert np.array_equal(found.tokens()[:], whole.tokens()[:])
+    assert np.array_equal(_all_tokens(found), _all_tokens(whole))
 
 
 def test_sequences_hold_every_token_once_and_their_labels_follow() -> None:
     tokens = np.arange(4 * 8 + 1, dtype=np.uint16)
-    packed = PackedSequences(tokens, 8)
+    packed = _packed(tokens, 8)
     items = [packed[index] for index in range(len(packed))]
     assert torch.cat([item["input_ids"] for item in items]).tolist() == list(range(32))
     assert torch.cat([item["labels"] for item in items]).tolist() == list(range(1, 33))
@@ -100,7 +107,7 @@ def test_sequences_hold_every_token_once_and_their_labels_follow() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 0), (8, 0), (9, 1), (17, 2)])
 def test_only_full_sequences_with_all_labels_count(num_tokens: int, expected: int) -> None:
-    assert len(PackedSequences(np.zeros(num_tokens, dtype=np.uint16), 8)) == expected
+    assert len(_packed(np.zeros(num_tokens, dtype=np.uint16), 8)) == expected
 
 
 def test_files_without_any_text_are_refused(tmp_path: Path) -> None:
@@ -110,17 +117,49 @@ def test_files_without_any_text_are_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "cache").glob("*/corpus.json")), "nothing may look prepared"
 
 
-def test_the_split_lies_after_a_document() -> None:
+class _Tokens(TokenFile):
+    """In memory."""
+
     tokens = np.ones(100, dtype=np.uint16)
-    tokens[[40, 84, 99]] = 0
-    assert split_at_document(tokens, end_of_text=0, val_fraction=0.1) == 85
-    assert split_at_document(tokens, end_of_text=0, val_fraction=0.0) == 100
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        return self.tokens[begin:end]
+
+
+def _split(ends: list[int], val_fraction: float) -> tuple[PackedSequences, PackedSequences]:
+    tokens = _Tokens(
+        folder=Path(),
+        num_documents=len(ends),
+        num_empty=0,
+        num_skipped=0,
+        num_tokens=100,
+        vocab_size=2,
+        end_of_text=0,
+        dtype="uint16",
+    )
+    tokens.tokens[:] = 1
+    tokens.tokens[ends] = 0
+    return split_at_document(tokens, 4, val_fraction)
+
+
+def test_the_split_lies_after_a_document() -> None:
+    train, val = _split([40, 84, 99], 0.1)
+    assert (train.begin, train.end) == (0, 85)
+    assert (val.begin, val.end) == (85, 100)
+    assert _split([40, 84, 99], 0.0)[0].end == 100
 
 
 def test_a_single_long_document_is_split_inside() -> None:
-    tokens = np.ones(100, dtype=np.uint16)
-    tokens[[5, 99]] = 0  # the end of document 0 is too far from the wanted place
-    assert split_at_document(tokens, end_of_text=0, val_fraction=0.1) == 90
+    # The end of document 0 is too far from the wanted place.
+    assert _split([5, 99], 0.1)[0].end == 90
+
+
+@pytest.mark.parametrize("place", [85, 84, 83])
+def test_the_split_does_not_depend_on_how_much_is_searched_at_once(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "_SEARCHED_AT_ONCE", 3)
+    assert _split([place - 1, 99], 0.1)[0].end == place
 
 
 def test_a_corpus_is_tokenised_once_for_each_content_and_tokenizer(
@@ -143,11 +182,11 @@ def test_what_a_killed_run_left_behind_is_not_taken_for_a_corpus(
     folder: Path, tmp_path: Path
 ) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
-    tokens = prepared.tokens()[:].copy()
+    tokens = _all_tokens(prepared)
     partial = prepared.folder.with_suffix(".partial")
     prepared.folder.rename(partial)
     (partial / "tokens.bin").write_bytes(b"half")
-    assert np.array_equal(_prepare(folder, tmp_path / "cache").tokens()[:], tokens)
+    assert np.array_equal(_all_tokens(_prepare(folder, tmp_path / "cache")), tokens)
 
 
 def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
@@ -155,21 +194,24 @@ def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -
     with (prepared.folder / "tokens.bin").open("ab") as file:
         file.write(b"x")
     with pytest.raises(CorpusError, match=r"tokens\.bin: expected [\d,]+ bytes, got .* Delete"):
-        prepared.tokens()
+        _prepare(folder, tmp_path / "cache")
 
 
 def _prepare_at_once(rank: int, world_size: int, folder: Path, cache: Path) -> tuple[int, bool]:
-    corpus, has_worked = open_corpus(folder), False
+    has_worked = False
 
-    def make() -> Tokenizer:
+    def train(*args: Any) -> Tokenizer:
         nonlocal has_worked
         has_worked = True
         time.sleep(0.3)  # long enough for the others to arrive
-        return train_tokenizer(corpus.pieces(), vocab_size=300)
+        return train_tokenizer(*args)
 
-    dist.barrier()
-    prepared = prepare(corpus, make, tokenizer_key="bpe", end_of_text=END_OF_TEXT, cache_dir=cache)
-    return prepared.num_tokens, has_worked
+    packing.train_tokenizer = train
+    try:
+        dist.barrier()
+        return _prepare(folder, cache).num_tokens, has_worked
+    finally:
+        packing.train_tokenizer = train_tokenizer
 
 
 def test_of_several_processes_one_tokenises_and_all_get_the_result(
@@ -187,7 +229,9 @@ def test_a_given_tokenizer_is_used_as_it_is(folder: Path, tmp_path: Path) -> Non
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         data = TextData(path=folder, tokenizer=str(name), cache_dir=tmp_path / "cache")
         assert data.open().vocab_size == 290
-    with pytest.raises(RecipeError, match=r"expected a tokenizer\.json, .*\(a folder without"):
+    with pytest.raises(
+        RecipeError, match=r"expected a tokenizer\.json, .*corpus/tokenizer\.json' \(No such file"
+    ):
         load_tokenizer(str(folder))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(RecipeError, match=r"tokenizer: .*Correct --data\.tokenizer"):
@@ -213,11 +257,6 @@ def test_a_tokenizer_saved_with_truncation_and_padding_keeps_every_token(
     assert len({tokens.folder for tokens in found}) == 1, "what was saved with it changes nothing"
 
 
-def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
-    with pytest.raises(RecipeError, match="vocab_size: expected at least 257"):
-        train_tokenizer([], vocab_size=256)
-
-
 def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
     tokenizer = train_tokenizer(open_corpus(folder).pieces(), vocab_size=290)
     with pytest.raises(RecipeError, match=r"got '</s>'\. Name the token .* --data\.end_of_text"):
@@ -231,7 +270,7 @@ def test_an_unknown_end_of_text_is_refused(folder: Path) -> None:
 def test_every_token_of_the_corpus_is_read_exactly_once_over_all_ranks(
     ranks: int, batch_size: int
 ) -> None:
-    packed = PackedSequences(np.arange(24 * 4 + 1, dtype=np.uint16), 4)
+    packed = _packed(np.arange(24 * 4 + 1, dtype=np.uint16), 4)
     for epoch in (0, 1):
         seen = []
         for rank in range(ranks):
@@ -249,10 +288,14 @@ def test_training_and_validation_share_no_token(folder: Path, tmp_path: Path) ->
         path=folder, vocab_size=300, seq_len=8, val_fraction=0.2, cache_dir=tmp_path / "cache"
     )
     opened = data.open()
-    tokens = opened.tokens()[:]
-    assert len(data.train.tokens) + len(data.val.tokens) == len(tokens)
-    assert data.train.tokens[:][-1] == opened.end_of_text
-    assert np.array_equal(np.concatenate([data.train.tokens[:], data.val.tokens[:]]), tokens)
+    tokens = _all_tokens(opened)
+    assert data.train.begin == 0
+    assert data.train.end == data.val.begin
+    assert data.val.end == len(tokens)
+    assert tokens[data.train.end - 1] == opened.end_of_text
+    for sequences in (data.train, data.val):
+        found = torch.cat([sequences[index]["input_ids"] for index in range(len(sequences))])
+        assert np.array_equal(found, tokens[sequences.begin :][: len(found)])
 
 
 def test_without_a_trainer_the_data_is_that_of_one_rank(folder: Path, tmp_path: Path) -> None:
@@ -274,8 +317,8 @@ def test_the_position_can_be_restored_before_or_after_the_loader_exists(
         data.setup("fit")
         return data
 
+    assert TextData(path=folder).state_dict() == {}, "before setup"
     data = opened()
-    assert data.state_dict() == {}
     whole = [batch["input_ids"] for batch in data.train_dataloader()]
     data = opened()
     iterator = iter(data.train_dataloader())
@@ -309,9 +352,8 @@ def test_a_position_in_other_data_is_refused_with_the_options_to_change(
     data = opened()
     next(iter(data.train_dataloader()))
     other = opened(seed=1)
-    other.load_state_dict(data.state_dict())
     with pytest.raises(RecipeError, match=r"\(seed 0\), got seed 1.*--data\.seed"):
-        other.train_dataloader()
+        other.load_state_dict(data.state_dict())
 
 
 def test_validation_can_be_left_out(folder: Path, tmp_path: Path) -> None:
@@ -372,7 +414,7 @@ def test_what_is_left_out_is_counted_and_said_each_time(folder: Path, tmp_path: 
     lines = (found.folder / "skipped.txt").read_text().splitlines()
     places = [line.removeprefix(f"{folder}/").partition(": ")[0] for line in lines]
     assert places == ["c.jsonl:3", "c.jsonl:4", "e.txt:1"]
-    decoded = found.tokenizer().decode(found.tokens()[:].tolist(), skip_special_tokens=False)
+    decoded = found.tokenizer().decode(_all_tokens(found).tolist(), skip_special_tokens=False)
     assert decoded.split(END_OF_TEXT) == [*map(text, range(5)), "last", text(5), ""]
 
 
@@ -383,20 +425,37 @@ def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> Non
         data.open()
 
 
-def test_a_file_that_is_written_to_while_it_is_tokenised_is_named(
-    folder: Path, tmp_path: Path
-) -> None:
-    corpus = open_corpus(folder)
+def _more(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("more")
 
-    def make() -> Tokenizer:
-        made = train_tokenizer(corpus.pieces(), vocab_size=300)
-        with (folder / "a.txt").open("a") as file:
-            file.write("more")
+
+def _unreadable(path: Path) -> None:
+    path.write_bytes(b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_skipping"), [(_more, False), (_more, True), (_unreadable, True)]
+)
+def test_a_file_that_is_written_to_while_it_is_tokenised_is_named(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Path], None],
+    is_skipping: bool,
+) -> None:
+    def train(*args: Any) -> Tokenizer:
+        made = train_tokenizer(*args)
+        change(folder / "a.txt")
         return made
 
-    with pytest.raises(CorpusError, match=r"a\.txt: .* changed while it was read\. Start again"):
-        prepare(corpus, make, tokenizer_key="", end_of_text=END_OF_TEXT, cache_dir=tmp_path / "c")
-    assert not list((tmp_path / "c").glob("*/corpus.json")), "nothing may look prepared"
+    monkeypatch.setattr(packing, "train_tokenizer", train)
+    data = TextData(path=folder, cache_dir=tmp_path / "c", skip_unreadable=is_skipping)
+    message = r"corpus: expected files that stay as they are .* got 'a\.txt' changed\. Start again"
+    with pytest.raises(CorpusError, match=message):
+        data.open()
+    prepared = {path.parent for path in (tmp_path / "c").glob("*/corpus.json")}
+    assert all(path.suffix == ".partial" for path in prepared), "nothing may look prepared"
 
 
 class _OnRank(TextData):
@@ -404,8 +463,8 @@ class _OnRank(TextData):
 
     place = (1, 0)
 
-    def _shards(self) -> tuple[int, int]:
-        return self.place
+    def _shard(self) -> dict[str, int]:
+        return dict(zip(("num_replicas", "rank"), self.place, strict=True))
 
 
 def _on_rank(place: tuple[int, int], folder: Path, cache: Path, **options: int) -> TextData:
@@ -420,12 +479,9 @@ def _rows(batches: list[dict[str, torch.Tensor]]) -> list[tuple[int, ...]]:
     return [tuple(row) for batch in batches for row in batch["input_ids"].tolist()]
 
 
-@pytest.mark.parametrize("is_computed", [False, True], ids=["torchs order", "computed order"])
 def test_a_run_goes_on_with_the_very_next_sequences_on_more_ranks(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_computed: bool
+    folder: Path, tmp_path: Path
 ) -> None:
-    if is_computed:
-        monkeypatch.setattr(order, "_HELD_IN_MEMORY", 0)
     cache = tmp_path / "cache"
 
     def started(ranks: int, batch_size: int) -> list[TextData]:
@@ -487,18 +543,16 @@ def test_a_file_that_changed_between_a_checkpoint_and_the_resumed_run_is_named(
         shutil.rmtree(tmp_path / "cache")
         expected = "other files or options; what they were is gone with"
     resumed = _on_rank((1, 0), folder, tmp_path / "cache")
-    resumed.load_state_dict(state)
     with pytest.raises(RecipeError, match=rf"got another one: {expected}.*Restore it, or start"):
-        resumed.train_dataloader()
+        resumed.load_state_dict(state)
 
 
 def test_another_tokenizer_is_not_taken_for_another_file(folder: Path, tmp_path: Path) -> None:
     data = _on_rank((1, 0), folder, tmp_path / "cache")
     next(iter(data.train_dataloader()))
     resumed = _on_rank((1, 0), folder, tmp_path / "cache", vocab_size=310)
-    resumed.load_state_dict(data.state_dict())
     with pytest.raises(RecipeError, match="the same files with another tokenizer"):
-        resumed.train_dataloader()
+        resumed.load_state_dict(data.state_dict())
 
 
 def _set_up_with_a_trainer(rank: int, world_size: int, folder: Path, what: str) -> None:
@@ -509,7 +563,11 @@ def _set_up_with_a_trainer(rank: int, world_size: int, folder: Path, what: str) 
     if rank == 1 and what == "broken":
         (mine / "a.txt").write_bytes(b"\xff")
     data = TextData(path=mine, seq_len=8, vocab_size=300, cache_dir=folder / f"cache {rank}")
-    strategy = SimpleNamespace(broadcast=_broadcast, reduce_boolean_decision=_all_agree)
+    strategy = SimpleNamespace(
+        broadcast=_broadcast,
+        reduce_boolean_decision=_all_agree,
+        root_device=torch.device("cpu"),
+    )
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         strategy=strategy,
         distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},

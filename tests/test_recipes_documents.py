@@ -1,5 +1,6 @@
 """Files read in pieces: the same documents for every size of a block, and every mistake named."""
 
+import gc
 import json
 import os
 import re
@@ -8,19 +9,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 
-from recipes import pieces as reader
+from recipes import documents as reader
 from recipes.corpus import Corpus, open_corpus, standard_library
-from recipes.pieces import CorpusError, Piece
+from recipes.documents import CorpusError, Piece
 from recipes.tokenizer import encode, train_tokenizer
 from tests.support.texts import documents
 
 SUFFIXES = (".txt", ".json", ".jsonl")
-SIZES = [(2**20, 2**16), (1, 3), (5, 8), (64, 64)]  # of a block in bytes, of a piece in characters
+SIZES = [(2**20, 2**16), (1, 3), (5, 8), (64, 64)]  # of a block, of a piece
 # Much of it is nearly JSON; some of it is no UTF-8.
 SCRAPS = [
     *(b'{"text": "', b'"}', b'"text"', b"{", b"}", b"[", b"]", b",", b":", b" ", b"\n", b"\r\n"),
@@ -32,15 +34,15 @@ SCRAPS = [
 
 @contextmanager
 def _sizes(block: int, piece: int) -> Iterator[None]:
-    before = reader.BLOCK_BYTES, reader.PIECE_LENGTH
-    reader.BLOCK_BYTES, reader.PIECE_LENGTH = block, piece
+    before = reader.BLOCK_LENGTH, reader.PIECE_LENGTH
+    reader.BLOCK_LENGTH, reader.PIECE_LENGTH = block, piece
     try:
         yield
     finally:
-        reader.BLOCK_BYTES, reader.PIECE_LENGTH = before
+        reader.BLOCK_LENGTH, reader.PIECE_LENGTH = before
 
 
-def _outcome(corpus: Corpus) -> tuple[list[tuple[str, str]], list[str]]:
+def _outcome(corpus: Corpus) -> tuple[list[str], list[str]]:
     """Documents, and what was left out."""
     left_out: list[str] = []
     found, parts = [], []
@@ -48,7 +50,7 @@ def _outcome(corpus: Corpus) -> tuple[list[tuple[str, str]], list[str]]:
         assert len(piece.text) <= reader.PIECE_LENGTH
         parts.append(piece.text)
         if piece.is_last:
-            found.append((piece.source, "".join(parts)))
+            found.append("".join(parts))
             parts = []
     assert not parts
     return found, left_out
@@ -79,7 +81,7 @@ def test_what_was_written_is_read(texts: list[str], indent: int | None, is_ascii
         for block, piece in SIZES:
             with _sizes(block, piece):
                 found = documents(open_corpus(folder))
-            assert [text for _, text in found] == [text for text in texts * 3 if text]
+            assert found == [text for text in texts * 3 if text]
 
 
 @settings(max_examples=300)
@@ -109,7 +111,7 @@ def test_any_bytes_are_read_or_named_whatever_the_size_of_a_block(
             with pytest.raises(CorpusError, match=re.escape(left_out[0])):
                 documents(open_corpus(path))
         else:
-            assert documents(open_corpus(path)) == [each for each in found if each[1]]
+            assert documents(open_corpus(path)) == [text for text in found if text]
 
 
 QWEN = (
@@ -120,7 +122,7 @@ QWEN = (
 
 @pytest.mark.parametrize("pattern", [None, QWEN])
 def test_pieces_have_the_tokens_of_the_whole(pattern: str | None) -> None:
-    texts = [text for _, text in documents(standard_library(300_000))]
+    texts = documents(standard_library(300_000))
     texts.append("Wort für Wort\n\nAbsatz, 'tis 1 2\n  x y  z\n" * 50)
     tokenizer: Tokenizer = train_tokenizer(map(_whole, texts), vocab_size=1000)
     if pattern is not None:
@@ -132,19 +134,19 @@ def test_pieces_have_the_tokens_of_the_whole(pattern: str | None) -> None:
         )
     expected = [ids for _, ids in encode(tokenizer, map(_whole, texts))]
     with _sizes(2**20, 512):
-        pieces = [list(reader.cut([text], "")) for text in texts]
+        pieces = [list(reader.cut([text])) for text in texts]
     assert sum(map(len, pieces)) > 200
     found = [[i for _, ids in encode(tokenizer, each) for i in ids] for each in pieces]
     assert found == expected
 
 
 def _whole(text: str) -> Piece:
-    return Piece(source="", text=text)
+    return Piece(text, is_last=True)
 
 
 def test_text_without_words_is_cut_all_the_same() -> None:
     with _sizes(2**20, 64):
-        pieces = list(reader.cut(["模" * 100, "型" * 100], ""))
+        pieces = list(reader.cut(["模" * 100, "型" * 100]))
     assert [len(piece.text) for piece in pieces] == [64, 64, 64, 8]
     assert "".join(piece.text for piece in pieces) == "模" * 100 + "型" * 100
     assert [piece.is_last for piece in pieces] == [False, False, False, True]
@@ -157,7 +159,6 @@ def test_a_line_of_100_megabytes_is_text_in_a_text_file(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"0123456789" * 10**7)
     pieces = list(open_corpus(tmp_path).pieces())
     assert sum(len(piece.text) for piece in pieces) == 10**8
-    assert {piece.source for piece in pieces} == {f"{tmp_path}/x.txt:1"}
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
@@ -174,10 +175,10 @@ def test_an_object_of_100_megabytes_is_named_with_the_options_to_change(
         documents(open_corpus(tmp_path))
     found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
     # Where the next object of a list begins is known only to one who has read this one.
-    assert [text for _, text in found] == ["small"] * (2 if suffix == ".jsonl" else 1)
+    assert found == ["small"] * (2 if suffix == ".jsonl" else 1)
     assert len(left_out) == 1
     whole = documents(open_corpus(tmp_path, max_object_size=200_000_000))
-    assert [len(text) for _, text in whole] == [5, 10**8, 5]
+    assert [len(text) for text in whole] == [5, 10**8, 5]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
@@ -199,7 +200,7 @@ def test_nested_objects_beside_the_text_are_read_or_named(tmp_path: Path, depth:
     for suffix in (".json", ".jsonl"):
         (tmp_path / f"x{suffix}").write_text(nested)
     if depth == 100:
-        assert [text for _, text in documents(open_corpus(tmp_path))] == ["a", "a"]
+        assert documents(open_corpus(tmp_path)) == ["a", "a"]
     else:
         found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
         assert found == []
@@ -221,7 +222,7 @@ def test_empty_files_are_empty_documents_or_broken_json(tmp_path: Path) -> None:
     for suffix in SUFFIXES:
         (tmp_path / f"x{suffix}").touch()
     found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
-    assert found == [(f"{tmp_path}/x.jsonl:1", ""), (f"{tmp_path}/x.txt:1", "")]
+    assert found == [""], "an empty text"
     assert len(left_out) == 1
     assert "x.json:1: expected JSON" in left_out[0]
 
@@ -240,9 +241,15 @@ def _circular(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (_dangling, "expected a file that can be read, got 'No such file or directory'"),
-        (_circular, "expected a file that can be read, got 'Too many levels of symbolic links'"),
-        (os.mkfifo, r"expected a file, got a pipe\. Put a file there"),
+        (_dangling, "expected a file or folder that can be read, got 'No such file or directory'"),
+        (
+            _circular,
+            "expected a file or folder that can be read, got 'Too many levels of symbolic links'",
+        ),
+        (
+            os.mkfifo,
+            r"expected a file or folder that can be read, got 'a pipe, a socket or a device'",
+        ),
     ],
 )
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -252,14 +259,14 @@ def test_what_is_no_file_is_named_and_never_waited_for(
     (tmp_path / "a.txt").write_text("fine")
     make(tmp_path / f"x{suffix}")
     strict = open_corpus(tmp_path)
-    for read in (strict.snapshot, lambda: documents(strict)):
+    for read in (strict.sums, lambda: documents(strict)):
         with pytest.raises(CorpusError, match=rf"x\{suffix}: {message}"):
             read()
     lenient = open_corpus(tmp_path, skip_unreadable=True)
     found, left_out = _outcome(lenient)
-    assert [text for _, text in found] == ["fine"]
+    assert found == ["fine"]
     assert len(left_out) == 1
-    assert list(lenient.snapshot().sums) == ["a.txt", f"x{suffix}"]
+    assert list(lenient.sums()) == ["a.txt", f"x{suffix}"]
 
 
 @pytest.fixture
@@ -283,20 +290,20 @@ def test_no_permission_is_named(unprivileged: Path) -> None:
     secret.write_text("secret")
     secret.chmod(0)
     strict = open_corpus(unprivileged)
-    for read in (strict.snapshot, lambda: documents(strict)):
+    for read in (strict.sums, lambda: documents(strict)):
         with pytest.raises(
             CorpusError, match=r"x\.txt: expected .* got 'Permission denied'\. Make"
         ):
             read()
     found, left_out = _outcome(open_corpus(unprivileged, skip_unreadable=True))
-    assert [text for _, text in found] == ["fine"]
+    assert found == ["fine"]
     assert len(left_out) == 1
 
     folder = unprivileged / "sub"
     folder.mkdir(0)
     try:
         with pytest.raises(
-            CorpusError, match=r"sub: expected a folder that can be read, got 'Perm"
+            CorpusError, match=r"sub: expected a file or folder that can be read, got 'Perm"
         ):
             open_corpus(unprivileged)
     finally:
@@ -306,51 +313,67 @@ def test_no_permission_is_named(unprivileged: Path) -> None:
 def test_a_folder_is_a_folder_whatever_its_name(tmp_path: Path) -> None:
     (tmp_path / "x.txt").mkdir()
     (tmp_path / "x.txt" / "y.txt").write_text("inside")
-    assert documents(open_corpus(tmp_path)) == [(f"{tmp_path}/x.txt/y.txt:1", "inside")]
+    assert documents(open_corpus(tmp_path)) == ["inside"]
 
 
 def test_a_link_to_a_folder_is_named_since_it_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "again").symlink_to(tmp_path)
-    with pytest.raises(CorpusError, match=r"again: expected a folder, got a link to one"):
+    with pytest.raises(CorpusError, match=r"again: expected .*, got 'a link to a folder"):
         open_corpus(tmp_path)
 
 
 def test_a_name_that_is_no_utf8_can_be_a_corpus(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\n.txt")).write_text("fine")
     corpus = open_corpus(tmp_path)
-    assert [text for _, text in documents(corpus)] == ["fine"]
-    assert len(corpus.snapshot().fingerprint) == 64
+    assert documents(corpus) == ["fine"]
+    (name,) = corpus.sums()
+    assert name == "\udcff\n.txt"
 
 
-# ----------------------------------------------------------------------- files that are written to
+# ---------------------------------------------------------------------------------------- tables
 
 
-@pytest.mark.parametrize("is_skipping", [False, True])
-def test_a_text_that_is_cut_off_while_it_is_read_is_an_error_even_when_skipping(
-    tmp_path: Path, is_skipping: bool
-) -> None:
-    """Part of it has been given out by then."""
-    path = tmp_path / "x.txt"
-    path.write_text("word " * 10_000)  # more than Python reads ahead
-    pieces = open_corpus(path, skip_unreadable=is_skipping).pieces()
-    with _sizes(16, 16):
-        assert next(pieces).text
-        path.write_bytes(b"\xff" * 50_000)
-        with pytest.raises(CorpusError, match=r"x\.txt: .*changed while it was read"):
-            list(pieces)
+def _write_table(path: Path, rows: list[dict[str, object]]) -> None:
+    table = datasets.Dataset.from_list(rows)
+    table.to_csv(path, index=False) if path.suffix == ".csv" else table.to_parquet(path)
 
 
-def test_a_write_after_the_snapshot_is_noticed(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n')
-    corpus = open_corpus(tmp_path)
-    snapshot = corpus.snapshot()
-    snapshot.require_unchanged(corpus)
-    with (tmp_path / "b.jsonl").open("a") as file:
-        file.write('{"text": "two"}\n')
-    with pytest.raises(CorpusError, match=r"b\.jsonl: expected a file that stays .* Start again"):
-        snapshot.require_unchanged(corpus)
-    (tmp_path / "b.jsonl").unlink()
-    with pytest.raises(CorpusError, match=r"b\.jsonl: expected a file that stays"):
-        snapshot.require_unchanged(corpus)
+# `datasets` leaves a .csv open that is not read to its end.
+csv_left_open = pytest.mark.filterwarnings("ignore:Exception ignored in. <_io.FileIO .*csv")
+
+
+@csv_left_open
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_has_a_document_a_row(tmp_path: Path, suffix: str) -> None:
+    _write_table(tmp_path / f"a{suffix}", [{"text": f"é {n}\n", "n": n} for n in range(300)])
+    assert documents(open_corpus(tmp_path)) == [f"é {n}\n" for n in range(300)]
+    with pytest.raises(CorpusError, match=rf"a\{suffix}, row 1: expected an object with the field"):
+        documents(open_corpus(tmp_path, text_field="body"))
+    gc.collect()
+
+
+@csv_left_open
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_row_without_text_is_named_or_left_out(tmp_path: Path, suffix: str) -> None:
+    _write_table(tmp_path / f"a{suffix}", [{"text": t, "n": 1} for t in ("one", None, "three")])
+    message = rf"a\{suffix}, row 2: expected a string in the field 'text', got null"
+    with pytest.raises(CorpusError, match=message):
+        documents(open_corpus(tmp_path))
+    gc.collect()
+    found, left_out = _outcome(open_corpus(tmp_path, skip_unreadable=True))
+    assert found == ["one", "three"]
+    assert len(left_out) == 1
+
+
+@csv_left_open
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"PAR1junk")
+    with pytest.raises(CorpusError, match=r"x\.parquet: expected a table, got 'Parquet magic"):
+        documents(open_corpus(tmp_path))
+
+
+def test_a_table_beside_text_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("name\nb.txt\n")
+    (tmp_path / "b.txt").write_text("text")
+    assert documents(open_corpus(tmp_path)) == ["text"]

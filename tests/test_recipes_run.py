@@ -285,7 +285,7 @@ def _write_model(folder: Path, corpus: Path, family: str) -> Any:
     from recipes.corpus import open_corpus
     from recipes.tokenizer import train_tokenizer
 
-    tokenizer: Tokenizer = train_tokenizer(open_corpus(corpus).pieces(), vocab_size=VOCAB_SIZE)
+    tokenizer: Tokenizer = train_tokenizer(open_corpus(corpus).pieces(), VOCAB_SIZE)
     assert tokenizer.token_to_id(END_OF_TEXT) is not None
     torch.manual_seed(1)
     model: Any

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lightning_fsdp.data import ResumableLoader
 from recipes.data import TextData
-from recipes.packing import PackedSequences, TokensOnDisk
+from recipes.packing import PackedSequences, TokenFile
 from tests.support.texts import text
 
 
@@ -68,8 +68,18 @@ def main(folder: Path, what: str, num_bytes: int) -> None:
         with (folder / "tokens.bin").open("wb") as file:
             file.truncate(num_bytes)
         growth = Growth()
-        tokens = TokensOnDisk(folder / "tokens.bin", "uint16", 0, num_bytes // 2)
-        loader = ResumableLoader(PackedSequences(tokens, 8192), batch_size=8)
+        tokens = TokenFile(
+            folder=folder,
+            num_documents=1,
+            num_empty=0,
+            num_skipped=0,
+            num_tokens=num_bytes // 2,
+            vocab_size=300,
+            end_of_text=0,
+            dtype="uint16",
+        )
+        packed = PackedSequences(tokens.read, 0, tokens.num_tokens, 8192)
+        loader = ResumableLoader(packed, batch_size=8)
         num_tokens = sum(batch["input_ids"].numel() for batch in loader)
     else:
         (folder / "corpus").mkdir()

@@ -29,13 +29,13 @@ def write_folder(path: Path, num_words: int = 400) -> Path:
     return path
 
 
-def documents(corpus: Corpus) -> list[tuple[str, str]]:
-    """Place and text of every document that has some, put together from its pieces."""
+def documents(corpus: Corpus) -> list[str]:
+    """The text of every document that has some, put together from its pieces."""
     found, parts = [], []
     for piece in corpus.pieces():
         parts.append(piece.text)
         if piece.is_last:
-            found.append((piece.source, "".join(parts)))
+            found.append("".join(parts))
             parts = []
     assert not parts, "the last piece ends a document"
-    return [(source, text) for source, text in found if text]
+    return [text for text in found if text]
