@@ -36,14 +36,14 @@ from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver
 from lightning_fsdp.bench.parts import StepProfiler
 from lightning_fsdp.bench.rank_measurement import RankMeasurement
-from lightning_fsdp.bench.simulated import find_usage
 from lightning_fsdp.bench.theory import model_units
-from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
 from lightning_fsdp.core.access.grad_norm import global_norm
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
+from lightning_fsdp.simulate.groups import find_usage
+from lightning_fsdp.simulate.usage import Usage
 
 
 class Measure(L.Callback):

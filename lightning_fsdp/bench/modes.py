@@ -22,11 +22,12 @@ from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.runner import Run, run_arm, run_arms
-from lightning_fsdp.bench.scaling import networks_of, run_scaling
+from lightning_fsdp.bench.scaling import run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.command_line import INTERRUPTED
 from lightning_fsdp.harness.environment import describe
+from lightning_fsdp.simulate.scaling import networks_of
 
 _PRODUCT_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}  # by precision
 

@@ -38,8 +38,8 @@ class RankMeasurement:
             collective that it stands for.
         units: See :func:`~lightning_fsdp.bench.theory.model_units`; ``None`` where an engine has
             sharded the module.
-        simulated: On a simulated network, what a timed step took of it; see ``simulated.py``. The
-            collectives above are real ones only.
+        simulated: On a simulated network, what a timed step took of it; see ``simulate/usage.py``.
+            The collectives above are real ones only.
     """
 
     rank: int

@@ -2,25 +2,24 @@
 
 An arm runs as it does otherwise (the recipe's command line, the same callback) as the first of
 ``N`` hosts with one device each, which is all that Lightning has to be told. Its group is there
-before the strategy asks for one, and simulated; see ``simulated.py``. It is dealt ``1 / N`` of the
+before the strategy asks for one, and simulated; see ``simulate/``. It is dealt ``1 / N`` of the
 data, and its shards are ``1 / N`` of the model. The reference is one process that trains the whole
 model on one rank's batches: what a rank could do if communication and sharding were free.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.results import step_rates
 from lightning_fsdp.bench.runner import Run, run_arm
+from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.scaling import launcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +54,6 @@ class Point:
     calls: dict[str, float] | None = None
     sent_bytes: float | None = None
     failure: str | None = None
-
-
-def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> list[Network]:
-    """One network per number of ranks, smallest first; a host has as many ranks in each.
-
-    Args:
-        world_sizes: Numbers of ranks.
-        num_hosts: Of the largest one; smaller numbers fill their hosts, or are all on one.
-        **links: Of :class:`Network`.
-
-    Raises:
-        ValueError: A number that no network has, ranks that do not fill their hosts, or one rank.
-    """
-    if min(world_sizes) < 2:
-        raise ValueError(
-            f"expected 2 or more ranks, got {min(world_sizes)}. One process is measured anyway."
-        )
-    largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
-    per_host = largest.world_size // num_hosts
-    for n in world_sizes:
-        if n > per_host and n % per_host:
-            raise ValueError(
-                f"expected hosts of {per_host} ranks, as many as the largest number has on each of "
-                f"its {num_hosts}, got {n} ranks, which leave one of theirs half empty."
-            )
-    return [
-        replace(largest, world_size=n, num_hosts=-(-n // per_host))
-        for n in sorted(set(world_sizes))
-    ]
 
 
 def run_scaling(
@@ -151,9 +121,8 @@ def _among(workload: Workload, network: Network) -> Workload:
         *("--trainer.num_nodes", str(network.world_size)),
         *("--data.val_fraction", "0"),  # nothing is validated, and so many ranks want much of it
     )
-    module, description = "lightning_fsdp.bench.among_simulated", json.dumps(asdict(network))
-    launcher = module, description, workload.accelerator
-    return replace(workload, overrides=overrides, launcher=launcher)
+    ranks = launcher(network, workload.accelerator)
+    return replace(workload, overrides=overrides, launcher=ranks)
 
 
 def _point(turn: _Turn, runs: Sequence[Run], alone: float | None) -> Point:

@@ -11,11 +11,11 @@ from typing import Any
 
 from lightning_fsdp.bench import scaling_picture
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
-from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.scaling import Point
 from lightning_fsdp.bench.schema import Schema, find_misfit, schema_of
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.simulate.network import Network
 
 _NOTED_LATE_SHARE = 0.05  # of a step
 _Point: Any = schema_of(

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_fsdp.bench.network import Cost
+from lightning_fsdp.simulate.network import Cost
 
 
 @dataclass
