@@ -6,8 +6,7 @@ from lightning_fsdp.bench import progress
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.largest_batch import find_largest
 from lightning_fsdp.bench.progress import in_turns, time_left
-from lightning_fsdp.bench.rank_measurement import RankMeasurement
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.records import RankMeasurement, Run
 from tests.support.bench_results import workload
 
 
@@ -67,8 +66,8 @@ def test_the_bar_says_until_when_few_long_runs_will_last(monkeypatch, screen):
 
 def test_a_search_has_a_bar_over_arms(screen, tmp_path):
     def run(arm, workload, out):
-        ranks = [RankMeasurement(0, 1, peak_bytes=arm.batch_size)]
-        return Run(arm, 0, 1.0, tmp_path / "log.txt", ranks=ranks)
+        ranks = [RankMeasurement(0, 1, [], [], [], peak_bytes=arm.batch_size)]
+        return Run(arm.name, 0, 1.0, tmp_path / "log.txt", ranks=ranks)
 
     _, *searched = arms([1])
     found = find_largest(searched, workload(), run, cap=8, device_bytes=5, out=tmp_path)

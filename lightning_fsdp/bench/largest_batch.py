@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.progress import in_turns
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.records import Run
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.search import Search, largest_that_fits
@@ -47,7 +47,7 @@ class Found:
             {
                 **asdict(tried),
                 "failure_kind": run.failure_kind,
-                "peak_bytes": _peak_bytes(run),
+                "peak_bytes": run.peak_bytes,
                 "wall_s": run.wall_s,
                 "log": str(run.log),
             }
@@ -116,16 +116,9 @@ def write_found(out: Path, found: Sequence[Found], document: dict[str, Any]) -> 
 def _why_not(run: Run, device_bytes: int | None) -> str | None:
     if run.failure is not None or device_bytes is None:
         return run.failure
-    peak_bytes = _peak_bytes(run)
-    if peak_bytes is None:
+    if run.peak_bytes is None:
         return "its memory was not measured"
-    return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
-
-
-def _peak_bytes(run: Run) -> int | None:
-    """Of the rank that takes most; ``None`` if any of them was not measured."""
-    peaks = [rank.peak_bytes for rank in run.ranks if rank.peak_bytes is not None]
-    return max(peaks) if peaks and len(peaks) == len(run.ranks) else None
+    return f"takes {format_bytes(run.peak_bytes)}" if run.peak_bytes > device_bytes else None
 
 
 @dataclass(frozen=True)

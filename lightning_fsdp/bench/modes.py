@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ from lightning_fsdp.bench import output
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
+from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
-from lightning_fsdp.bench.runner import Run, run_arm, run_arms
+from lightning_fsdp.bench.results import Results
+from lightning_fsdp.bench.runner import run_arm, run_arms
 from lightning_fsdp.bench.scaling import run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.amounts import format_bytes
@@ -48,18 +49,23 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
         )
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
-    document["config"] = next((run.config for run in runs if run.config is not None), None)
-    document["limits"] = None if limits is None else asdict(limits)
-    document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
-    output.write(args.out, rows, runs, document)
-    table = format_table([asdict(row) for row in rows])
+    results = Results(
+        **document,
+        config=next((run.config for run in runs if run.config is not None), None),
+        limits=limits,
+        peak_flops_from="given" if args.peak_flops else "measured products",
+        rows=rows,
+        runs=runs,
+    )
+    output.write(args.out, results)
+    table = format_table(rows)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
     if num_missing:
         print(f"interrupted: {num_missing} runs were not made", file=sys.stderr)
         return INTERRUPTED
     failed = [row for row in rows if row.failure is not None]
     for row in failed:
-        of_arm = [run for run in runs if run.arm.name == row.arm]
+        of_arm = [run for run in runs if run.arm == row.arm]
         log = next((run.log for run in of_arm if run.failure is not None), of_arm[0].log)
         print(f"error: {row.arm}: {row.failure}; see {log}", file=sys.stderr)
     return 1 if failed else 0
