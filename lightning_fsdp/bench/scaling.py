@@ -105,10 +105,6 @@ class _Turn:
     def name(self) -> str:
         return f"{self.arm.name} among {self.world_size}"
 
-    @property
-    def num_sequences(self) -> int:
-        return self.arm.num_sequences
-
 
 def _among(workload: Workload, network: Network) -> Workload:
     overrides = (
