@@ -42,11 +42,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.core_step import ARMS, CASES, VOCABULARY, train_one_step
-from lightning_fsdp.bench.network import Cost, Network
-from lightning_fsdp.bench.simulated import SimulatedGroup, simulated
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import describe, environment
 from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.simulate.groups import SimulatedGroup, simulated
+from lightning_fsdp.simulate.network import Cost, Network
 from tests.support.counting import CollectiveCounter
 from tests.support.ranks import PLAIN, run_on_ranks
 

@@ -16,8 +16,8 @@ from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
-from lightning_fsdp.bench.rank_measurement import RankMeasurement
-from lightning_fsdp.bench.runner import Run, run_arm
+from lightning_fsdp.bench.records import RankMeasurement, Run
+from lightning_fsdp.bench.runner import run_arm
 from lightning_fsdp.harness.environment import environment
 from tests.support import warm
 
@@ -46,10 +46,10 @@ class Runs:
         limit = self.failing_at_length_from if is_full else self.failing_from
         if limit is not None and arm.batch_size >= limit:
             failure = "exit code 1: boom"
-            return Run(arm, 0, 1.0, Path("log.txt"), failure=failure, failure_kind="error")
+            return Run(arm.name, 0, 1.0, Path("log.txt"), failure=failure, failure_kind="error")
         peaks = [arm.batch_size * n for n in (BYTES_PER_SEQUENCE // 2, BYTES_PER_SEQUENCE)]
-        ranks = [RankMeasurement(r, 2, peak_bytes=peak) for r, peak in enumerate(peaks)]
-        return Run(arm, 0, 1.0, Path("log.txt"), ranks=ranks)
+        ranks = [RankMeasurement(r, 2, [], [], [], peak_bytes=peak) for r, peak in enumerate(peaks)]
+        return Run(arm.name, 0, 1.0, Path("log.txt"), ranks=ranks)
 
 
 def search(runs, *, arms=ARMS[:1], cap=64, device_bytes=750):
@@ -98,8 +98,10 @@ def test_nothing_is_found_where_the_smallest_fails(tmp_path):
 
 def test_a_run_that_did_not_measure_its_memory_does_not_fit():
     def run(arm, workload, out):
-        ranks = [RankMeasurement(0, 2, peak_bytes=1), RankMeasurement(1, 2)]
-        return Run(arm, 0, 1.0, Path("log.txt"), ranks=ranks)
+        ranks = [
+            RankMeasurement(rank, 2, [], [], [], peak_bytes=n) for rank, n in ((0, 1), (1, None))
+        ]
+        return Run(arm.name, 0, 1.0, Path("log.txt"), ranks=ranks)
 
     (found,) = search(run)
     assert found.search.largest is None

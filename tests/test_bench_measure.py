@@ -1,6 +1,5 @@
 """The callback of the benchmark, in real runs."""
 
-import json
 import math
 import threading
 import time
@@ -11,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.measure import Measure, _num_tokens
 from lightning_fsdp.bench.memory import mean_over_time, thinned
-from lightning_fsdp.bench.rank_measurement import RankMeasurement
-from lightning_fsdp.bench.theory import as_facts, demand, sent_bytes
+from lightning_fsdp.bench.records import RankMeasurement
+from lightning_fsdp.bench.theory import demand, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
 from tests.support.trainer import SHARDED, on_trainer_ranks
@@ -76,7 +76,7 @@ def _fit(
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(task(tied), DataLoader(batches, batch_size=None))
-    return RankMeasurement(**json.loads((out / f"rank{rank}.json").read_text()))
+    return load(RankMeasurement, out / f"rank{rank}.json")
 
 
 def _every_arm(rank, world_size, folder, grad_accum, tied, precision):
@@ -94,7 +94,7 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(
     tmp_path, grad_accum, tied, precision
 ):
     found = on_trainer_ranks(_every_arm, 2, tmp_path, grad_accum, tied, precision, timeout_s=280)
-    units = as_facts(found[0]["ddp"].units)
+    units = found[0]["ddp"].units
     for of_rank in found:
         for strategy, measured in of_rank.items():
             _is_whole(measured, grad_accum)
@@ -127,11 +127,13 @@ def _is_whole(measured, grad_accum):
     assert measured.step_tokens == [tokens * grad_accum] * STEPS["timed_steps"]
     assert len(measured.parts) == STEPS["profiled_steps"]
     for parts in measured.parts:
-        shares = [parts[f"{n}_s"] for n in ("data", "compute", "exposed", "optimizer", "other")]
-        assert sum(shares) == pytest.approx(parts["whole_s"])
-        assert all(0 <= share <= parts["whole_s"] for share in shares)
-        assert parts["exposed_s"] > 0
-        assert parts["overlapped_s"] >= 0
+        shares = [
+            parts.data_s, parts.compute_s, parts.exposed_s, parts.optimizer_s, parts.other_s,
+        ]  # fmt: skip
+        assert sum(shares) == pytest.approx(parts.whole_s)
+        assert all(0 <= share <= parts.whole_s for share in shares)
+        assert parts.exposed_s > 0
+        assert parts.overlapped_s >= 0
     assert max(nbytes for _, nbytes in measured.timeline) <= measured.peak_bytes
     assert sum(measured.peak_by_kind.values()) == measured.peak_bytes
     assert measured.resting_bytes < measured.mean_bytes < measured.peak_bytes
@@ -213,7 +215,7 @@ def test_a_run_that_something_ends_early_is_no_measurement(tmp_path):
 def test_one_process_communicates_exactly_nothing(tmp_path):
     (measured,) = on_trainer_ranks(_fit, 1, "auto", 3, tmp_path)
     (parts,) = measured.parts
-    assert (parts["exposed_s"], parts["overlapped_s"]) == (0, 0)
+    assert (parts.exposed_s, parts.overlapped_s) == (0, 0)
     assert (measured.collectives, measured.payload_bytes) == ({}, 0)
 
 

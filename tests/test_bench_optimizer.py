@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_fsdp.bench import optimizer, optimizer_picture
+from lightning_fsdp.bench import documents, optimizer, optimizer_picture
 from lightning_fsdp.bench.optimizer_arms import run_arm
 from lightning_fsdp.bench.optimizer_outcome import KINDS, NOT_FIXED, PEER, Outcome, Phase
 from tests.support.trainer import on_trainer_ranks
@@ -129,6 +129,7 @@ def test_an_arm_that_is_not_fixed_and_trains_is_told():
     assert optimizer.judge({NOT_FIXED: [silent]}) == {}
 
 
-def test_an_outcome_survives_its_file():
+def test_an_outcome_survives_its_file(tmp_path):
     outcome = _outcome("fsdp2_after")
-    assert Outcome.from_json(outcome.to_json()) == outcome
+    documents.write(tmp_path / "rank0.json", outcome)
+    assert documents.load(Outcome, tmp_path / "rank0.json") == outcome

@@ -3,7 +3,7 @@ import functools
 import json
 import math
 import operator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -14,14 +14,22 @@ from lightning_fsdp.bench import modes, output, plots, tensorboard
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.plots import PICTURES
-from lightning_fsdp.bench.reading import read
+from lightning_fsdp.bench.records import Row, Run
 from lightning_fsdp.bench.report_page import page
-from lightning_fsdp.bench.results import ArmResult, Results, loss_curve
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.results import read
 from lightning_fsdp.bench.scaling import Point
+from lightning_fsdp.bench.theory import Demand
 from lightning_fsdp.harness.environment import environment
-from tests.support.bench_results import results_of, step_ms, tokens_per_s, without, workload
-from tests.test_bench_report import measured
+from tests.support.bench_results import (
+    as_results,
+    document_of,
+    results_of,
+    step_ms,
+    tokens_per_s,
+    without,
+    workload,
+)
+from tests.test_bench_report import made, measured
 
 SMALL = {"engines": ["scratch"], "stages": [3], "batch_sizes": [2], "accums": [1]}
 FAILED = {"scratch_zero3_b2_a1": ("out of memory", "exit code 1: DefaultCPUAllocator: no memory")}
@@ -31,8 +39,8 @@ def arms():
     return choose_arms(engines=["scratch"], zero_stages=[3], batch_sizes=[2], grad_accums=[1])
 
 
-def folder_of(results, path):
-    (path / "results.json").write_text(json.dumps(results.document))
+def folder_of(document, path):
+    (path / "results.json").write_text(json.dumps(document))
     return path
 
 
@@ -43,7 +51,7 @@ def no_pictures(monkeypatch):
 
 
 def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
-    folder_of(results_of(**SMALL), tmp_path)
+    folder_of(document_of(**SMALL), tmp_path)
     assert main(["plot", str(tmp_path)]) == 0
     drawn = {path.name for path in (tmp_path / "plots").iterdir()}
     assert drawn == {f"{name}.{suffix}" for name in PICTURES for suffix in ("png", "svg")}
@@ -93,7 +101,7 @@ def study(path):
 
 
 def test_all_that_lies_in_a_folder_is_redrawn_and_named(tmp_path, capsys, no_pictures):
-    folder_of(results_of(**SMALL), tmp_path)
+    folder_of(document_of(**SMALL), tmp_path)
     study(tmp_path)
     (tmp_path / "largest_batch.json").write_text("{}")
     assert main(["plot", str(tmp_path)]) == 0
@@ -130,7 +138,7 @@ def test_the_files_of_other_benchmarks_are_refused_by_name(tmp_path, capsys):
 def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):
     runs = [measured(arm, losses=(5.0, math.nan)) for arm in arms()]
     rows = modes.summarize(arms(), runs, workload())
-    output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
+    output.write(tmp_path, made(rows, runs))
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -148,7 +156,7 @@ def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
     runs = [measured(arm) for arm in arms()]
     rows = modes.summarize(arms(), runs, workload())
     with pytest.raises(RuntimeError, match="no pictures today"):
-        output.write(tmp_path, rows, runs, {"command": "bench", **environment()})
+        output.write(tmp_path, made(rows, runs))
     assert len(read(tmp_path).arms) == 3
     assert "scratch_zero3_b2_a1" in (tmp_path / "report.md").read_text()
 
@@ -157,7 +165,9 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     tmp_path, monkeypatch, capsys, no_pictures
 ):
     def run_arms(chosen, workload, *, repeats, out, timeout_s):
-        return [Run(arm, 0, 1.0, out / "log.txt", failure="exit code 1: boom") for arm in chosen]
+        return [
+            Run(arm.name, 0, 1.0, out / "log.txt", failure="exit code 1: boom") for arm in chosen
+        ]
 
     monkeypatch.setattr(modes, "run_arms", run_arms)
     config = tmp_path / "recipe.yaml"
@@ -169,7 +179,7 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     assert told.err.count("boom") == 3
     report = (tmp_path / "report.md").read_text()
     assert report.count("exit code 1: boom") >= 3
-    assert all(row["tokens_per_s"] is None for row in read(tmp_path).document["rows"])
+    assert all(row.tokens_per_s is None for row in read(tmp_path).rows)
 
 
 def section(report, title):
@@ -204,7 +214,7 @@ def test_the_report_says_how_far_each_arm_is_from_its_limits():
 def test_the_report_tells_where_references_are_not_fused():
     results = results_of(**SMALL)
     assert "not fused" not in page(results)
-    results.document["workload"]["precision"] = "bf16-mixed"
+    results.workload["precision"] = "bf16-mixed"
     assert "references (single, ddp) step with an optimizer that is not fused" in page(results)
 
 
@@ -227,7 +237,9 @@ def test_what_was_not_measured_is_a_question_mark_never_zero():
 
 
 def test_arms_that_are_not_in_the_folder_are_named():
-    sweep = without(results_of(engines=["scratch"]), "scratch_zero2_b4_a2", "ddp_b1_a1")
+    sweep = as_results(
+        without(document_of(engines=["scratch"]), "scratch_zero2_b4_a2", "ddp_b1_a1")
+    )
     expected = "* Not in these results: ddp at 1 x 1, scratch ZeRO-2 at 4 x 2."
     assert expected in page(sweep).splitlines()
 
@@ -254,7 +266,7 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
     monkeypatch.setattr(plots, "PICTURES", {"losses": PICTURES["losses"]})
     output.derive(
         folder_of(
-            results_of(**SMALL, failures={"ddp_b2_a1": FAILED["scratch_zero3_b2_a1"]}), tmp_path
+            document_of(**SMALL, failures={"ddp_b2_a1": FAILED["scratch_zero3_b2_a1"]}), tmp_path
         )
     )
     board = tmp_path / "tensorboard"
@@ -287,8 +299,8 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
 
 
 def test_redrawing_leaves_no_run_of_an_arm_that_is_gone(tmp_path, no_pictures):
-    output.derive(folder_of(results_of(**SMALL), tmp_path))
-    output.derive(folder_of(without(results_of(**SMALL), "ddp_b2_a1"), tmp_path))
+    output.derive(folder_of(document_of(**SMALL), tmp_path))
+    output.derive(folder_of(without(document_of(**SMALL), "ddp_b2_a1"), tmp_path))
     assert not (tmp_path / "tensorboard" / "ddp_b2").exists()
     assert len(events(tmp_path / "tensorboard" / "single_b2").Scalars("train/loss")) == 5
 
@@ -301,9 +313,9 @@ def test_runs_have_short_names_that_tell_all_arms_apart():
 
 
 def test_values_of_rows_that_are_not_numbers_count_as_not_measured():
-    results = results_of(**SMALL)
-    results.document["rows"][2]["mfu"] = math.inf
-    assert Results(results.document).arms[2].get("mfu") is None
+    document = document_of(**SMALL)
+    document["rows"][2]["mfu"] = math.inf
+    assert as_results(document).arms[2].figures.mfu is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is told without CUDA")
@@ -400,9 +412,9 @@ MISSING = object()
 def test_damaged_results_are_refused_with_the_place_of_the_damage(
     place, value, message, tmp_path, capsys
 ):
-    results = results_of(**SMALL)
+    results = document_of(**SMALL)
     *outer, name = place
-    of = functools.reduce(operator.getitem, outer, results.document)
+    of = functools.reduce(operator.getitem, outer, results)
     if value is MISSING:
         del of[name]
     else:
@@ -416,8 +428,8 @@ def test_damaged_results_are_refused_with_the_place_of_the_damage(
 
 
 def test_results_without_timed_steps_are_refused(tmp_path, capsys):
-    results = results_of(**SMALL)
-    for rank in results.document["runs"][2]["ranks"]:
+    results = document_of(**SMALL)
+    for rank in results["runs"][2]["ranks"]:
         rank.update(step_s=[], step_tokens=[])
     assert output.redraw(folder_of(results, tmp_path)) == 1
     expected = "runs[2, ddp_b2_a1].ranks[0].step_s (without a timed step)"
@@ -427,35 +439,33 @@ def test_results_without_timed_steps_are_refused(tmp_path, capsys):
 @pytest.mark.parametrize("is_old", [False, True])
 def test_results_of_old_and_new_versions_are_whole(is_old, tmp_path):
     failures = {**FAILED, "ddp_b2_a1": ("wrong losses", "losses differ")}
-    results = results_of(**SMALL, failures=failures, is_old=is_old)
+    results = document_of(**SMALL, failures=failures, is_old=is_old)
     assert len(read(folder_of(results, tmp_path)).arms) == 3
-    for run in results.document["runs"]:
+    for run in results["runs"]:
         for rank in run["ranks"]:
             rank["units"] = [[793088, "inner", 0]]
     assert len(read(folder_of(results, tmp_path)).arms) == 3
     for name in ("runs", "workload"):
-        del results.document[name]
+        del results[name]
     assert len(read(folder_of(results, tmp_path)).arms) == 3
 
 
 def test_ranks_with_different_numbers_of_losses_are_wrong_and_everything_comes_out(
     tmp_path, no_pictures
 ):
-    results = results_of(**SMALL)
-    arm = results.arms[1]
-    del arm.runs[0]["ranks"][0]["losses"][-2:]
-    assert len(loss_curve(arm)[1]) == 3
-    output.derive(folder_of(results, tmp_path))
+    document = document_of(**SMALL)
+    run = next(run for run in document["runs"] if run["arm"] == "ddp_b2_a1")
+    del run["ranks"][0]["losses"][-2:]
+    assert len(as_results(document).arms[1].step_losses) == 3
+    output.derive(folder_of(document, tmp_path))
 
 
 def test_calls_stand_beside_theory_without_what_it_does_not_count():
-    demanded = {"collectives": {"all_gather": 6, "reduce_scatter": 5}, "payload_bytes": 1.0}
+    demanded = Demand({"all_gather": 6, "reduce_scatter": 5}, 1.0)
     raw = {"send": 33.0, "all_gather": 7.0, "reduce_scatter": 5.0, "all_reduce": 3.0}
-    row = {"failure": None, "collectives": raw, "theory": demanded}
+    row = Row("x", "fsdp2", 3, 1, 1, num_processes=2, collectives=raw, theory=demanded)
     counted = {"all_gather": 6.0, "reduce_scatter": 5.0}
-    own = ArmResult({**row, "data_collectives": counted}, ())
-    assert own.data_calls() == counted
-    other = ArmResult({**row, "data_collectives": None}, ())
-    assert other.data_calls() == {"all_gather": 7.0, "reduce_scatter": 5.0}
-    assert ArmResult({**row, "theory": None}, ()).data_calls() == raw
-    assert ArmResult({"failure": None}, ()).data_calls() is None
+    assert replace(row, data_collectives=counted).data_calls == counted
+    assert row.data_calls == {"all_gather": 7.0, "reduce_scatter": 5.0}
+    assert replace(row, theory=None).data_calls == raw
+    assert replace(row, collectives=None).data_calls is None

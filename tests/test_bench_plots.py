@@ -12,9 +12,11 @@ from lightning_fsdp.bench import plots
 from lightning_fsdp.bench.arms import ENGINES, choose_arms
 from lightning_fsdp.bench.plot_style import PARTS, line_style
 from lightning_fsdp.bench.plots import PICTURES
-from lightning_fsdp.bench.results import Results, kind_label
+from lightning_fsdp.bench.results import kind_label
 from tests.support.bench_results import (
     MIB,
+    as_results,
+    document_of,
     exposed_ms,
     peak_bytes,
     results_of,
@@ -114,8 +116,8 @@ def test_memory_is_that_of_the_largest_rank_in_the_unit_of_the_axis():
 
 def test_a_rank_without_a_figure_leaves_a_gap_and_is_named():
     results = results_of(**SMALL)
-    row = next(row for row in results.document["rows"] if row["arm"] == "ddp_b2_a1")
-    row["peak_bytes"][0] = None
+    row = next(row for row in results.rows if row.arm == "ddp_b2_a1")
+    row.peak_bytes[0] = None
     figure = PICTURES["memory"](results)
     ys = line_of(figure.axes[0], "ddp").get_ydata()
     assert [math.isnan(y) for y in ys] == [False, True]
@@ -159,9 +161,9 @@ def test_the_parts_of_a_step_end_where_the_step_ends():
 
 def test_a_part_that_cannot_be_measured_is_not_drawn_as_zero():
     results = results_of(**SMALL)
-    row = results.document["rows"][1]
-    row["parts_ms"]["exposed_ms"] = None
-    (arm,) = [arm for arm in arms_of() if arm.name == row["arm"]]
+    row = results.rows[1]
+    row.parts_ms["exposed_ms"] = None
+    (arm,) = [arm for arm in arms_of() if arm.name == row.arm]
     (axes,) = PICTURES["time_breakdown"](results).axes
     assert 1 not in bars(axes, "exposed communication")
     # Of what is left of the whole nobody knows what it is.
@@ -229,10 +231,10 @@ def test_memory_over_time_has_a_panel_per_arm_with_the_time_line_of_rank_0():
 
 
 def test_losses_are_means_over_ranks_and_micro_batches_and_a_lost_one_is_a_gap():
-    results = results_of(**SMALL)
-    (run, *_) = [run for run in results.document["runs"] if run["arm"] == "ddp_b1_a2"]
+    document = document_of(**SMALL)
+    (run, *_) = [run for run in document["runs"] if run["arm"] == "ddp_b1_a2"]
     run["ranks"][1]["losses"][2] = None  # was not a number: in the second step
-    figure = PICTURES["losses"](results)
+    figure = PICTURES["losses"](as_results(document))
     axes = figure.axes[2]
     xs, ys = line_of(axes, "scratch ZeRO-3").get_data()
     assert list(xs) == [1, 2, 3, 4, 5]
@@ -258,42 +260,43 @@ def test_failed_arms_keep_their_row_and_say_why():
 
 
 def one_arm():
-    return without(results_of(engines=["scratch"], stages=[3], batch_sizes=[4], accums=[1]),
+    return without(document_of(engines=["scratch"], stages=[3], batch_sizes=[4], accums=[1]),
                    "single_b4_a1", "ddp_b4_a1")  # fmt: skip
 
 
 def all_failed():
     reason = "exit code 1: ModuleNotFoundError: No module named 'recipes' anywhere"
     failures = {arm.name: (None, reason) for arm in arms_of(accums=[1])}
-    return results_of(**{**SMALL, "accums": [1]}, failures=failures)
+    return document_of(**{**SMALL, "accums": [1]}, failures=failures)
 
 
 def renamed(engine):
-    results = results_of(**SMALL)
-    for row in results.document["rows"]:
+    document = document_of(**SMALL)
+    for row in document["rows"]:
         if row["engine"] == "fsdp2":
             row.update(engine=engine, arm=row["arm"].replace("fsdp2", engine))
-    for run in results.document["runs"]:
+    for run in document["runs"]:
         run["arm"] = run["arm"].replace("fsdp2", engine)
-    return Results(results.document)
+    return document
 
 
-CASES = {
-    "a sweep": lambda: results_of(),
-    "equal global batches": lambda: results_of(
+DOCUMENTS = {
+    "a sweep": lambda: document_of(),
+    "equal global batches": lambda: document_of(
         engines=["scratch"], batch_sizes=[1, 2, 4], accums=[1, 2, 4], stages=[3]
     ),
     "one arm": one_arm,
     "no arms": lambda: without(one_arm(), "scratch_zero3_b4_a1"),
-    "failed arms": lambda: results_of(**SMALL, failures=FAILURES),
+    "failed arms": lambda: document_of(**SMALL, failures=FAILURES),
     "only failed arms": all_failed,
     "arms that are not there": lambda: without(
-        results_of(**SMALL), "single_b1_a1", "fsdp2_zero3_b2_a2"
+        document_of(**SMALL), "single_b1_a1", "fsdp2_zero3_b2_a2"
     ),
-    "an older version": lambda: results_of(**SMALL, is_old=True),
-    "one rank": lambda: results_of(**SMALL, num_ranks=1),
+    "an older version": lambda: document_of(**SMALL, is_old=True),
+    "one rank": lambda: document_of(**SMALL, num_ranks=1),
     "a long name": lambda: renamed("a_strategy_of_somebody_else_with_a_long_name"),
 }
+CASES = {name: (lambda make=make: as_results(make())) for name, make in DOCUMENTS.items()}
 
 
 def shown_texts(figure):
@@ -361,24 +364,23 @@ def test_pictures_of_older_results_say_which_figures_they_lack():
 @pytest.mark.parametrize("seed", range(4))
 def test_pictures_come_out_whatever_fields_are_null(seed):
     choice = random.Random(seed)
-    results = results_of(**SMALL)
+    document = document_of(**SMALL)
 
-    def thinned(value):
-        if isinstance(value, dict):
-            kept = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
-            return {
-                key: None if key not in kept and choice.random() < 0.4 else thinned(each)
-                for key, each in value.items()
-            }
-        return value
+    kept = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
 
-    rows = [{**thinned(row), "failure": None} for row in results.document["rows"]]
-    document = {**results.document, "rows": rows}
+    def thinned(figures):
+        nulls = {name for name in figures if name not in kept and choice.random() < 0.4}
+        return {name: None if name in nulls else figure for name, figure in figures.items()}
+
+    for row in document["rows"]:
+        row.update({**thinned(row), "failure": None})
+        for name in ("parts_ms", "theory"):
+            row[name] = row[name] and thinned(row[name])
     for run in document["runs"]:
         for rank in run["ranks"]:
             for name in ("timeline", "utilization", "peak_by_kind", "utilization_of"):
                 rank[name] = None if choice.random() < 0.4 else rank[name]
-    assert set(plots.draw(Results(document))) == set(PICTURES)
+    assert set(plots.draw(as_results(document))) == set(PICTURES)
 
 
 def test_engines_stages_and_parts_differ_without_colour():
@@ -398,7 +400,7 @@ def test_engines_stages_and_parts_differ_without_colour():
 
 
 def test_the_same_results_give_the_same_files(tmp_path):
-    results = one_arm()
+    results = as_results(one_arm())
     for folder in ("one", "two"):
         plots.save(plots.draw(results), tmp_path / folder)
     for name, suffix in itertools.product(PICTURES, ("png", "svg")):

@@ -1,7 +1,7 @@
 import csv
 import itertools
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +9,12 @@ import pytest
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import Limits, measure_limits
 from lightning_fsdp.bench.output import write
-from lightning_fsdp.bench.rank_measurement import RankMeasurement
+from lightning_fsdp.bench.parts import Parts
+from lightning_fsdp.bench.records import RankMeasurement, Run
 from lightning_fsdp.bench.report import LOSS_TOLERANCE, summarize
 from lightning_fsdp.bench.report_page import format_table
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.results import Results
+from lightning_fsdp.bench.theory import UnitFacts
 from lightning_fsdp.harness.environment import environment
 
 WORKLOAD = Workload(
@@ -27,7 +29,7 @@ def arms(**changes):
     return choose_arms(**{**choice, **changes})
 
 
-UNITS = [[1000, "inner", 1, 0], [3000, "first", 1, 1]]
+UNITS = [UnitFacts(1000, "inner", 1, 0), UnitFacts(3000, "first", 1, 1)]
 LIMITS = Limits(
     unit_bytes=1000, gather_bytes_per_s=5e4, reduce_bytes_per_s=2e4, pair_bytes_per_s=None,
     flops_per_s=1e6,
@@ -46,7 +48,11 @@ def measured(
         )
         for rank in range(arm.num_processes(WORKLOAD))
     ]  # fmt: skip
-    return Run(arm, 0, 9.0, Path("log.txt"), ranks=[] if failure else ranks, failure=failure)
+    return Run(arm.name, 0, 9.0, Path("log.txt"), ranks=[] if failure else ranks, failure=failure)
+
+
+def made(rows, runs):
+    return Results(command="bench", **environment(), rows=rows, runs=runs)
 
 
 def test_arms_are_all_combinations_with_two_references_per_batch_shape():
@@ -108,7 +114,7 @@ def test_a_step_that_stalls_moves_no_median():
     (row,) = summarize([arm], [measured(arm, step_s=(0.1, 5.0, 0.2))], WORKLOAD)
     assert row.tokens_per_s == pytest.approx(2 * 100 / 0.2), "of both ranks"
     assert row.step_ms == pytest.approx(200)
-    assert row.peak_bytes == (3000, 3001)
+    assert row.peak_bytes == [3000, 3001]
 
 
 def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
@@ -117,7 +123,7 @@ def test_an_arm_whose_losses_differ_from_the_reference_is_wrong_not_fast():
     rows = summarize([single, ddp, scratch], [measured(single), measured(ddp), off], WORKLOAD)
     assert [row.failure is None for row in rows] == [True, True, False]
     assert "losses differ" in rows[2].failure
-    assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
+    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
 
 
 @pytest.mark.parametrize(
@@ -166,21 +172,19 @@ def test_missing_losses_are_wrong_and_do_not_stop_the_report():
     rows = summarize([single, ddp, scratch], runs, WORKLOAD)
     assert [row.failure_kind for row in rows] == [None, "wrong losses", "wrong losses"]
     assert "numbers of losses differ: 1, 2" in rows[1].failure
-    assert "scratch_zero3_b4_a1 WRONG" in format_table([asdict(row) for row in rows])
+    assert "scratch_zero3_b4_a1 WRONG" in format_table(rows)
 
 
 def test_parts_are_medians_and_null_where_a_step_has_none():
     arm = arms()[1]
-    steps = [
-        {"compute_s": 0.1 * k, "exposed_s": 0.01 if k else None, "whole_s": 0.2} for k in range(3)
-    ]
+    steps = [Parts(compute_s=0.1 * k, exposed_s=0.01 if k else None, whole_s=0.2) for k in range(3)]
     (row,) = summarize([arm], [measured(arm, parts=steps)], WORKLOAD)
-    assert row.parts_ms == {
-        "compute_ms": pytest.approx(100), "exposed_ms": None, "whole_ms": pytest.approx(200),
-    }  # fmt: skip
+    measured_ms = {name: ms for name, ms in row.parts_ms.items() if ms is not None}
+    assert measured_ms == {"compute_ms": pytest.approx(100), "whole_ms": pytest.approx(200)}
+    assert row.parts_ms["exposed_ms"] is None
     (row,) = summarize([arm], [measured(arm)], WORKLOAD)
     assert (row.parts_ms, row.host_ms, row.utilization_percent) == (None, None, None)
-    assert row.cuda_peak_allocated_bytes == row.peak_rss_bytes == (None, None)
+    assert row.cuda_peak_allocated_bytes == row.peak_rss_bytes == [None, None]
 
 
 def test_utilization_is_the_mean_of_what_was_sampled():
@@ -206,28 +210,31 @@ def test_each_arm_is_compared_with_what_the_machine_allows():
     # Half of the bytes leave a rank: of DDP all twice, of ZeRO-3 the inner unit thrice, the first
     # one twice.
     sent = [0, 4000, 0.5 * (3 * 1000 + 2 * 3000)]
-    assert [row.theory["sent_bytes"] for row in rows] == sent
+    assert [row.theory.sent_bytes for row in rows] == sent
     expected = [nbytes / 5e4 * 1e3 for nbytes in sent]
     assert [row.communication_limit_ms for row in rows] == pytest.approx(expected)
     assert rows[2].times_limit == pytest.approx(200 / 100)
     unlimited = summarize(chosen, runs, WORKLOAD)
     assert [row.communication_limit_ms for row in unlimited] == [0, None, None]
-    assert rows[2].theory["payload_bytes"] == sent[2]
+    assert rows[2].theory.payload_bytes == sent[2]
     on_cuda = summarize(chosen, runs, replace(WORKLOAD, accelerator="cuda"), limits=LIMITS)[2]
-    assert on_cuda.theory["sent_bytes"] == sent[2]
-    assert on_cuda.theory["payload_bytes"] == (3 * 1000 + 2 * 3000 - 4000) / 2 + 4000
+    assert on_cuda.theory.sent_bytes == sent[2]
+    assert on_cuda.theory.payload_bytes == (3 * 1000 + 2 * 3000 - 4000) / 2 + 4000
     mixed = summarize(chosen, runs, replace(WORKLOAD, precision="bf16-mixed"))
     gathered = (3 * 1000 + 2 * 3000 - 4000) / 2
-    assert [row.theory["sent_bytes"] for row in mixed] == [0, 4000, 0.5 * (gathered + 4000)]
+    assert [row.theory.sent_bytes for row in mixed] == [0, 4000, 0.5 * (gathered + 4000)]
 
 
 def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path):
     single, ddp, scratch = chosen = arms()
     runs = [measured(single), measured(ddp, failure="exit code 1: boom"), measured(scratch)]
     rows = summarize(chosen, runs, WORKLOAD)
-    write(tmp_path, rows, runs, {"command": "bench", **environment()})
-    assert "FAILED" in (tmp_path / "report.md").read_text()
+    write(tmp_path, made(rows, runs))
+    report = (tmp_path / "report.md").read_text()
+    assert "FAILED" in report
+    assert "WRONG" not in report, "nothing is known of what it would have trained"
     results = json.loads((tmp_path / "results.json").read_text())
+    assert results["versions"] == environment()["versions"]
     assert results["rows"][1]["failure"] == "exit code 1: boom"
     assert results["rows"][1]["tokens_per_s"] is None, "nothing measured is null, never 0"
     assert results["rows"][2]["tokens_per_s"] > 0

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_fsdp.harness.amounts import format_bytes, parse_bytes
+from lightning_fsdp.amounts import parse_bytes
+from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import largest_that_fits
 
 

@@ -170,7 +170,7 @@ def test_every_command_has_its_help_without_extras(python, command, tmp_path):
     ("command", "extra", "missing"),
     [
         ("bench", "bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
-        ("bench optimizer", "bench", "matplotlib, psutil, transformers"),
+        ("bench optimizer", "bench", "matplotlib, psutil, pydantic, transformers"),
         ("bench plot .", "bench", "matplotlib, pydantic, tensorboard"),
         ("plan --model gpt2-nano --world 2", "recipes", "transformers"),
     ],

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fsdp.bench.network import Network
+from lightning_fsdp.simulate.network import Network
 
 MODELS = ("qwen2.5-1.5b", "gpt2-small", "gpt2-xl")
 ARMS = (

@@ -37,9 +37,9 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY
 from lightning_fsdp.bench import torch_internals
 from lightning_fsdp.bench.failure import RankFailure
-from lightning_fsdp.bench.network import Cost, Network
-from lightning_fsdp.bench.simulated import find_usage, simulated
 from lightning_fsdp.plan.models import block_classes, build, config_of
+from lightning_fsdp.simulate.groups import find_usage, simulated
+from lightning_fsdp.simulate.network import Cost, Network
 from lightning_fsdp.strategies import unit_calls
 
 WARMUP_STEPS, HOST_STEPS, GRAPH_STEPS = 2, 5, 20

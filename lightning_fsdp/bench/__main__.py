@@ -6,8 +6,6 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.bench.arms import Workload
@@ -15,7 +13,7 @@ from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness.command_line import exit_with, require_extra
 
 _OF_PICTURES = ("matplotlib", "pydantic", "tensorboard")
-_NEEDED = {"plot": _OF_PICTURES, "optimizer": ("matplotlib", "psutil", "transformers")}
+_NEEDED = {"plot": _OF_PICTURES, "optimizer": ("matplotlib", "psutil", "pydantic", "transformers")}
 _NEEDED_TO_TRAIN = (*_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
 
 
@@ -29,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, parser, args = parse(given)
     require_extra("bench", *_NEEDED.get(name, _NEEDED_TO_TRAIN))
     # Pictures, tables and recipes need what --help works without.
-    from lightning_fsdp.bench import modes, optimizer, output
+    from lightning_fsdp.bench import documents, modes, optimizer, output
     from lightning_fsdp.harness.environment import environment
 
     if name == "plot":
@@ -39,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "optimizer":
         return optimizer.compare(args, document)
     workload = _workload(name, args)
-    document["workload"] = {key: _plain(value) for key, value in asdict(workload).items()}
+    document["workload"] = documents.plain(workload)
     if name == "scaling":
         return modes.simulate(parser, args, workload, document)
     if name == "largest-batch":
@@ -60,10 +58,6 @@ def _workload(name: str, args: Namespace) -> Workload:
         writes_traces=name == "run" and args.profile,
         writes_snapshots=name == "run" and args.snapshot,
     )
-
-
-def _plain(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
 
 
 if __name__ == "__main__":

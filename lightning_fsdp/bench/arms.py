@@ -73,15 +73,14 @@ class Arm:
     grad_accum: int
 
     @property
-    def name(self) -> str:
-        """Unique, and good for a file name."""
-        stage = "" if self.zero_stage is None else f"_zero{self.zero_stage}"
-        return f"{self.engine}{stage}_b{self.batch_size}_a{self.grad_accum}"
+    def kind(self) -> str:
+        """Engine and stage."""
+        return self.engine if self.zero_stage is None else f"{self.engine}_zero{self.zero_stage}"
 
     @property
-    def num_sequences(self) -> int:
-        """Per rank and optimizer step."""
-        return self.batch_size * self.grad_accum
+    def name(self) -> str:
+        """Unique, and good for a file name."""
+        return f"{self.kind}_b{self.batch_size}_a{self.grad_accum}"
 
     def num_processes(self, workload: Workload) -> int:
         """Processes that the arm starts."""

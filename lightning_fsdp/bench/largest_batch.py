@@ -7,20 +7,20 @@ length, and given up if that fails. (``python -m lightning_fsdp.plan`` computes,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.progress import in_turns
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.records import Run
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.search import Search, largest_that_fits
-from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.harness.tables import table_of
 
 RunArm = Callable[[Arm, Workload, Path], Run]
 """Runs an arm once; the folder is for its log and measurements."""
@@ -47,9 +47,9 @@ class Found:
             {
                 **asdict(tried),
                 "failure_kind": run.failure_kind,
-                "peak_bytes": _peak_bytes(run),
+                "peak_bytes": run.peak_bytes,
                 "wall_s": run.wall_s,
-                "log": str(run.log),
+                "log": run.log,
             }
             for tried, run in zip(self.search.tried, self.runs, strict=True)
         ]
@@ -97,35 +97,31 @@ def find_largest(
 
 def format_found(found: Sequence[Found]) -> str:
     """The table that a person reads, in Markdown."""
-    rows = []
-    for each in found:
-        sizes = [str(tried.size) for tried in each.search.tried if not tried.is_verification]
-        largest = "none" if each.search.largest is None else str(each.search.largest)
-        rows.append([each.arm, largest, each.search.limit, " ".join(sizes)])
-    return markdown_table(["arm", "largest batch per rank", "why not more", "tried"], rows)
+    columns: dict[str, Callable[[Found], str]] = {
+        "arm": lambda each: each.arm,
+        "largest batch per rank": lambda each: str(each.search.largest or "none"),
+        "why not more": lambda each: each.search.limit,
+        "tried": lambda each: " ".join(
+            str(tried.size) for tried in each.search.tried if not tried.is_verification
+        ),
+    }
+    return table_of(found, columns)
 
 
 def write_found(out: Path, found: Sequence[Found], document: dict[str, Any]) -> None:
     """Write ``largest_batch.json``, every attempt with its reason, and ``largest_batch.md``."""
     out.mkdir(parents=True, exist_ok=True)
     results = {**document, "arms": [each.as_json() for each in found]}
-    (out / "largest_batch.json").write_text(json.dumps(results, indent=1) + "\n")
+    documents.write(out / "largest_batch.json", results, indent=1)
     (out / "largest_batch.md").write_text(f"{describe(document)}\n\n{format_found(found)}\n")
 
 
 def _why_not(run: Run, device_bytes: int | None) -> str | None:
     if run.failure is not None or device_bytes is None:
         return run.failure
-    peak_bytes = _peak_bytes(run)
-    if peak_bytes is None:
+    if run.peak_bytes is None:
         return "its memory was not measured"
-    return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
-
-
-def _peak_bytes(run: Run) -> int | None:
-    """Of the rank that takes most; ``None`` if any of them was not measured."""
-    peaks = [rank.peak_bytes for rank in run.ranks if rank.peak_bytes is not None]
-    return max(peaks) if peaks and len(peaks) == len(run.ranks) else None
+    return f"takes {format_bytes(run.peak_bytes)}" if run.peak_bytes > device_bytes else None
 
 
 @dataclass(frozen=True)
@@ -136,9 +132,4 @@ class _Turn:
 
     @property
     def name(self) -> str:
-        stage = "" if self.arm.zero_stage is None else f"_zero{self.arm.zero_stage}"
-        return f"{self.arm.engine}{stage}_a{self.arm.grad_accum}"
-
-    @property
-    def num_sequences(self) -> int:
-        return self.arm.grad_accum
+        return f"{self.arm.kind}_a{self.arm.grad_accum}"

@@ -7,12 +7,11 @@ reference is measured under the load of as many ranks as share the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench import documents
+from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.processes import run_command
 
@@ -77,7 +77,7 @@ def measure_limits(
     command += ["--accelerator", accelerator]
     command += ["--ranks", str(num_ranks), "--bytes", str(unit_bytes), "--out", str(path)]
     failure = run_command(command, log=out / "limits.txt", timeout_s=_TIMEOUT_S)
-    return None if failure is not None else Limits(**json.loads(path.read_text()))
+    return None if failure is not None else documents.load(Limits, path)
 
 
 def mean_unit_bytes(runs: Sequence[Run]) -> int:
@@ -85,7 +85,7 @@ def mean_unit_bytes(runs: Sequence[Run]) -> int:
     for run in runs:
         for rank in run.ranks:
             if rank.units:
-                return sum(nbytes for nbytes, *_ in rank.units) // len(rank.units)
+                return sum(unit.nbytes for unit in rank.units) // len(rank.units)
     return 2**20
 
 
@@ -125,7 +125,7 @@ def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
         pair_bytes_per_s=sent / pairs_s if sent else None,
         flops_per_s=2 * width**3 / product_s,
     )
-    Path(args.out).write_text(json.dumps(asdict(found)))
+    documents.write(Path(args.out), found)
     dist.destroy_process_group()
 
 

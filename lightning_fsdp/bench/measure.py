@@ -17,9 +17,7 @@ A rank that raises writes what it raised in place of what it measured.
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +29,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.bench import torch_internals
+from lightning_fsdp.bench import documents, torch_internals
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver
 from lightning_fsdp.bench.parts import StepProfiler
-from lightning_fsdp.bench.rank_measurement import RankMeasurement
-from lightning_fsdp.bench.simulated import find_usage
+from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import model_units
-from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.bench.utilization import Utilization, kind_of
 from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
 from lightning_fsdp.core.access.grad_norm import global_norm
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
+from lightning_fsdp.simulate.groups import find_usage
+from lightning_fsdp.simulate.usage import Usage
 
 
 class Measure(L.Callback):
@@ -92,10 +90,10 @@ class Measure(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Begin."""
         self._device = trainer.strategy.root_device
-        self.measured = RankMeasurement(trainer.global_rank, trainer.world_size)
+        self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
         self.measured.utilization_of = kind_of(self._device)
         if not hasattr(trainer.strategy, "engine"):
-            self.measured.units = list(model_units(pl_module))
+            self.measured.units = model_units(pl_module)
         self._begin_stretch(trainer)
         self._last = self._now()
 
@@ -181,8 +179,7 @@ class Measure(L.Callback):
         self._end_timed()
         self._end_profiled()
         self._end_observed(trainer)
-        path = self.out / f"rank{self.measured.rank}.json"
-        path.write_text(json.dumps(vars(self.measured)))
+        documents.write(self.out / f"rank{self.measured.rank}.json", self.measured)
 
     @override
     def on_exception(
@@ -200,7 +197,7 @@ class Measure(L.Callback):
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"failure{failure.rank}.json"
         unfinished = path.with_suffix(".part")  # other ranks may end this one while it writes
-        unfinished.write_text(json.dumps(asdict(failure)))
+        documents.write(unfinished, failure)
         unfinished.replace(path)
 
     # -- stretches ---------------------------------------------------------------------------------
@@ -246,7 +243,7 @@ class Measure(L.Callback):
         if self._profiler is None:
             return
         self._profiler.stop()
-        self.measured.parts = [asdict(parts) for parts in self._profiler.parts()]
+        self.measured.parts = self._profiler.parts()
         if self.writes_trace and self.measured.rank == 0:
             self._profiler.write(self.out / "trace_rank0.json")
         self._profiler = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,17 @@ from lightning_fsdp.bench import output
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
 from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
+from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
-from lightning_fsdp.bench.runner import Run, run_arm, run_arms
-from lightning_fsdp.bench.scaling import networks_of, run_scaling
+from lightning_fsdp.bench.results import Results
+from lightning_fsdp.bench.runner import run_arm, run_arms
+from lightning_fsdp.bench.scaling import run_scaling
 from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.amounts import format_bytes
-from lightning_fsdp.harness.command_line import INTERRUPTED
+from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
+from lightning_fsdp.simulate.scaling import networks_of
 
 _PRODUCT_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}  # by precision
 
@@ -47,21 +49,23 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
         )
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
-    document["config"] = next((run.config for run in runs if run.config is not None), None)
-    document["limits"] = None if limits is None else asdict(limits)
-    document["peak_flops_from"] = "given" if args.peak_flops else "measured products"
-    output.write(args.out, rows, runs, document)
-    table = format_table([asdict(row) for row in rows])
+    results = Results(
+        **document,
+        config=next((run.config for run in runs if run.config is not None), None),
+        limits=limits,
+        peak_flops_from="given" if args.peak_flops else "measured products",
+        rows=rows,
+        runs=runs,
+    )
+    output.write(args.out, results)
+    table = format_table(rows)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
-    if num_missing:
-        print(f"interrupted: {num_missing} runs were not made", file=sys.stderr)
-        return INTERRUPTED
-    failed = [row for row in rows if row.failure is not None]
-    for row in failed:
-        of_arm = [run for run in runs if run.arm.name == row.arm]
-        log = next((run.log for run in of_arm if run.failure is not None), of_arm[0].log)
-        print(f"error: {row.arm}: {row.failure}; see {log}", file=sys.stderr)
-    return 1 if failed else 0
+    logs = {run.arm: run.log for run in reversed(runs)}
+    logs |= {run.arm: run.log for run in reversed(runs) if run.failure is not None}
+    return end(
+        f"{num_missing} runs were not made" if num_missing else None,
+        [f"{row.arm}: {row.failure}; see {logs.get(row.arm)}" for row in rows if row.failure],
+    )
 
 
 def simulate(
@@ -92,13 +96,10 @@ def simulate(
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
-    if num_missing:
-        print(f"interrupted: {num_missing} runs were not made", file=sys.stderr)
-        return INTERRUPTED
-    failed = [point for point in points if point.failure is not None]
-    for point in failed:
-        print(f"error: {point.arm} at {point.world_size}: {point.failure}", file=sys.stderr)
-    return 1 if failed else 0
+    return end(
+        f"{num_missing} runs were not made" if num_missing else None,
+        [f"{p.arm} at {p.world_size}: {p.failure}" for p in points if p.failure is not None],
+    )
 
 
 def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
@@ -135,13 +136,11 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     write_found(args.out, found, document)
     print(f"\n{describe(document)}\n\n{format_found(found)}\n\nWritten to {args.out}/: ")
     print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
-    if not is_complete:
-        print(f"interrupted: {len(chosen) - len(found)} arms were not searched", file=sys.stderr)
-        return INTERRUPTED
     without = [each for each in found if each.search.largest is None]
-    for each in without:
-        print(f"error: {each.arm}: no batch fits; {each.search.limit}", file=sys.stderr)
-    return 1 if without else 0
+    return end(
+        None if is_complete else f"{len(chosen) - len(found)} arms were not searched",
+        [f"{each.arm}: no batch fits; {each.search.limit}" for each in without],
+    )
 
 
 def _arms(args: argparse.Namespace, batch_sizes: Sequence[int]) -> list[Arm]:

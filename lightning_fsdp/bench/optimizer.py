@@ -9,26 +9,22 @@ fixed, under torch's FSDP2, must have trained nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
 
 from lightning_fsdp.bench import optimizer_picture
-from lightning_fsdp.bench.optimizer_outcome import (
-    NOT_FIXED,
-    Outcome,
-    choose_arms,
-    engine_of,
-)
+from lightning_fsdp.bench.documents import load, plain, write
+from lightning_fsdp.bench.optimizer_outcome import NOT_FIXED, Outcome, choose_arms, reference_of
+from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.processes import run_command
-from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.harness.tables import number, table_of
 
 
 def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
@@ -49,7 +45,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
         failure = _run(arm, args.ranks, args.steps, folder, args.timeout)
         if failure is None:
             files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
-            outcomes[arm] = [Outcome.from_json(file.read_text()) for file in files]
+            outcomes[arm] = [load(Outcome, file) for file in files]
         else:
             failures[arm] = f"{failure}; see {folder / 'log.txt'}"
     failures |= judge(outcomes)
@@ -57,9 +53,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     _write(args.out, document, outcomes, failures, table)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: report.md, results.json, ")
     print("memory.png (memory of each arm over time), arms/ (a log per arm)")
-    for arm, failure in failures.items():
-        print(f"error: {arm}: {failure}", file=sys.stderr)
-    return 1 if failures else 0
+    return end(None, [f"{arm}: {failure}" for arm, failure in failures.items()])
 
 
 def judge(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
@@ -70,7 +64,7 @@ def judge(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
     """
     wrong: dict[str, str] = {}
     for arm, ranks in outcomes.items():
-        reference = outcomes.get(f"{engine_of(arm)}_after")
+        reference = outcomes.get(reference_of(arm))
         for outcome in ranks:
             reason = _judge_rank(outcome, reference[outcome.rank] if reference else None)
             if reason is not None:
@@ -102,29 +96,31 @@ def format_table(
     arms: Sequence[str], outcomes: Mapping[str, Sequence[Outcome]], failures: Mapping[str, str]
 ) -> str:
     """The table that a person reads, in Markdown."""
-    head = [
-        "arm", "losses, weights", "trained", "entries that are the model's", "last loss",
-        "resting MB per rank", "peak MB per rank", "RSS MB per rank",
-    ]  # fmt: skip
-    body = []
-    for arm in arms:
-        if arm not in outcomes:
-            body.append([arm, "FAILED", *[""] * 6])
-            continue
-        ranks = outcomes[arm]
-        first = ranks[0]
-        name = f"{arm} WRONG" if arm in failures else arm
-        body.append([
-            name,
-            _likeness(ranks, outcomes.get(f"{engine_of(arm)}_after")),
-            f"{min(len(o.trained) for o in ranks)}/{len(first.weights)}",
-            f"{min(o.num_held for o in ranks)}/{first.num_entries}",
-            f"{sum(o.losses[-1] for o in ranks) / len(ranks):.6f}",
-            " ".join(f"{o.resting_bytes / 1e6:.1f}" for o in ranks),
-            " ".join(f"{o.peak_bytes / 1e6:.1f}" for o in ranks),
-            " ".join(f"{o.rss_bytes / 1e6:.0f}" for o in ranks),
-        ])  # fmt: skip
-    return markdown_table(head, body)
+
+    def per_rank(of: Callable[[Outcome], float], form: str) -> Callable[[str], str]:
+        return lambda arm: " ".join(number(of(o), form, 1e6) for o in outcomes[arm])
+
+    def has_run(arm: str) -> bool:
+        return arm in outcomes
+
+    columns: dict[str, Callable[[str], str]] = {
+        "arm": lambda arm: f"{arm} WRONG" if has_run(arm) and arm in failures else arm,
+        "losses, weights": lambda arm: _likeness(outcomes[arm], outcomes.get(reference_of(arm))),
+        "trained": lambda arm: _least(outcomes[arm], lambda o: (len(o.trained), len(o.weights))),
+        "entries that are the model's": lambda arm: _least(
+            outcomes[arm], lambda o: (o.num_held, o.num_entries)
+        ),
+        "last loss": lambda arm: f"{fmean(o.losses[-1] for o in outcomes[arm]):.6f}",
+        "resting MB per rank": per_rank(lambda o: o.resting_bytes, ".1f"),
+        "peak MB per rank": per_rank(lambda o: o.peak_bytes, ".1f"),
+        "RSS MB per rank": per_rank(lambda o: o.rss_bytes, ".0f"),
+    }
+    return table_of(arms, columns, has_failed=lambda arm: not has_run(arm))
+
+
+def _least(ranks: Sequence[Outcome], of: Callable[[Outcome], tuple[int, int]]) -> str:
+    part, whole = min(map(of, ranks))
+    return f"{part}/{whole}"
 
 
 def _likeness(ranks: Sequence[Outcome], reference: Sequence[Outcome] | None) -> str:
@@ -157,7 +153,7 @@ def _write(
     arms = {
         arm: [
             {
-                **asdict(outcome),
+                **plain(outcome),
                 "resting_bytes": outcome.resting_bytes,
                 "peak_bytes": outcome.peak_bytes,
                 "rss_bytes": outcome.rss_bytes,
@@ -166,8 +162,7 @@ def _write(
         ]
         for arm, ranks in outcomes.items()
     }
-    results = {**document, "failures": dict(failures), "arms": arms}
-    (out / "results.json").write_text(json.dumps(results))
+    write(out / "results.json", {**document, "failures": failures, "arms": arms})
     (out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
     if outcomes:
         firsts = {arm: ranks[0].phases for arm, ranks in outcomes.items()}

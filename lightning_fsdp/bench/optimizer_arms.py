@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.optimizer_outcome import Outcome, Phase
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
@@ -277,7 +278,7 @@ def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: str,
     torch.set_num_threads(1)  # another number of threads, another order of sums
     dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=num_ranks)
     outcome = run_arm(arm, rank, num_steps)
-    (Path(folder) / f"rank{rank}.json").write_text(outcome.to_json())
+    documents.write(Path(folder) / f"rank{rank}.json", outcome)
     dist.destroy_process_group()
 
 

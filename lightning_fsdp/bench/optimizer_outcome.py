@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 ENGINES = ("fsdp2", "scratch")
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
@@ -25,6 +24,11 @@ def choose_arms(engines: Iterable[str]) -> list[str]:
 def engine_of(arm: str) -> str:
     """Which engine an arm shards with."""
     return arm.partition("_")[0]
+
+
+def reference_of(arm: str) -> str:
+    """The arm that an arm is held against."""
+    return f"{engine_of(arm)}_after"
 
 
 @dataclass
@@ -78,13 +82,3 @@ class Outcome:
     def rss_bytes(self) -> int:
         """Largest resident size seen."""
         return max(max(phase.rss_bytes, default=0) for phase in self.phases)
-
-    def to_json(self) -> str:
-        """For a file."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Outcome:
-        """What :meth:`to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "phases": [Phase(**phase) for phase in values["phases"]]})

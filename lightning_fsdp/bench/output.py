@@ -9,21 +9,12 @@ DIR/tensorboard/         a run per arm, and one with the pictures
 
 from __future__ import annotations
 
-import csv
-import json
-import math
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from lightning_fsdp.bench import plots, tensorboard
-from lightning_fsdp.bench.reading import read
-from lightning_fsdp.bench.report import Row
+from lightning_fsdp.bench import documents, plots, tensorboard
 from lightning_fsdp.bench.report_page import page
-from lightning_fsdp.bench.results import Results
-from lightning_fsdp.bench.runner import Run
+from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.scaling_report import redraw_scaling
 
 WRITTEN = (
@@ -68,32 +59,10 @@ def redraw(folder: Path) -> int:
     return code
 
 
-def write(out: Path, rows: Sequence[Row], runs: Sequence[Run], document: dict[str, Any]) -> None:
-    """Write everything.
-
-    Args:
-        out: The folder.
-        rows: One per arm, failed ones included.
-        runs: All repeats.
-        document: Command, workload, environment.
-    """
+def write(out: Path, results: Results) -> None:
+    """Write everything."""
     out.mkdir(parents=True, exist_ok=True)
-    results = {
-        **document,
-        "rows": [asdict(row) for row in rows],
-        "runs": [
-            {
-                **{
-                    k: v for k, v in vars(run).items() if k not in ("arm", "log", "ranks", "config")
-                },
-                "arm": run.arm.name,
-                "ranks": [vars(rank) for rank in run.ranks],
-            }
-            for run in runs
-        ],
-    }
-    text = json.dumps(_without_nan(results), indent=1, allow_nan=False)
-    (out / "results.json").write_text(text)
+    documents.write(out / "results.json", results, indent=1)
     derive(out)
 
 
@@ -104,36 +73,8 @@ def derive(out: Path) -> None:
         ValueError: There are no results in it, or they are damaged.
     """
     results = read(out)
-    _write_csv(out / "comparison.csv", results)
+    documents.write_csv(out / "comparison.csv", results.rows)
     (out / "report.md").write_text(page(results))
     figures = plots.draw(results)
     plots.save(figures, out / "plots")
     tensorboard.write_runs(out / "tensorboard", results, figures)
-
-
-def _write_csv(path: Path, results: Results) -> None:
-    columns = list(dict.fromkeys(name for arm in results.arms for name in arm.row))
-    with path.open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, columns, restval="")
-        writer.writeheader()
-        for arm in results.arms:
-            writer.writerow({name: _csv_cell(value) for name, value in arm.row.items()})
-
-
-def _csv_cell(value: Any) -> Any:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    if isinstance(value, (list, tuple)):
-        return " ".join("" if v is None else str(v) for v in value)
-    return value
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN; a loss that is none is null, and its row says why it failed."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
-    return value

@@ -61,13 +61,13 @@ class Parts:
         whole_s: The step, profiling included.
     """
 
-    data_s: float
-    compute_s: float | None
-    exposed_s: float | None
-    overlapped_s: float | None
-    optimizer_s: float
-    other_s: float | None
-    whole_s: float
+    data_s: float | None = None
+    compute_s: float | None = None
+    exposed_s: float | None = None
+    overlapped_s: float | None = None
+    optimizer_s: float | None = None
+    other_s: float | None = None
+    whole_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,14 +7,15 @@ picture lacks stands below it.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from lightning_fsdp.bench.results import Kind, Results, kind_label
+from lightning_fsdp.bench.records import Kind
+from lightning_fsdp.bench.results import ArmResult, Results, kind_label, missing
 
 _ENGINES = {  # from dark to light: colour, marker
     "single": ("#000000", "x"),
@@ -75,22 +76,48 @@ def label_inches(results: Results) -> float:
     return 0.8 + 0.085 * max((len(kind_label(kind)) for kind in results.kinds), default=0)
 
 
-def say_nothing(axes: Any) -> None:
+def rule(axes: Any, axis: str = "both") -> None:
+    """Fine lines behind what is drawn."""
+    axes.grid(axis=axis, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def say(axes: Any, words: str, **options: Any) -> None:
     """In place of what would be drawn."""
-    axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+    axes.text(0.5, 0.5, words, ha="center", va="center", transform=axes.transAxes, **options)
 
 
-def legend(figure: Figure, axes: Iterable[Any], title: str | None = None) -> None:
+def legend(figure: Figure, axes: Iterable[Any], **options: Any) -> None:
     """One entry per label of all the axes, beside them."""
     entries: dict[str, Any] = {}
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             entries.setdefault(label, handle)
+    look = {"loc": "outside right upper", "fontsize": SMALL + 1, "handlelength": 3.2, **options}
     if entries:
-        figure.legend(
-            list(entries.values()), list(entries), loc="outside right upper", title=title,
-            fontsize=SMALL + 1, frameon=False, handlelength=3.2,
-        )  # fmt: skip
+        figure.legend(list(entries.values()), list(entries), frameon=False, **look)
+
+
+def finish(
+    figure: Figure,
+    results: Results,
+    asked: Mapping[str, Callable[[ArmResult], object]],
+    *,
+    notes: Sequence[str] = (),
+    named: Iterable[Any] = (),
+) -> Figure:
+    """What stands below a picture and beside it.
+
+    Args:
+        figure: With all that is drawn.
+        results: Of the folder.
+        asked: As of :func:`~lightning_fsdp.bench.results.missing`.
+        notes: Sentences before what is missing.
+        named: Axes with a legend.
+    """
+    footnote(figure, [*notes, *missing(results, asked)])
+    legend(figure, named)
+    return figure
 
 
 def footnote(figure: Figure, sentences: Sequence[str]) -> None:
@@ -101,8 +128,8 @@ def footnote(figure: Figure, sentences: Sequence[str]) -> None:
         figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=SMALL)
 
 
-def save(figure: Figure, folder: Path, name: str) -> None:
+def save(figure: Figure, folder: Path, name: str, *, dpi: int = 120) -> None:
     """As PNG and SVG; the same figures give the same bytes."""
     with mpl.rc_context({"svg.hashsalt": name}):
-        figure.savefig(folder / f"{name}.png", dpi=120)
+        figure.savefig(folder / f"{name}.png", dpi=dpi)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
-from lightning_fsdp.bench.results import (
-    ArmResult,
-    Results,
-    kind_label,
-    lost,
-    mean_utilization,
-    shape_label,
-    unmeasured,
-)
+from lightning_fsdp.bench.plot_style import HATCHES, PARTS, SMALL
+from lightning_fsdp.bench.records import sum_of
+from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
 from lightning_fsdp.callbacks.memory_picture import COLORS as OWNERS
 
 Stack = Mapping[str, float | None]
@@ -26,119 +20,130 @@ Stack = Mapping[str, float | None]
 _DEVICES = {"gpu": "GPU utilization, percent", "cpu": "CPU time of a rank, percent of one core"}
 _EXPOSED = "exposed (compute waits)"
 _OVERLAPPED = "overlapped (hidden behind compute)"
+_COLORS = ("#1f3b73", "#b5403f", "#6fae75", "#ecd9a0", "#a9a9a9", "#7b4f9d", "#c98a2b")
 
 
-@dataclass(frozen=True)
-class _Marks:
-    """What bars are held against.
+@dataclass(frozen=True, kw_only=True)
+class _Panel:
+    """A bar per arm.
 
     Attributes:
-        label: In the legend.
-        of: Where an arm's mark is, if it has one.
+        title: Below the axis.
+        stack: An arm's bar, if it has one.
+        looks: Colour and hatch, by label.
+        form: Of the length that is written behind it.
+        mark: What an arm's bar is held against, if there is that.
+        mark_title: In the legend.
         marker: Of matplotlib.
     """
 
-    label: str
-    of: Callable[[ArmResult], float | None]
-    marker: str = "D"
+    title: str
+    stack: Callable[[ArmResult], Stack | None]
+    looks: Mapping[str, tuple[str, str]]
+    form: str = "{:.3g}"
+    mark: Callable[[ArmResult], float | None] = lambda _: None
+    mark_title: str = ""
+    marker: str = "|"
 
 
 def communication(results: Results) -> Figure:
     """Calls, bytes and time of collectives per optimizer step, beside what theory demands."""
-    figure, panels = _new_bars(results, "Communication per optimizer step, rank 0", 3)
-    calls, payload, seconds = panels
-    kinds = sorted({kind for arm in results.arms for kind in arm.data_calls() or {}})
-    colors = ("#1f3b73", "#b5403f", "#6fae75", "#ecd9a0", "#a9a9a9", "#7b4f9d", "#c98a2b")
-    looks = {
-        kind: (colors[i % len(colors)], plot_style.HATCHES[i % len(plot_style.HATCHES)])
-        for i, kind in enumerate(kinds)
-    }
-    unit, suffix = plot_style.byte_unit(arm.get("payload_bytes") for arm in results.arms)
-    theory = "demanded by theory"
-    _bars(calls, results, ArmResult.data_calls, looks, "{:g}",
-          _Marks(theory, lambda arm: arm.total("theory", "collectives")))  # fmt: skip
-    _bars(payload, results, lambda arm: _only("bytes sent", arm.get("payload_bytes"), unit),
-          {"bytes sent": ("#777777", "")}, "{:.3g}",
-          _Marks(theory, lambda arm: _per(arm.get("theory", "payload_bytes"), unit)))  # fmt: skip
-    _bars(seconds, results, _waiting, {
-        _EXPOSED: plot_style.PARTS["exposed"], _OVERLAPPED: ("#e8e8e8", "\\\\"),
-    }, "{:.3g}", _Marks("limit: bytes over measured bandwidth",
-                        lambda arm: arm.get("communication_limit_ms"), "|"))  # fmt: skip
-    for axes, label in zip(
-        panels,
-        ("calls that move parameters and gradients", suffix, "ms (exposed + overlapped)"),
-        strict=True,
-    ):
-        axes.set_xlabel(label)
+    kinds = sorted({kind for arm in results.arms for kind in arm.figures.data_calls or {}})
+    unit, suffix = plot_style.byte_unit(arm.figures.payload_bytes for arm in results.arms)
+    calls = _Panel(
+        title="calls that move parameters and gradients",
+        stack=lambda arm: arm.figures.data_calls,
+        looks=_hatched(kinds, itertools.cycle(_COLORS)),
+        form="{:g}",
+        mark=lambda arm: sum_of(arm.theory.collectives),
+        mark_title="demanded by theory",
+        marker="D",
+    )
+    payload = _Panel(
+        title=suffix,
+        stack=lambda arm: _only("bytes sent", _per(arm.figures.payload_bytes, unit)),
+        looks={"bytes sent": ("#777777", "")},
+        mark=lambda arm: _per(arm.theory.payload_bytes, unit),
+        mark_title="demanded by theory",
+        marker="D",
+    )
+    seconds = _Panel(
+        title="ms (exposed + overlapped)",
+        stack=_waiting,
+        looks={_EXPOSED: PARTS["exposed"], _OVERLAPPED: ("#e8e8e8", "\\\\")},
+        mark=lambda arm: arm.figures.communication_limit_ms,
+        mark_title="limit: bytes over measured bandwidth",
+    )
+    panels = calls, payload, seconds
+    figure, rows = _bars(results, "Communication per optimizer step, rank 0", panels)
+    for axes in rows:
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False,
-                        fontsize=plot_style.SMALL)  # fmt: skip
-    lacking = [
-        *unmeasured(results, "Calls", lambda arm: arm.total("collectives") is not None),
-        *unmeasured(results, "Exposed time", lambda arm: _exposed(arm) is not None),
-        *unmeasured(results, "Bandwidth", lambda a: a.get("communication_limit_ms") is not None),
-        *unmeasured(results, "Theory", lambda arm: arm.total("theory", "collectives") is not None),
-    ]
-    plot_style.footnote(figure, [*lacking, *lost(results)])
-    return figure
+            axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=SMALL)
+    asked = {
+        "Calls": lambda arm: sum_of(arm.figures.collectives),
+        "Exposed time": lambda arm: arm.parts_ms.get("exposed_ms"),
+        "Bandwidth": lambda arm: arm.figures.communication_limit_ms,
+        "Theory": lambda arm: sum_of(arm.theory.collectives),
+    }
+    return plot_style.finish(figure, results, asked)
+
+
+def _waiting(arm: ArmResult) -> Stack | None:
+    parts = arm.parts_ms
+    names = {_EXPOSED: "exposed_ms", _OVERLAPPED: "overlapped_ms"}
+    return {label: parts.get(name) for label, name in names.items()} if parts else None
 
 
 def time_breakdown(results: Results) -> Figure:
     """Where a step's time goes; the line is what one process needs for one rank's share of it."""
-    figure, (axes,) = _new_bars(results, "Where an optimizer step's time goes, rank 0", 1)
     unknown = "not told apart"
-    looks = {**_named_parts(plot_style.PARTS), unknown: ("#ffffff", "--")}
+    labels = {name: "exposed communication" if name == "exposed" else name for name in PARTS}
 
     def stack(arm: ArmResult) -> Stack | None:
-        parts = arm.get("parts_ms")
-        if not parts:
+        if not arm.parts_ms:
             return None
-        known = {_part_label(name): parts.get(f"{name}_ms") for name in plot_style.PARTS}
-        whole = parts.get("whole_ms")
-        if None in known.values() and whole is not None:
-            known[unknown] = max(0.0, whole - sum(v for v in known.values() if v is not None))
-        return {label: v for label, v in known.items() if v is not None}
+        parts = {label: arm.parts_ms.get(f"{name}_ms") for name, label in labels.items()}
+        known = {label: ms for label, ms in parts.items() if ms is not None}
+        whole_ms = arm.parts_ms.get("whole_ms")
+        if len(known) < len(parts) and whole_ms is not None:
+            known[unknown] = max(0.0, whole_ms - sum(known.values()))
+        return known
 
-    limit = _Marks("limit: compute alone", lambda arm: arm.get("compute_limit_ms"), "|")
-    _bars(axes, results, stack, looks, "{:.3g}", limit)
+    panel = _Panel(
+        title="ms per step (median of profiled steps)",
+        stack=stack,
+        looks={**{labels[name]: look for name, look in PARTS.items()}, unknown: ("#ffffff", "--")},
+        mark=lambda arm: arm.figures.compute_limit_ms,
+        mark_title="limit: compute alone",
+    )
+    figure, (axes,) = _bars(results, "Where an optimizer step's time goes, rank 0", [panel])
     for row, arm in enumerate(results.arms):
-        hidden = arm.get("parts_ms", "overlapped_ms")
-        if hidden:
+        if hidden := arm.parts_ms.get("overlapped_ms"):
             axes.barh(row + 0.39, hidden, height=0.14, color="#e8e8e8", edgecolor="black",
                       hatch="\\\\\\\\", linewidth=0.5,
                       label="communication hidden behind compute")  # fmt: skip
-    axes.set_xlabel("ms per step (median of profiled steps)")
-    lacking = [
-        *unmeasured(results, "Parts of a step", lambda arm: bool(arm.get("parts_ms"))),
-        *unmeasured(results, "Limit", lambda arm: arm.get("compute_limit_ms") is not None),
-    ]
-    plot_style.footnote(figure, [*lacking, *lost(results)])
-    plot_style.legend(figure, [axes])
-    return figure
+    asked = {
+        "Parts of a step": lambda arm: arm.parts_ms,
+        "Limit": lambda arm: arm.figures.compute_limit_ms,
+    }
+    return plot_style.finish(figure, results, asked, named=[axes])
 
 
 def memory_at_peak(results: Results) -> Figure:
     """What rank 0's memory is for at the moment when there is most of it."""
-    figure, (axes,) = _new_bars(results, "Memory at its peak by owner, rank 0", 1)
-    owners = list(dict.fromkeys(o for arm in results.arms for o in _owners(arm) or {}))
-    unit, suffix = plot_style.byte_unit(
-        sum(v or 0 for v in (_owners(arm) or {}).values()) for arm in results.arms
+
+    def owners(arm: ArmResult) -> Mapping[str, int]:
+        return (arm.first_rank and arm.first_rank.peak_by_kind) or {}
+
+    unit, suffix = plot_style.byte_unit(sum(owners(arm).values()) for arm in results.arms)
+    names = list(dict.fromkeys(owner for arm in results.arms for owner in owners(arm)))
+    panel = _Panel(
+        title=suffix,
+        stack=lambda arm: {name: n / unit for name, n in owners(arm).items()} or None,
+        looks=_hatched(names, (OWNERS.get(name, "#ffffff") for name in names)),
     )
-    looks = {
-        owner: (OWNERS.get(owner, "#ffffff"), plot_style.HATCHES[i % len(plot_style.HATCHES)])
-        for i, owner in enumerate(owners)
-    }
-
-    def stack(arm: ArmResult) -> Stack | None:
-        found = _owners(arm)
-        return None if found is None else {owner: v and v / unit for owner, v in found.items()}
-
-    _bars(axes, results, stack, looks, "{:.3g}")
-    axes.set_xlabel(suffix)
-    lacking = unmeasured(results, "Memory by owner", lambda arm: bool(_owners(arm)))
-    plot_style.footnote(figure, [*lacking, *lost(results)])
-    plot_style.legend(figure, [axes])
-    return figure
+    figure, named = _bars(results, "Memory at its peak by owner, rank 0", [panel])
+    return plot_style.finish(figure, results, {"Memory by owner": owners}, named=named)
 
 
 def utilization(results: Results) -> Figure:
@@ -146,116 +151,109 @@ def utilization(results: Results) -> Figure:
 
     A heat map shows a pattern over two directions; one batch shape is shown in bars.
     """
-    devices = list(dict.fromkeys(d for arm in results.arms for d in mean_utilization(arm)))
+    devices = list(dict.fromkeys(of for arm in results.arms for of in arm.utilization)) or [""]
+    title = "Utilization over the timed steps"
+    if len(results.shapes) > 1:
+        height = len(devices) * (1.6 + 0.36 * len(results.kinds))
+        width = max(6.2, 1.6 + 0.95 * len(results.shapes)) + plot_style.label_inches(results)
+        figure = plot_style.new_figure(width, height + 0.6, title)
+        panels = figure.subplots(len(devices), 1, squeeze=False)[:, 0]
+        for device, axes in zip(devices, panels, strict=True):
+            _draw_heat_map(axes, results, device)
+    else:
+        figure, _ = _bars(results, title, [_utilization_bars(device) for device in devices])
+    asked = {"Utilization": lambda arm: arm.utilization}
+    return plot_style.finish(figure, results, asked, notes=["Mean of all samples of all ranks."])
+
+
+def _utilization_bars(device: str) -> _Panel:
+    return _Panel(
+        title=_DEVICES.get(device, "not measured"),
+        stack=lambda arm: _only(device, arm.utilization.get(device)),
+        looks={device: ("#1f3b73", "")},
+        form="{:.0f}",
+    )
+
+
+def _draw_heat_map(axes: Any, results: Results, device: str) -> None:
     kinds, shapes = results.kinds, results.shapes
-    if len(shapes) < 2:
-        return _utilization_of_one_shape(results, devices)
-    height = max(1, len(devices)) * (1.6 + 0.36 * len(kinds))
-    width = max(6.2, 1.6 + 0.95 * len(shapes)) + plot_style.label_inches(results)
-    figure = plot_style.new_figure(width, height + 0.6, "Utilization over the timed steps")
-    panels = figure.subplots(max(1, len(devices)), 1, squeeze=False)[:, 0]
-    for device, axes in zip(devices or [""], panels, strict=True):
-        values = [
-            [mean_utilization(arm).get(device) if arm else None for arm in row]
-            for row in ([results.at(kind, shape) for shape in shapes] for kind in kinds)
-        ]
-        top = max([100.0, *(v for row in values for v in row if v is not None)])
-        grid = [[float("nan") if v is None else v for v in row] for row in values]
-        image = axes.imshow(grid or [[float("nan")]], cmap="cividis", vmin=0, vmax=top,
-                            aspect="auto")  # fmt: skip
-        for y, kind in enumerate(kinds):
-            for x, shape in enumerate(shapes):
-                value, arm = values[y][x], results.at(kind, shape)
-                text, dark = "?", False
-                if value is not None:
-                    text, dark = f"{value:.0f}", value < 0.55 * top
-                elif arm is not None and arm.failure is not None:
-                    text = "failed"
-                axes.text(x, y, text, ha="center", va="center",
-                          color="white" if dark else "black", fontsize=9)  # fmt: skip
-        axes.set_xticks(range(len(shapes)), [shape_label(shape) for shape in shapes])
-        axes.set_yticks(range(len(kinds)), [kind_label(kind) for kind in kinds])
-        axes.set_xlabel("sequences per rank and micro-batch x micro-batches per step")
-        axes.set_title(_DEVICES.get(device, "not measured"), fontsize=10)
-        if device:
-            figure.colorbar(image, ax=axes, label="percent")
-    lacking = unmeasured(results, "Utilization", lambda arm: bool(mean_utilization(arm)))
-    plot_style.footnote(figure, ["Mean of all samples of all ranks.", *lacking, *lost(results)])
-    return figure
+    arms = {
+        (x, y): results.at(kind, shape)
+        for y, kind in enumerate(kinds)
+        for x, shape in enumerate(shapes)
+    }
+    values = {place: arm.utilization.get(device) if arm else None for place, arm in arms.items()}
+    top = max([100.0, *(value for value in values.values() if value is not None)])
+    nothing = float("nan")
+    grid = [[values[x, y] for x in range(len(shapes))] for y in range(len(kinds))]
+    image = axes.imshow(
+        [[nothing if value is None else value for value in row] for row in grid],
+        cmap="cividis", vmin=0, vmax=top, aspect="auto",
+    )  # fmt: skip
+    for (x, y), value in values.items():
+        arm = arms[x, y]
+        has_failed = arm is not None and arm.failure is not None
+        text = f"{value:.0f}" if value is not None else "failed" if has_failed else "?"
+        color = "white" if value is not None and value < 0.55 * top else "black"
+        axes.text(x, y, text, ha="center", va="center", color=color, fontsize=9)
+    axes.set_xticks(range(len(shapes)), [shape_label(shape) for shape in shapes])
+    axes.set_yticks(range(len(kinds)), [kind_label(kind) for kind in kinds])
+    axes.set_xlabel("sequences per rank and micro-batch x micro-batches per step")
+    axes.set_title(_DEVICES.get(device, "not measured"), fontsize=10)
+    if device:
+        axes.figure.colorbar(image, ax=axes, label="percent")
 
 
-def _utilization_of_one_shape(results: Results, devices: Sequence[str]) -> Figure:
-    figure, panels = _new_bars(results, "Utilization over the timed steps", max(1, len(devices)))
-
-    def stack(device: str, arm: ArmResult) -> Stack | None:
-        mean = mean_utilization(arm).get(device)
-        return None if mean is None else {device: mean}
-
-    for device, axes in zip(devices or [""], panels, strict=True):
-        _bars(axes, results, partial(stack, device), {device: ("#1f3b73", "")}, "{:.0f}")
-        axes.set_xlabel(_DEVICES.get(device, "not measured"))
-    lacking = unmeasured(results, "Utilization", lambda arm: bool(mean_utilization(arm)))
-    plot_style.footnote(figure, ["Mean of all samples of all ranks.", *lacking, *lost(results)])
-    return figure
-
-
-def _new_bars(results: Results, title: str, num_panels: int) -> tuple[Figure, Sequence[Any]]:
-    names = [arm.name for arm in results.arms]
-    width = 3.8 * num_panels + 0.075 * max((len(name) for name in names), default=0)
+def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figure, Sequence[Any]]:
+    """A picture of panels side by side, with the arms' names at the left."""
+    arms, names = results.arms, [arm.name for arm in results.arms]
+    width = 3.8 * len(panels) + 0.075 * max((len(name) for name in names), default=0)
     figure = plot_style.new_figure(max(10.0, width), 1.8 + 0.27 * max(2, len(names)), title)
-    panels = figure.subplots(1, num_panels, squeeze=False, sharey=True)[0]
-    panels[0].set_yticks(range(len(names)), names, fontsize=plot_style.SMALL)
-    for axes in panels:
+    columns = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    columns[0].set_yticks(range(len(names)), names, fontsize=SMALL)
+    shapes = list(dict.fromkeys(row.shape for row in results.rows))
+    for panel, axes in zip(panels, columns, strict=True):
         axes.set_ylim(max(len(names), 1) - 0.4, -0.6)  # the first arm on top
-        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-        for number, shape in enumerate(dict.fromkeys(arm.shape for arm in results.arms)):
-            rows = [row for row, arm in enumerate(results.arms) if arm.shape == shape]
-            if number % 2:
-                axes.axhspan(min(rows) - 0.5, max(rows) + 0.5, color="black", alpha=0.05, lw=0)
-    return figure, panels
+        plot_style.rule(axes, "x")
+        for shape in shapes[1::2]:
+            rows = [row for row, arm in enumerate(arms) if arm.row.shape == shape]
+            axes.axhspan(min(rows) - 0.5, max(rows) + 0.5, color="black", alpha=0.05, lw=0)
+        _draw_bars(axes, arms, panel)
+        axes.set_xlabel(panel.title)
+    return figure, columns
 
 
-def _bars(
-    axes: Any,
-    results: Results,
-    stack: Callable[[ArmResult], Stack | None],
-    looks: Mapping[str, tuple[str, str]],
-    form: str,
-    marks: _Marks | None = None,
-) -> None:
+def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
     """A bar of parts per arm, its length written behind it; words where there is none."""
-    stacks = [stack(arm) for arm in results.arms]
-    ends = [sum(v or 0.0 for v in (parts or {}).values()) for parts in stacks]
-    longest = max(ends, default=0.0) or 1.0
-    for label, (color, hatch) in looks.items():
-        rows = [row for row, parts in enumerate(stacks) if (parts or {}).get(label) is not None]
-        lefts = []
-        for row in rows:
-            before = list(stacks[row] or {})
-            before = before[: before.index(label)]
-            lefts.append(sum((stacks[row] or {})[name] or 0.0 for name in before))
+    stacks = [panel.stack(arm) for arm in arms]
+    lengths = [{label: v or 0.0 for label, v in (stack or {}).items()} for stack in stacks]
+    ends = [sum(of.values()) for of in lengths]
+    for label, (color, hatch) in panel.looks.items():
+        rows = [row for row, stack in enumerate(stacks) if (stack or {}).get(label) is not None]
+        before = (itertools.takewhile(label.__ne__, lengths[row]) for row in rows)
+        lefts = [
+            sum(lengths[row][name] for name in of) for row, of in zip(rows, before, strict=True)
+        ]
         if rows:
             axes.barh(
-                rows, [(stacks[row] or {})[label] for row in rows], left=lefts, height=0.62,
-                color=color, hatch=hatch, label=label, edgecolor="black", linewidth=0.5,
+                rows, [lengths[row][label] for row in rows], left=lefts, height=0.62, color=color,
+                hatch=hatch, label=label, edgecolor="black", linewidth=0.5,
             )  # fmt: skip
-    found = [None if marks is None else marks.of(arm) for arm in results.arms]
-    longest = max([longest, *(x for x in found if x is not None)])
-    if marks is not None and any(x is not None for x in found):
-        rows = [row for row, x in enumerate(found) if x is not None]
+    marks = {row: mark for row, arm in enumerate(arms) if (mark := panel.mark(arm)) is not None}
+    longest = max([max(ends, default=0.0) or 1.0, *marks.values()])
+    if marks:
+        is_line = panel.marker == "|"
         axes.plot(
-            [found[row] for row in rows], rows, linestyle="none", marker=marks.marker,
-            color="black", markerfacecolor="white", label=marks.label, clip_on=False,
-            markersize=5 if marks.marker == "D" else 11,
-            markeredgewidth=1.0 if marks.marker == "D" else 1.8,
+            list(marks.values()), list(marks), linestyle="none", marker=panel.marker,
+            color="black", markerfacecolor="white", label=panel.mark_title, clip_on=False,
+            markersize=11 if is_line else 5, markeredgewidth=1.8 if is_line else 1.0,
         )  # fmt: skip
-    for row, (arm, parts, mark) in enumerate(zip(results.arms, stacks, found, strict=True)):
-        is_known = parts is not None and None not in parts.values()
+    for row, (arm, stack, end) in enumerate(zip(arms, stacks, ends, strict=True)):
+        is_known = stack is not None and None not in stack.values()
         axes.text(
-            max(ends[row], mark or 0.0) + 0.03 * longest, row,
-            form.format(ends[row]) if is_known else _why_not(arm),
-            va="center", style="normal" if is_known else "italic", fontsize=plot_style.SMALL - 1,
+            max(end, marks.get(row, 0.0)) + 0.03 * longest, row,
+            panel.form.format(end) if is_known else _why_not(arm),
+            va="center", style="normal" if is_known else "italic", fontsize=SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)
 
@@ -266,37 +264,14 @@ def _why_not(arm: ArmResult) -> str:
     return arm.failure if len(arm.failure) <= 24 else "failed"
 
 
-def _waiting(arm: ArmResult) -> Stack | None:
-    parts = arm.get("parts_ms")
-    if not parts:
-        return None
-    return {
-        _EXPOSED: parts.get("exposed_ms"),
-        _OVERLAPPED: parts.get("overlapped_ms"),
-    }
+def _hatched(labels: Sequence[str], colors: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Neighbours in a bar differ without colour."""
+    return dict(zip(labels, zip(colors, itertools.cycle(HATCHES)), strict=False))
 
 
-def _exposed(arm: ArmResult) -> float | None:
-    found: float | None = arm.get("parts_ms", "exposed_ms")
-    return found
-
-
-def _owners(arm: ArmResult) -> Stack | None:
-    found: Stack | None = arm.first_rank("peak_by_kind") if arm.failure is None else None
-    return found or None
-
-
-def _only(label: str, figure: float | None, unit: float) -> Stack | None:
-    return None if figure is None else {label: figure / unit}
+def _only(label: str, figure: float | None) -> Stack | None:
+    return None if figure is None else {label: figure}
 
 
 def _per(figure: float | None, unit: float) -> float | None:
     return None if figure is None else figure / unit
-
-
-def _part_label(name: str) -> str:
-    return "exposed communication" if name == "exposed" else name
-
-
-def _named_parts(parts: Mapping[str, tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    return {_part_label(name): look for name, look in parts.items()}

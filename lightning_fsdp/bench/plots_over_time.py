@@ -8,18 +8,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
-from lightning_fsdp.bench.results import (
-    ArmResult,
-    Results,
-    kind_label,
-    loss_curve,
-    lost,
-    shape_label,
-    unmeasured,
-)
+from lightning_fsdp.bench.plot_style import SMALL
+from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
 
 _MOST_COLUMNS = 3
 _OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
+_OF_TIME = "The number is the peak. Seconds are left out: watching slows steps down."
 
 
 def memory_over_time(results: Results) -> Figure:
@@ -29,13 +23,8 @@ def memory_over_time(results: Results) -> Figure:
     their step, since watching slows each engine down by another factor.
     """
     kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
-    timelines = {arm.name: _timeline(arm) for arm in results.arms}
-    tops = {
-        name: max(nbytes for _, nbytes in timeline)
-        for name, timeline in timelines.items()
-        if timeline
-    }
-    unit, suffix = plot_style.byte_unit(tops.values())
+    highest = max((nbytes for arm in results.arms for _, nbytes in _timeline(arm)), default=None)
+    unit, suffix = plot_style.byte_unit([highest])
     figure = plot_style.new_figure(
         max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results),
         1.4 + 0.75 * len(kinds),
@@ -45,52 +34,39 @@ def memory_over_time(results: Results) -> Figure:
     for kind, row in zip(kinds, panels, strict=True):
         row[0].set_ylabel(
             textwrap.fill(kind_label(kind), 16), rotation=0, ha="right", va="center",
-            fontsize=plot_style.SMALL + 1,
+            fontsize=SMALL + 1,
         )  # fmt: skip
         for shape, axes in zip(shapes, row, strict=True):
-            _draw_memory(axes, results.at(kind, shape), timelines, unit)
-    panels[0, 0].set_ylim(0, 1.3 * max(tops.values(), default=1.0) / unit)
+            _draw_memory(axes, results.at(kind, shape), unit)
+    panels[0, 0].set_ylim(0, 1.3 * (highest or 1.0) / unit)
     for shape, top, bottom in zip(shapes, panels[0], panels[-1], strict=True):
         top.set_title(f"batch {shape_label(shape)}", fontsize=10)
-        bottom.set_xlabel("percent of the step", fontsize=plot_style.SMALL)
-    lacking = unmeasured(results, "Memory over time", lambda arm: bool(timelines[arm.name]))
-    notes = [
-        f"The number is the peak. Seconds are left out: watching slows steps down. {_OF_BATCH}"
-    ]
-    plot_style.footnote(figure, [*notes, *lacking, *lost(results)])
-    return figure
+        bottom.set_xlabel("percent of the step", fontsize=SMALL)
+    notes = [f"{_OF_TIME} {_OF_BATCH}"]
+    return plot_style.finish(figure, results, {"Memory over time": _timeline}, notes=notes)
 
 
 def _timeline(arm: ArmResult) -> list[tuple[float, int]]:
-    return (arm.first_rank("timeline") or []) if arm.failure is None else []
+    return (arm.first_rank and arm.first_rank.timeline) or []
 
 
-def _draw_memory(
-    axes: Any,
-    arm: ArmResult | None,
-    timelines: dict[str, list[tuple[float, int]]],
-    unit: float,
-) -> None:
-    axes.grid(color="#e5e5e5", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.tick_params(labelsize=plot_style.SMALL - 1)
+def _draw_memory(axes: Any, arm: ArmResult | None, unit: float) -> None:
+    plot_style.rule(axes)
+    axes.tick_params(labelsize=SMALL - 1)
     axes.locator_params(nbins=3)
-    timeline = timelines[arm.name] if arm is not None else []
-    if not timeline:
+    timeline = [] if arm is None else _timeline(arm)
+    if arm is None or not timeline:
         has_failed = arm is not None and arm.failure is not None
         says = "failed" if has_failed else "not measured"
-        axes.text(0.5, 0.5, says, ha="center", va="center", transform=axes.transAxes,
-                  style="italic", fontsize=plot_style.SMALL - 1)  # fmt: skip
+        plot_style.say(axes, says, style="italic", fontsize=SMALL - 1)
         return
-    assert arm is not None
-    end_s = timeline[-1][0] or 1.0
-    xs = [100 * second / end_s for second, _ in timeline]
+    xs = [100 * second / (timeline[-1][0] or 1.0) for second, _ in timeline]
     ys = [nbytes / unit for _, nbytes in timeline]
-    color = plot_style.line_style(arm.kind, [arm.kind])["color"]
+    color = plot_style.line_style(arm.row.kind, [arm.row.kind])["color"]
     axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
     axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
     axes.text(0.98, 0.93, f"{max(ys):.3g}", ha="right", va="top", transform=axes.transAxes,
-              fontsize=plot_style.SMALL - 1)  # fmt: skip
+              fontsize=SMALL - 1)  # fmt: skip
 
 
 def losses(results: Results) -> Figure:
@@ -106,32 +82,27 @@ def losses(results: Results) -> Figure:
     panels = figure.subplots(height, columns, squeeze=False, sharey=True).flatten()
     for axes in panels[len(shapes) :]:
         axes.set_visible(False)
-    for number, (shape, axes) in enumerate(zip(shapes, panels[: len(shapes)], strict=True)):
-        is_empty = True
+    shown = panels[: len(shapes)]
+    for shape, axes in zip(shapes, shown, strict=True):
         for index, kind in enumerate(results.kinds):
             arm = results.at(kind, shape)
-            found = None if arm is None else loss_curve(arm)
-            if found is None:
+            ys = [] if arm is None else arm.step_losses
+            if not ys:
                 continue
-            is_empty = False
-            xs, ys = found
             # Arms that do the same lie on each other: the first are wide, the last are thin, and
             # each has its few markers at places of its own.
-            stride = max(1, len(xs) // 6)
+            stride = max(1, len(ys) // 6)
             axes.plot(
-                xs, ys, **plot_style.line_style(kind, results.kinds),
+                range(1, len(ys) + 1), ys, **plot_style.line_style(kind, results.kinds),
                 linewidth=1.0 + 0.4 * (len(results.kinds) - 1 - index),
-                markevery=(index * stride // max(1, len(results.kinds)), stride),
+                markevery=(index * stride // len(results.kinds), stride),
             )  # fmt: skip
-        if is_empty:
-            plot_style.say_nothing(axes)
+        if not axes.lines:
+            plot_style.say(axes, "not measured")
         axes.set_title(f"batch {shape_label(shape)}", fontsize=10)
-        axes.set_xlabel("optimizer step", fontsize=plot_style.SMALL + 1)
-        axes.grid(color="#e5e5e5", linewidth=0.5)
-        axes.set_axisbelow(True)
-        if number % columns == 0:
-            axes.set_ylabel("loss, nats per token")
-    lacking = unmeasured(results, "Losses", lambda arm: loss_curve(arm) is not None)
-    plot_style.footnote(figure, [_OF_BATCH, *lacking, *lost(results)])
-    plot_style.legend(figure, panels[: len(shapes)])
-    return figure
+        axes.set_xlabel("optimizer step", fontsize=SMALL + 1)
+        plot_style.rule(axes)
+    for axes in shown[::columns]:
+        axes.set_ylabel("loss, nats per token")
+    asked = {"Losses": lambda arm: arm.step_losses}
+    return plot_style.finish(figure, results, asked, notes=[_OF_BATCH], named=shown)

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
 from lightning_fsdp.bench.plots import PICTURES
-from lightning_fsdp.bench.results import (
-    ArmResult,
-    Results,
-    lost,
-    mean_utilization,
-    sum_of,
-    unmeasured,
-)
+from lightning_fsdp.bench.records import Row, listed, sum_of, worst
+from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.harness.tables import UNKNOWN, markdown_table, number, table_of
+
+Cell = Callable[[ArmResult], str]
 
 _PARTS = ("whole", "data", "compute", "exposed", "optimizer", "other", "overlapped")
-_UNKNOWN = "?"
-"""In place of what was not measured; never 0."""
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
 Utilization is the mean of all samples of all ranks; end to end goes from building the model to
@@ -36,22 +28,38 @@ Calls are those that move parameters and gradients, and of torch's FSDP also a n
 demanded is what the engine's stage needs in theory."""
 
 
-def format_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_table(rows: Sequence[Row]) -> str:
     """The table that a person reads, in Markdown."""
-    head = [
-        "arm", "ranks", "loss first", "loss last", "tokens/s", "step ms (quartiles)",
-        "peak MB per rank", "resting MB per rank", "process MB per rank", "collectives per step",
-        "MB per step",
-    ]  # fmt: skip
-    return markdown_table(head, [_cells(row) for row in rows])
+
+    def has_run(row: Row) -> bool:
+        return row.tokens_per_s is not None
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "arm": lambda row: f"{row.arm} WRONG" if row.failure and has_run(row) else row.arm,
+        "ranks": lambda row: str(row.num_processes),
+        "loss first": lambda row: number(row.loss_first, ".4f"),
+        "loss last": lambda row: number(row.loss_last, ".4f"),
+        "tokens/s": lambda row: number(row.tokens_per_s, ",.0f"),
+        "step ms (quartiles)": lambda row: "{} ({}..{})".format(
+            *(number(ms, ".0f") for ms in (row.step_ms, row.step_ms_q1, row.step_ms_q3))
+        ),
+        "peak MB per rank": lambda row: _megabytes(row.peak_bytes),
+        "resting MB per rank": lambda row: _megabytes(row.resting_bytes),
+        "process MB per rank": lambda row: _megabytes(row.peak_rss_bytes),
+        "collectives per step": lambda row: (
+            UNKNOWN if row.collectives is None else listed(row.collectives)
+        ),
+        "MB per step": lambda row: number(row.payload_bytes, ".1f", unit=1e6),
+    }
+    return table_of(rows, columns, has_failed=lambda row: not has_run(row), num_names=2)
 
 
 def page(results: Results) -> str:
     """All of the report, in Markdown; the table comes first."""
     good = [arm for arm in results.arms if arm.failure is None]
     sections = [
-        describe(dict(results.document)),
-        format_table([arm.row for arm in results.arms]),
+        describe(vars(results)),
+        format_table(results.rows),
         *([OF_UNFUSED] if has_unfused_references(results.precision) else []),
         "## Where a step's time goes (rank 0)",
         _times(good),
@@ -74,45 +82,23 @@ def page(results: Results) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    get = row.get
-    if get("tokens_per_s") is None:
-        return [row["arm"], str(row["num_processes"]), "FAILED", *[""] * 8]
-    calls = get("collectives")
-    listed = (
-        _UNKNOWN
-        if calls is None
-        else ", ".join(f"{_number(n, 'g')} {kind}" for kind, n in calls.items())
-    )
-    median, low, high = (_number(get(f"step_ms{q}"), ".0f") for q in ("", "_q1", "_q3"))
-    return [
-        row["arm"] if get("failure") is None else f"{row['arm']} WRONG",
-        str(row["num_processes"]),
-        _number(get("loss_first"), ".4f"),
-        _number(get("loss_last"), ".4f"),
-        _number(get("tokens_per_s"), ",.0f"),
-        f"{median} ({low}..{high})",
-        _megabytes(get("peak_bytes")),
-        _megabytes(get("resting_bytes")),
-        _megabytes(get("peak_rss_bytes")),
-        listed or "none",
-        _number(get("payload_bytes"), ".1f", unit=1e6),
-    ]
-
-
 def _times(arms: Sequence[ArmResult]) -> str:
-    head = ["arm", *_PARTS, "host", "utilization %", "end to end s"]
-    body = [
-        [
-            arm.name,
-            *[_number(arm.get("parts_ms", f"{part}_ms"), ".3g") for part in _PARTS],
-            _number(arm.get("host_ms"), ".3g"),
-            " ".join(f"{v:.0f} ({k})" for k, v in mean_utilization(arm).items()) or _UNKNOWN,
-            _number(arm.get("end_to_end_s"), ".1f"),
-        ]
-        for arm in arms
-    ]
-    return markdown_table(head, body)
+    def part(name: str) -> Cell:
+        return lambda arm: number(arm.parts_ms.get(f"{name}_ms"), ".3g")
+
+    def utilization(arm: ArmResult) -> str:
+        return " ".join(f"{v:.0f} ({k})" for k, v in arm.utilization.items()) or UNKNOWN
+
+    return table_of(
+        arms,
+        {
+            "arm": lambda arm: arm.name,
+            **{name: part(name) for name in _PARTS},
+            "host": lambda arm: number(arm.figures.host_ms, ".3g"),
+            "utilization %": utilization,
+            "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
+        },
+    )
 
 
 def _limits(arms: Sequence[ArmResult]) -> str:
@@ -123,15 +109,15 @@ def _limits(arms: Sequence[ArmResult]) -> str:
     body = [
         [
             arm.name,
-            _number(arm.get("step_ms"), ".3g"),
-            _number(arm.get("compute_limit_ms"), ".3g"),
-            _number(arm.get("parts_ms", "exposed_ms"), ".3g"),
-            _number(arm.get("communication_limit_ms"), ".3g"),
-            _number(arm.get("times_limit"), ".2f"),
-            _number(sum_of(arm.data_calls()), "g"),
-            _number(arm.total("theory", "collectives"), "g"),
-            _number(arm.get("payload_bytes"), ".1f", unit=1e6),
-            _number(arm.get("theory", "payload_bytes"), ".1f", unit=1e6),
+            number(arm.figures.step_ms, ".3g"),
+            number(arm.figures.compute_limit_ms, ".3g"),
+            number(arm.parts_ms.get("exposed_ms"), ".3g"),
+            number(arm.figures.communication_limit_ms, ".3g"),
+            number(arm.figures.times_limit, ".2f"),
+            number(sum_of(arm.figures.data_calls), "g"),
+            number(sum_of(arm.theory.collectives), "g"),
+            number(arm.figures.payload_bytes, ".1f", unit=1e6),
+            number(arm.theory.payload_bytes, ".1f", unit=1e6),
         ]
         for arm in arms
     ]
@@ -139,14 +125,16 @@ def _limits(arms: Sequence[ArmResult]) -> str:
 
 
 def _memory(arms: Sequence[ArmResult]) -> str:
-    names = {
-        "peak_bytes": "peak of tensors", "mean_bytes": "mean over a step",
-        "resting_bytes": "between steps",
-        "peak_rss_bytes": "peak of the process", "cuda_peak_allocated_bytes": "CUDA allocated",
-        "cuda_peak_reserved_bytes": "CUDA reserved",
-    }  # fmt: skip
-    head = ["arm", *(f"{title}, MB per rank" for title in names.values())]
-    body = [[arm.name, *(_megabytes(arm.get(name)) for name in names)] for arm in arms]
+    per_rank: dict[str, Callable[[Row], Sequence[float | None]]] = {
+        "peak of tensors": lambda row: row.peak_bytes,
+        "mean over a step": lambda row: row.mean_bytes,
+        "between steps": lambda row: row.resting_bytes,
+        "peak of the process": lambda row: row.peak_rss_bytes,
+        "CUDA allocated": lambda row: row.cuda_peak_allocated_bytes,
+        "CUDA reserved": lambda row: row.cuda_peak_reserved_bytes,
+    }
+    head = ["arm", *(f"{title}, MB per rank" for title in per_rank)]
+    body = [[arm.name, *(_megabytes(of(arm.figures)) for of in per_rank.values())] for arm in arms]
     return markdown_table(head, body)
 
 
@@ -155,26 +143,22 @@ def _mfu(arms: Sequence[ArmResult]) -> str:
         "MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks). "
         "FLOPs are those of forward and backward; what is recomputed counts once."
     )
-    peaks = sorted({arm.get("peak_flops") for arm in arms} - {None})
+    peaks = sorted({peak for arm in arms if (peak := arm.figures.peak_flops) is not None})
     if not peaks:
         return f"{formula}\n\nNot given: without an assumed peak there is no MFU."
     assumed = ", ".join(f"{peak:.4g} FLOP/s" for peak in peaks)
-    body = [
-        [
-            arm.name,
-            _number(arm.get("flops_per_token"), ".4g"),
-            _number(arm.get("mfu"), ".2f", unit=0.01),
-        ]
-        for arm in arms
-    ]
-    table = markdown_table(["arm", "FLOPs per token", "MFU %"], body)
-    return f"{formula}\n\nAssumed peak: {assumed} per rank.\n\n{table}"
+    columns: dict[str, Cell] = {
+        "arm": lambda arm: arm.name,
+        "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
+        "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
+    }
+    return f"{formula}\n\nAssumed peak: {assumed} per rank.\n\n{table_of(arms, columns)}"
 
 
 def _failures(results: Results) -> str:
     lines = [
-        f"* `{arm.name}`: {arm.row['failure']}"
-        + (f" ({arm.failure})" if arm.failure != arm.row["failure"] else "")
+        f"* `{arm.name}`: {arm.row.failure}"
+        + (f" ({arm.failure})" if arm.failure != arm.row.failure else "")
         for arm in results.arms
         if arm.failure is not None
     ]
@@ -182,37 +166,26 @@ def _failures(results: Results) -> str:
 
 
 def _missing(results: Results) -> list[str]:
-    asked: dict[str, Callable[[ArmResult], Any]] = {
-        "Tokens/s": lambda arm: arm.get("tokens_per_s"),
-        "Peak of tensors": lambda arm: arm.worst("peak_bytes"),
-        "Mean of tensors": lambda arm: arm.worst("mean_bytes"),
-        "Peak of the process": lambda arm: arm.worst("peak_rss_bytes"),
-        "CUDA memory": lambda arm: arm.worst("cuda_peak_reserved_bytes"),
-        "Memory by owner": lambda arm: arm.first_rank("peak_by_kind"),
-        "Memory over time": lambda arm: arm.first_rank("timeline"),
-        "Parts of a step": lambda arm: arm.get("parts_ms", "whole_ms"),
-        "Exposed communication": lambda arm: arm.get("parts_ms", "exposed_ms"),
-        "Utilization": lambda arm: mean_utilization(arm) or None,
-        "Host time": lambda arm: arm.get("host_ms"),
-        "End-to-end time": lambda arm: arm.get("end_to_end_s"),
-        "MFU": lambda arm: arm.get("mfu"),
-        "Limit of compute": lambda arm: arm.get("compute_limit_ms"),
-        "Limit of communication": lambda arm: arm.get("communication_limit_ms"),
-        "Demanded collectives": lambda arm: arm.total("theory", "collectives"),
+    asked: dict[str, Callable[[ArmResult], object]] = {
+        "Tokens/s": lambda arm: arm.figures.tokens_per_s,
+        "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
+        "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
+        "Peak of the process": lambda arm: worst(arm.figures.peak_rss_bytes),
+        "CUDA memory": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
+        "Memory by owner": lambda arm: arm.first_rank and arm.first_rank.peak_by_kind,
+        "Memory over time": lambda arm: arm.first_rank and arm.first_rank.timeline,
+        "Parts of a step": lambda arm: arm.parts_ms.get("whole_ms"),
+        "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
+        "Utilization": lambda arm: arm.utilization,
+        "Host time": lambda arm: arm.figures.host_ms,
+        "End-to-end time": lambda arm: arm.figures.end_to_end_s,
+        "MFU": lambda arm: arm.figures.mfu,
+        "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
+        "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
+        "Demanded collectives": lambda arm: sum_of(arm.theory.collectives),
     }
-    lines: list[str] = []
-    for what, get in asked.items():
-        lines += unmeasured(results, what, partial(_has, get), is_short=False)
-    return [*lines, *lost(results, is_short=False)]
+    return missing(results, asked, is_short=False)
 
 
-def _has(get: Callable[[ArmResult], Any], arm: ArmResult) -> bool:
-    return get(arm) is not None
-
-
-def _megabytes(per_rank: Sequence[float | None] | None) -> str:
-    return " ".join(_number(n, ".1f", unit=1e6) for n in per_rank or ()) or _UNKNOWN
-
-
-def _number(value: float | None, form: str, unit: float = 1.0) -> str:
-    return _UNKNOWN if value is None else format(value / unit, form)
+def _megabytes(per_rank: Sequence[float | None]) -> str:
+    return " ".join(number(n, ".1f", unit=1e6) for n in per_rank) or UNKNOWN

@@ -1,47 +1,29 @@
 """A folder of results, as tables and pictures ask for it.
 
-Results of older versions lack fields, arms fail, and a folder may lack arms altogether. So every
-figure is asked for by name and is ``None`` where there is none; :func:`unmeasured` and :func:`lost`
-say which.
+Results of older versions lack figures, arms fail, and a folder may lack arms altogether. What is
+not there is ``None`` or empty; :func:`missing` says what.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Required
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+from lightning_fsdp.bench import documents
+from lightning_fsdp.bench.limits import Limits
+from lightning_fsdp.bench.records import Kind, RankMeasurement, Row, Run, Shape
+from lightning_fsdp.bench.theory import Demand
+
+_with_others = with_config(ConfigDict(extra="allow"))  # names that a later version has
 _MOST_NAMES = 6  # of arms in one sentence; report.md has all of them
-
-Kind = tuple[str, int | None]
-"""Engine and ZeRO stage."""
-Shape = tuple[int, int]
-"""Sequences per rank and micro-batch, and micro-batches per optimizer step."""
-Line = tuple[list[float], list[float]]
-"""Where its points are: along, and up."""
-
-
-def sum_of(parts: Mapping[str, float | None] | None) -> float | None:
-    """The sum of a figure's parts, if all of them are known."""
-    known = [part for part in (parts or {}).values() if part is not None]
-    return None if parts is None or len(known) < len(parts) else sum(known)
-
-
-def slowest(step_s: Sequence[Sequence[float]]) -> list[float]:
-    """Seconds of each step, from every rank's: it lasts as long as on the slowest rank."""
-    return [max(steps) for steps in zip(*step_s, strict=True)]
-
-
-def step_rates(
-    step_tokens: Sequence[Sequence[int]], step_s: Sequence[Sequence[float]]
-) -> list[float]:
-    """Tokens per second of all ranks together in each step, from every rank's tokens and time."""
-    tokens = [sum(steps) for steps in zip(*step_tokens, strict=True)]
-    return [num / seconds for num, seconds in zip(tokens, slowest(step_s), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -49,152 +31,155 @@ class ArmResult:
     """One arm.
 
     Attributes:
-        row: Its medians.
+        row: Its medians, of a failed arm as well.
         runs: Its repeats that measured something.
     """
 
-    row: Mapping[str, Any]
-    runs: Sequence[Mapping[str, Any]]
+    row: Row
+    runs: Sequence[Run]
+
+    @cached_property
+    def figures(self) -> Row:
+        """The row; of an arm that failed, without what was measured."""
+        row = self.row
+        if self.failure is None:
+            return row
+        return Row(row.arm, *row.kind, *row.shape, num_processes=row.num_processes)
 
     @property
     def name(self) -> str:
         """As in the table."""
-        return str(self.row["arm"])
-
-    @property
-    def kind(self) -> Kind:
-        """What is compared."""
-        return self.row["engine"], self.row["zero_stage"]
-
-    @property
-    def shape(self) -> Shape:
-        """At which size."""
-        return self.row["batch_size"], self.row["grad_accum"]
+        return self.row.arm
 
     @property
     def failure(self) -> str | None:
         """In a few words; the whole reason is in the row."""
-        failure = self.row.get("failure")
-        if failure is None:
-            return None
-        return self.row.get("failure_kind") or str(failure)
+        return self.row.failure and (self.row.failure_kind or self.row.failure)
 
-    def get(self, *path: str) -> Any:
-        """A figure, or ``None``: not measured, or of an arm that failed.
+    @property
+    def parts_ms(self) -> Mapping[str, float | None]:
+        """Where the time goes, as far as it is known."""
+        return self.figures.parts_ms or {}
 
-        Args:
-            path: Names, from the row inwards.
-        """
-        if self.failure is not None:
-            return None
-        found: Any = self.row
-        for name in path:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return None if isinstance(found, float) and not math.isfinite(found) else found
+    @property
+    def theory(self) -> Demand:
+        """What is demanded, as far as anybody says."""
+        return self.figures.theory or Demand()
 
-    def total(self, *path: str) -> float | None:
-        """The sum of a figure's parts, if all of them are known."""
-        return sum_of(self.get(*path))
+    @property
+    def first_rank(self) -> RankMeasurement | None:
+        """Rank 0 of the first repeat, of an arm that did not fail."""
+        return self.runs[0].ranks[0] if self.runs and self.failure is None else None
 
-    def data_calls(self) -> Mapping[str, float] | None:
-        """Collectives that move parameters and gradients, by kind; all, where nobody tells which.
+    @property
+    def utilization(self) -> dict[str, float]:
+        """Mean percent of all samples, by what was sampled (``gpu`` or ``cpu``)."""
+        samples: dict[str, list[float]] = {}
+        for rank in (rank for run in self.runs for rank in run.ranks):
+            if rank.utilization and self.failure is None:
+                found = samples.setdefault(rank.utilization_of or "cpu", [])
+                found += [percent for _, percent in rank.utilization]
+        return {device: statistics.fmean(found) for device, found in samples.items()}
 
-        The core counts its own. Of another engine's they are the kinds that theory demands.
-        """
-        if (counted := self.get("data_collectives")) is not None:
-            return dict(counted)
-        calls: dict[str, float] | None = self.get("collectives")
-        demanded = self.get("theory", "collectives")
-        if calls is None or not demanded:
-            return calls
-        return {kind: n for kind, n in calls.items() if kind in demanded}
-
-    def worst(self, name: str) -> float | None:
-        """The largest of the figures per rank, if all ranks have one."""
-        figures = self.get(name)
-        return max(figures) if figures and None not in figures else None
-
-    def first_rank(self, name: str) -> Any:
-        """What rank 0 of the first repeat has under a name, or ``None``."""
-        return self.runs[0]["ranks"][0].get(name) if self.runs else None
+    @property
+    def step_losses(self) -> list[float]:
+        """The mean loss of each optimizer step, of the first repeat; empty without one."""
+        losses, accum = self.runs[0].mean_losses if self.runs else [], self.row.grad_accum
+        return [statistics.fmean(losses[i : i + accum]) for i in range(0, len(losses), accum)]
 
 
-@dataclass(frozen=True)
+@_with_others
+class Versions(TypedDict):
+    """Of what was used."""
+
+    torch: str
+    lightning: str
+
+
+@_with_others
+class Machine(TypedDict, total=False):
+    """That computed."""
+
+    processor: Required[str]
+    cores: Required[int | None]
+    gpus: list[str]
+
+
+@_with_others
+class WorkloadFacts(TypedDict, total=False):
+    """What every arm did; see :class:`~lightning_fsdp.bench.arms.Workload`."""
+
+    num_ranks: int | None
+    precision: str
+    warmup_steps: int
+
+
+@dataclass(kw_only=True)
 class Results:
-    """All arms of a folder.
+    """All of ``results.json``: every repeat, what it was made with, and a row per arm."""
 
-    Attributes:
-        document: All of ``results.json``.
-    """
-
-    document: Mapping[str, Any]
+    command: str
+    date: str
+    commit: str | None = None
+    versions: Versions
+    machine: Machine
+    workload: WorkloadFacts = field(default_factory=WorkloadFacts)
+    config: dict[str, Any] | None = None
+    limits: Limits | None = None
+    peak_flops_from: str | None = None
+    rows: list[Row]
+    runs: list[Run] = field(default_factory=list)
 
     @cached_property
     def arms(self) -> list[ArmResult]:
         """In the order of the table."""
-        return [
-            ArmResult(
-                row,
-                [
-                    run
-                    for run in self.document.get("runs", [])
-                    if run["arm"] == row["arm"] and run.get("ranks")
-                ],
-            )
-            for row in self.document["rows"]
-        ]
+        runs = [run for run in self.runs if run.ranks]
+        return [ArmResult(row, [run for run in runs if run.arm == row.arm]) for row in self.rows]
 
     @property
     def kinds(self) -> list[Kind]:
         """In the order of the table."""
-        return list(dict.fromkeys(arm.kind for arm in self.arms))
+        return list(dict.fromkeys(row.kind for row in self.rows))
 
     @property
     def shapes(self) -> list[Shape]:
         """From small to large, by accumulation first."""
-        return sorted({arm.shape for arm in self.arms}, key=lambda shape: shape[::-1])
+        return sorted({row.shape for row in self.rows}, key=lambda shape: shape[::-1])
 
     def at(self, kind: Kind, shape: Shape) -> ArmResult | None:
         """An arm, if the folder has it."""
-        found = (arm for arm in self.arms if (arm.kind, arm.shape) == (kind, shape))
+        found = (arm for arm in self.arms if (arm.row.kind, arm.row.shape) == (kind, shape))
         return next(found, None)
 
     @property
     def num_ranks(self) -> int:
         """Of the arms that share the work."""
-        given = self.document.get("workload", {}).get("num_ranks")
-        return int(given or max((arm.row["num_processes"] for arm in self.arms), default=1))
+        most = max((row.num_processes for row in self.rows), default=1)
+        return self.workload.get("num_ranks") or most
 
     @property
     def precision(self) -> str:
         """Of the Trainer; empty where the results do not say."""
-        return str(self.document.get("workload", {}).get("precision", ""))
+        return self.workload.get("precision", "")
 
 
-def mean_utilization(arm: ArmResult) -> dict[str, float]:
-    """Percent, by what was sampled (``gpu`` or ``cpu``)."""
-    samples: dict[str, list[float]] = {}
-    for rank in (rank for run in arm.runs for rank in run["ranks"]):
-        found = [percent for _, percent in rank.get("utilization") or []]
-        if found and arm.failure is None:
-            samples.setdefault(rank.get("utilization_of") or "cpu", []).extend(found)
-    return {device: statistics.fmean(found) for device, found in samples.items()}
+def read(out: Path) -> Results:
+    """The results in a folder.
 
-
-def loss_curve(arm: ArmResult) -> Line | None:
-    """Optimizer steps from 1, and the mean loss in each; of the first repeat."""
-    if not arm.runs:
-        return None
-    _, accum = arm.shape
-    ranks = [rank["losses"] for rank in arm.runs[0]["ranks"]]
-    means = [
-        # A loss that was no number is null in JSON, and a gap in the line.
-        float("nan") if None in micro_batch else statistics.fmean(micro_batch)
-        # Of ranks that have made different numbers of steps, those that all have made.
-        for micro_batch in zip(*ranks, strict=False)
-    ]
-    steps = [statistics.fmean(means[i : i + accum]) for i in range(0, len(means), accum)]
-    return list(map(float, range(1, len(steps) + 1))), steps
+    Raises:
+        ValueError: There are none, or they cannot be read, or are damaged.
+    """
+    path = out / "results.json"
+    if not path.exists():
+        raise ValueError(
+            f"{out}: expected results.json of the benchmark, got none. Name another folder."
+        )
+    return documents.read(
+        Results,
+        path,
+        expected="the results of `python -m lightning_fsdp.bench`",
+        remedy="Measure again, or name another folder.",
+    )
 
 
 def kind_label(kind: Kind) -> str:
@@ -203,46 +188,40 @@ def kind_label(kind: Kind) -> str:
     return engine if stage is None else f"{engine} ZeRO-{stage}"
 
 
-def unmeasured(
-    results: Results, what: str, has: Callable[[ArmResult], bool], *, is_short: bool = True
+def missing(
+    results: Results, asked: Mapping[str, Callable[[ArmResult], object]], *, is_short: bool = True
 ) -> list[str]:
-    """The sentence that says which arms ran but lack a figure; none if all have it.
+    """Sentences about what is not there; none if all of it is.
 
     Args:
         results: Of the folder.
-        what: The figure.
-        has: Whether an arm has it.
+        asked: What, in words -> an arm's figure; ``None`` or empty where it has none.
         is_short: Name a few arms only.
     """
-    ran = [arm for arm in results.arms if arm.failure is None]
-    names = [arm.name for arm in ran if not has(arm)]
-    if not names:
-        return []
-    whose = "any arm" if len(names) == len(ran) else _listed(names, is_short=is_short)
-    return [f"{what}: not measured for {whose}."]
-
-
-def lost(results: Results, *, is_short: bool = True) -> list[str]:
-    """A sentence per reason for which arms have no figures at all: failed, or never there."""
     if not results.arms:
         return ["There are no arms in these results."]
+    ran = [arm for arm in results.arms if arm.failure is None]
+    sentences = []
+    for what, get in asked.items():
+        names = [arm.name for arm in ran if get(arm) in (None, {}, [])]
+        whose = "any arm" if len(names) == len(ran) else _listed(names, is_short=is_short)
+        if names:
+            sentences.append(f"{what}: not measured for {whose}.")
     reasons: dict[str, list[str]] = {}
     for arm in results.arms:
         if arm.failure is not None:
             is_told = not is_short or len(arm.failure) <= 40
-            reason = f"failed ({arm.failure})" if is_told else "failed"
-            reasons.setdefault(reason, []).append(arm.name)
+            reasons.setdefault(f"Failed ({arm.failure})" if is_told else "Failed", []).append(
+                arm.name
+            )
     absent = [
         f"{kind_label(kind)} at {shape_label(shape)}"
         for shape, kind in itertools.product(results.shapes, results.kinds)
         if results.at(kind, shape) is None
     ]
-    if absent:
-        reasons["not in these results"] = absent
-    return [
-        f"{reason[0].upper()}{reason[1:]}: {_listed(names, is_short=is_short)}."
-        for reason, names in reasons.items()
-    ]
+    reasons |= {"Not in these results": absent} if absent else {}
+    told = (f"{reason}: {_listed(of, is_short=is_short)}." for reason, of in reasons.items())
+    return [*sentences, *told]
 
 
 def _listed(names: Sequence[str], *, is_short: bool) -> str:

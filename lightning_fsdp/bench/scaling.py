@@ -2,29 +2,28 @@
 
 An arm runs as it does otherwise (the recipe's command line, the same callback) as the first of
 ``N`` hosts with one device each, which is all that Lightning has to be told. Its group is there
-before the strategy asks for one, and simulated; see ``simulated.py``. It is dealt ``1 / N`` of the
+before the strategy asks for one, and simulated; see ``simulate/``. It is dealt ``1 / N`` of the
 data, and its shards are ``1 / N`` of the model. The reference is one process that trains the whole
 model on one rank's batches: what a rank could do if communication and sharding were free.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.network import Network
 from lightning_fsdp.bench.progress import in_turns
-from lightning_fsdp.bench.results import step_rates
-from lightning_fsdp.bench.runner import Run, run_arm
+from lightning_fsdp.bench.records import OfArm, Run, Shape
+from lightning_fsdp.bench.runner import run_arm
+from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.scaling import launcher
 
 
-@dataclass(frozen=True, kw_only=True)
-class Point:
+@dataclass(kw_only=True)
+class Point(OfArm):
     """One arm among one number of ranks. Times are medians over the timed steps, or their means.
 
     Attributes:
@@ -40,11 +39,6 @@ class Point:
         failure: Why the other fields are empty.
     """
 
-    arm: str
-    engine: str
-    zero_stage: int | None
-    batch_size: int
-    grad_accum: int
     world_size: int
     tokens_per_s_per_rank: float | None = None
     efficiency: float | None = None
@@ -55,35 +49,6 @@ class Point:
     calls: dict[str, float] | None = None
     sent_bytes: float | None = None
     failure: str | None = None
-
-
-def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> list[Network]:
-    """One network per number of ranks, smallest first; a host has as many ranks in each.
-
-    Args:
-        world_sizes: Numbers of ranks.
-        num_hosts: Of the largest one; smaller numbers fill their hosts, or are all on one.
-        **links: Of :class:`Network`.
-
-    Raises:
-        ValueError: A number that no network has, ranks that do not fill their hosts, or one rank.
-    """
-    if min(world_sizes) < 2:
-        raise ValueError(
-            f"expected 2 or more ranks, got {min(world_sizes)}. One process is measured anyway."
-        )
-    largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
-    per_host = largest.world_size // num_hosts
-    for n in world_sizes:
-        if n > per_host and n % per_host:
-            raise ValueError(
-                f"expected hosts of {per_host} ranks, as many as the largest number has on each of "
-                f"its {num_hosts}, got {n} ranks, which leave one of theirs half empty."
-            )
-    return [
-        replace(largest, world_size=n, num_hosts=-(-n // per_host))
-        for n in sorted(set(world_sizes))
-    ]
 
 
 def run_scaling(
@@ -119,12 +84,12 @@ def run_scaling(
     except KeyboardInterrupt:
         if not num_runs:
             raise
-    shape_to_rate: dict[tuple[int, int], float | None] = {}
-    points = []
+    points: list[Point] = []
+    alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
     for turn, runs in turn_to_runs.items():
-        shape = turn.arm.batch_size, turn.arm.grad_accum
-        point = _point(turn, runs, shape_to_rate.get(shape))
-        shape_to_rate.setdefault(shape, point.tokens_per_s_per_rank)
+        point = Point(arm=turn.arm.name, **asdict(turn.arm), world_size=turn.world_size)
+        _fill_in(point, runs, alone_rate.get(point.shape))
+        alone_rate.setdefault(point.shape, point.tokens_per_s_per_rank)
         points.append(point)
     return points, len(turns) * repeats - num_runs
 
@@ -140,10 +105,6 @@ class _Turn:
     def name(self) -> str:
         return f"{self.arm.name} among {self.world_size}"
 
-    @property
-    def num_sequences(self) -> int:
-        return self.arm.num_sequences
-
 
 def _among(workload: Workload, network: Network) -> Workload:
     overrides = (
@@ -151,48 +112,32 @@ def _among(workload: Workload, network: Network) -> Workload:
         *("--trainer.num_nodes", str(network.world_size)),
         *("--data.val_fraction", "0"),  # nothing is validated, and so many ranks want much of it
     )
-    module, description = "lightning_fsdp.bench.among_simulated", json.dumps(asdict(network))
-    launcher = module, description, workload.accelerator
-    return replace(workload, overrides=overrides, launcher=launcher)
+    ranks = launcher(network, workload.accelerator)
+    return replace(workload, overrides=overrides, launcher=ranks)
 
 
-def _point(turn: _Turn, runs: Sequence[Run], alone: float | None) -> Point:
-    arm = turn.arm
-    base = Point(
-        arm=arm.name,
-        engine=arm.engine,
-        zero_stage=arm.zero_stage,
-        batch_size=arm.batch_size,
-        grad_accum=arm.grad_accum,
-        world_size=turn.world_size,
-    )
+def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
+    """What the runs have shown; ``alone`` is the rate of the reference."""
     failures = [run.failure for run in runs if run.failure is not None]
     if failures or not runs:
-        return replace(base, failure=failures[0] if failures else "not run")
-    ranks = [run.ranks[0] for run in runs]
-    median_s = statistics.median(s for rank in ranks for s in rank.step_s)
-    rate = statistics.median(
-        rate for rank in ranks for rate in step_rates([rank.step_tokens], [rank.step_s])
-    )
-    point = replace(
-        base,
-        tokens_per_s_per_rank=rate,
-        efficiency=1.0 if arm.engine == "single" else None if alone is None else rate / alone,
-        step_ms=median_s * 1e3,
-    )
-    if turn.world_size == 1:
-        return replace(point, exposed_ms=0.0, busy_ms=0.0, late_ms=0.0, calls={}, sent_bytes=0.0)
-    used = [rank.simulated for rank in ranks if rank.simulated is not None]
-    if not used:
-        return point
-    return replace(
-        point,
-        exposed_ms=_mean_ms([each["waited_s"] for each in used]),
-        busy_ms=_mean_ms([each["busy_s"] for each in used]),
-        late_ms=_mean_ms([each["late_s"] for each in used]),
-        calls=used[0]["calls"],
-        sent_bytes=used[0]["sent_bytes"],
-    )
+        point.failure = failures[0] if failures else "not run"
+        return
+    rate = statistics.median(rate for run in runs for rate in run.rates)
+    point.tokens_per_s_per_rank = rate
+    point.step_ms = 1e3 * statistics.median(step for run in runs for step in run.slowest_s)
+    if point.world_size == 1:
+        point.exposed_ms = point.busy_ms = point.late_ms = point.sent_bytes = 0.0
+        point.calls = {}
+    if point.engine == "single":
+        point.efficiency = 1.0
+    elif alone is not None:
+        point.efficiency = rate / alone
+    used = [usage for run in runs if (usage := run.ranks[0].simulated) is not None]
+    if used:
+        point.exposed_ms = _mean_ms([each["waited_s"] for each in used])
+        point.busy_ms = _mean_ms([each["busy_s"] for each in used])
+        point.late_ms = _mean_ms([each["late_s"] for each in used])
+        point.calls, point.sent_bytes = used[0]["calls"], used[0]["sent_bytes"]
 
 
 def _mean_ms(seconds: Sequence[float | None]) -> float | None:

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp.bench import scaling_picture
+from lightning_fsdp.bench import documents, plot_style, scaling_picture
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
-from lightning_fsdp.bench.network import Network
+from lightning_fsdp.bench.records import listed
 from lightning_fsdp.bench.scaling import Point
-from lightning_fsdp.bench.schema import Schema, find_misfit, schema_of
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.harness.tables import number, table_of
+from lightning_fsdp.simulate.network import Network
 
 _NOTED_LATE_SHARE = 0.05  # of a step
-_Point: Any = schema_of(
-    Point, needed=("arm", "engine", "zero_stage", "batch_size", "grad_accum", "world_size")
-)
+_REMEDY = "Simulate again, or name another folder."
 
 
-class _Study(Schema):
-    points: list[_Point]
+@dataclass
+class _Study:
+    points: list[Point]
 
 
 def write_scaling(
@@ -32,20 +29,10 @@ def write_scaling(
 ) -> None:
     """Write ``scaling.csv``, ``scaling.json``, ``scaling.md`` and the picture, in two forms."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "scaling.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(asdict(points[0])))
-        writer.writeheader()
-        for point in points:
-            calls = None if point.calls is None else json.dumps(point.calls)
-            writer.writerow({**asdict(point), "calls": calls})
+    documents.write_csv(out / "scaling.csv", points)
     assumptions = largest.assumptions(document["workload"]["accelerator"])
-    results = {
-        **document,
-        "network": asdict(largest),
-        "assumptions": assumptions,
-        "points": [asdict(point) for point in points],
-    }
-    (out / "scaling.json").write_text(json.dumps(results, indent=1))
+    found = {"network": largest, "assumptions": assumptions, "points": points}
+    documents.write(out / "scaling.json", {**document, **found}, indent=1)
     sections = [
         describe(document),
         format_points(points),
@@ -54,7 +41,7 @@ def write_scaling(
         "\n".join(f"* {assumption}" for assumption in assumptions),
     ]
     (out / "scaling.md").write_text("\n\n".join(sections) + "\n")
-    _draw(out, points)
+    plot_style.save(scaling_picture.draw(points), out, "scaling", dpi=150)
 
 
 def redraw_scaling(folder: Path) -> None:
@@ -63,58 +50,29 @@ def redraw_scaling(folder: Path) -> None:
     Raises:
         ValueError: It cannot be read, or is damaged.
     """
-    path = folder / "scaling.json"
-    try:
-        text = path.read_text()
-        document = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: expected JSON, got: {error}. Simulate again, or name another folder."
-        ) from error
-    wrong = find_misfit(text, _Study)
-    if wrong is None and not document["points"]:
-        wrong = "no points"
-    if wrong is not None:
-        raise ValueError(
-            f"{path}: expected a scaling study, got {wrong}. Simulate again, or name another "
-            f"folder."
-        )
-    names = {field.name for field in fields(Point)}
-    points = [
-        Point(**{name: value for name, value in point.items() if name in names})
-        for point in document["points"]
-    ]
-    _draw(folder, points)
-
-
-def _draw(folder: Path, points: Sequence[Point]) -> None:
-    figure = scaling_picture.draw(points)
-    for ending in ("png", "svg"):
-        figure.savefig(folder / f"scaling.{ending}", dpi=150)
+    path, expected = folder / "scaling.json", "a scaling study"
+    points = documents.read(_Study, path, expected=expected, remedy=_REMEDY).points
+    if not points:
+        raise ValueError(f"{path}: expected {expected}, got no points. {_REMEDY}")
+    plot_style.save(scaling_picture.draw(points), folder, "scaling", dpi=150)
 
 
 def format_points(points: Sequence[Point]) -> str:
     """The table that a person reads, in Markdown."""
-    head = [
-        "arm", "ranks", "tokens/s per rank", "efficiency", "step ms", "exposed ms", "on network ms",
-        "collectives per step", "MB sent per step",
-    ]  # fmt: skip
-    return markdown_table(head, [_cells(point) for point in points])
+    columns: dict[str, Callable[[Point], str]] = {
+        "arm": lambda point: point.arm,
+        "ranks": lambda point: str(point.world_size),
+        "tokens/s per rank": lambda point: number(point.tokens_per_s_per_rank, ",.0f"),
+        "efficiency": lambda point: number(point.efficiency, ".0%"),
+        "step ms": _step,
+        "exposed ms": lambda point: number(point.exposed_ms, ".1f"),
+        "on network ms": lambda point: number(point.busy_ms, ".1f"),
+        "collectives per step": lambda point: listed(point.calls or {}),
+        "MB sent per step": lambda point: number(point.sent_bytes or 0, ".1f", unit=1e6),
+    }
+    return table_of(points, columns, has_failed=lambda point: point.step_ms is None, num_names=2)
 
 
-def _cells(point: Point) -> list[str]:
-    first = [point.arm, str(point.world_size)]
-    if point.step_ms is None:
-        return [*first, "FAILED", *[""] * 6]
-    is_late = (point.late_ms or 0) > _NOTED_LATE_SHARE * point.step_ms
-    calls = ", ".join(f"{n:g} {kind}" for kind, n in (point.calls or {}).items())
-    return [
-        *first,
-        f"{point.tokens_per_s_per_rank:,.0f}",
-        "?" if point.efficiency is None else f"{point.efficiency:.0%}",
-        f"{point.step_ms:.0f}" + (" (bound by this machine)" if is_late else ""),
-        "?" if point.exposed_ms is None else f"{point.exposed_ms:.1f}",
-        "?" if point.busy_ms is None else f"{point.busy_ms:.1f}",
-        calls or "none",
-        f"{(point.sent_bytes or 0) / 1e6:.1f}",
-    ]
+def _step(point: Point) -> str:
+    is_late = (point.late_ms or 0.0) > _NOTED_LATE_SHARE * (point.step_ms or 0.0)
+    return number(point.step_ms, ".0f") + (" (bound by this machine)" if is_late else "")

@@ -25,8 +25,8 @@ eight ranks of gloo the core hands each peer its part instead.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -52,13 +52,12 @@ class Demand:
         sent_bytes: Bytes that have to leave a rank, whichever way.
     """
 
-    collectives: dict[str, int] | None
-    payload_bytes: float
-    sent_bytes: float
+    collectives: dict[str, int] | None = None
+    payload_bytes: float | None = None
+    sent_bytes: float | None = None
 
 
-@dataclass(frozen=True)
-class UnitFacts:
+class UnitFacts(NamedTuple):
     """Parameters that travel together.
 
     Attributes:
@@ -70,12 +69,12 @@ class UnitFacts:
 
     nbytes: int
     role: Role
-    num_modules: int
-    partners: int
+    num_modules: int = 1
+    partners: int = 0
 
 
-def model_units(module: nn.Module) -> list[tuple[int, Role, int, int]]:
-    """The fields of :class:`UnitFacts`, in order, of a module that is not sharded."""
+def model_units(module: nn.Module) -> list[UnitFacts]:
+    """Of a module that is not sharded."""
     plans = plan_units(module, find_units(module, None), set(), set())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
     flat_params = cut_flat_params(plans)
@@ -85,7 +84,7 @@ def model_units(module: nn.Module) -> list[tuple[int, Role, int, int]]:
             if number in together:
                 numbers[key] = min(together)
     return [
-        (
+        UnitFacts(
             sum(_nbytes(parameter) for parameter in flat_param.parameters),
             _role(flat_param.users),
             _num_modules(flat_param),
@@ -154,7 +153,7 @@ def _gathers(engine: str, role: Role) -> int:
 
 def _in_one(units: Sequence[UnitFacts]) -> list[UnitFacts]:
     """The core's flat parameters."""
-    return [replace(unit, num_modules=1) for unit in units]
+    return [unit._replace(num_modules=1) for unit in units]
 
 
 def _joined(units: Sequence[UnitFacts]) -> list[UnitFacts]:
@@ -193,8 +192,3 @@ def _num_modules(flat_param: FlatParameterPlan) -> int:
 
 def _nbytes(parameter: Tensor) -> int:
     return parameter.numel() * parameter.element_size()
-
-
-def as_facts(units: Sequence[Any]) -> list[UnitFacts]:
-    """From what :func:`model_units` gave, read back from a file."""
-    return [UnitFacts(*unit) for unit in units]

@@ -7,11 +7,6 @@ import sys
 import torch
 
 
-def spin(cycles: int) -> None:
-    """Queue a kernel that does nothing for so many clock cycles. No public name; torch's tests."""
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
-
-
 def has_compiled() -> bool:
     """Whether this process has compiled a graph. By any way to ask for it: there are three."""
     return num_graphs() > 0

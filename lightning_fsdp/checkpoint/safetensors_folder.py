@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lightning_fsdp.amounts import parse_bytes
 from lightning_fsdp.checkpoint.files import DiskFile, naming
 from lightning_fsdp.core.engine.flat_chunks import Box
 
@@ -48,7 +48,6 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Outline(NamedTuple):
@@ -271,15 +270,17 @@ def plan_files(outlines: Mapping[str, Outline], max_bytes: int) -> list[list[str
 
 
 def bytes_of(size: int | str) -> int:
-    """``5_000_000_000`` or ``"5GB"`` in bytes; units are powers of 1000, as transformers has them.
+    """``5_000_000_000`` or ``"5GB"`` in bytes; GB is 10^9, as transformers has it.
 
     Raises:
         ValueError: Not a positive size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?B?)\s*", str(size).upper())
-    if found is None or found[2] not in _UNITS or int(float(found[1]) * _UNITS[found[2]]) < 1:
-        raise ValueError(f"max_shard_size: expected bytes or a size such as '5GB', got {size!r}.")
-    return int(float(found[1]) * _UNITS[found[2]])
+    try:
+        return parse_bytes(str(size))
+    except ValueError as error:
+        raise ValueError(
+            f"max_shard_size: expected bytes or a size such as '5GB', got {size!r}."
+        ) from error
 
 
 def is_folder(path: Path) -> bool:

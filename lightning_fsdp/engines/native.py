@@ -26,6 +26,7 @@ from lightning_fsdp.core.access.grad_norm import partial_norm, scale_to_norm, to
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_guard import check_class
+from lightning_fsdp.core.state.full_state import parameters_of
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -302,7 +303,7 @@ class NativeEngine(Engine):
 
     def _of(self, optimizer: Optimizer) -> Iterator[str]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        for parameter in _parameters(optimizer):
+        for parameter in parameters_of(optimizer):
             if id(parameter) in names:
                 yield names[id(parameter)]
 
@@ -407,7 +408,3 @@ def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         put_back()
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.state.full_state import SCALARS, no_values, slice_state
+from lightning_fsdp.core.state.full_state import SCALARS, no_values, parameters_of, slice_state
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
 _MOST_NAMES = 3
@@ -88,7 +88,7 @@ def optimizers_follow(model: nn.Module, *optimizers: Optimizer) -> Iterator[None
 
 def _arrive(optimizer: Optimizer, stand_ins: Iterable[_StandIn]) -> None:
     """Put what trains now in the place of stand-ins."""
-    held = {id(p) for p in _parameters(optimizer)}
+    held = {id(p) for p in parameters_of(optimizer)}
     found = {s: s.look_up() for s in stand_ins if id(s.parameter) in held}
     hand_over(optimizer, {id(s.parameter): parameter for s, parameter in found.items()})
     for stand_in, parameter in found.items():
@@ -239,7 +239,7 @@ def _watch_steps() -> None:
 
 
 def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    replaced = [p.__dict__[_REPLACED] for p in _parameters(optimizer) if _REPLACED in p.__dict__]
+    replaced = [p.__dict__[_REPLACED] for p in parameters_of(optimizer) if _REPLACED in p.__dict__]
     if replaced:
         some = ", ".join(map(repr, replaced[:_MOST_NAMES]))
         more = len(replaced) - _MOST_NAMES
@@ -260,7 +260,3 @@ def _sites(model: nn.Module) -> dict[nn.Parameter, dict[str, Site]]:
                 full_name = f"{prefix}.{name}" if prefix else name
                 sites.setdefault(parameter, {})[full_name] = Site(module, name)
     return sites
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -111,6 +111,20 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def end(not_made: str | None, errors: Sequence[str]) -> int:
+    """Say why not all of a command ran, or what of it does not hold; returns the exit code.
+
+    Args:
+        not_made: What was interrupted, in words; ``None``: nothing was.
+        errors: A line each.
+    """
+    if not_made is not None:
+        errors = []
+        sys.stderr.write(f"interrupted: {not_made}\n")
+    sys.stderr.writelines(f"error: {error}\n" for error in errors)
+    return INTERRUPTED if not_made is not None else 1 if errors else 0
+
+
 def require_extra(extra: str, *modules: str) -> None:
     """End the process where modules of an extra are not installed, and say how to have them.
 

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+UNKNOWN = "?"
+
+
+def table_of(
+    items: Sequence[T],
+    columns: Mapping[str, Callable[[T], str]],
+    *,
+    has_failed: Callable[[T], bool] = lambda _: False,
+    num_names: int = 1,
+) -> str:
+    """A line per item.
+
+    Args:
+        items: What it is about.
+        columns: Title -> an item's cell.
+        has_failed: Of such an item there are no figures.
+        num_names: Columns that say which item it is, and come first.
+    """
+
+    def line(item: T) -> list[str]:
+        cells = list(columns.values())
+        if not has_failed(item):
+            return [cell(item) for cell in cells]
+        names = [cell(item) for cell in cells[:num_names]]
+        return [*names, "FAILED", *[""] * (len(cells) - num_names - 1)]
+
+    return markdown_table(list(columns), [line(item) for item in items])
+
+
+def number(value: float | None, form: str, unit: float = 1.0) -> str:
+    """A cell; of what was not measured a question mark, never 0."""
+    return UNKNOWN if value is None else format(value / unit, form)
 
 
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:

@@ -4,8 +4,10 @@ import copy
 import json
 from dataclasses import asdict
 
+from pydantic import TypeAdapter
+
 from lightning_fsdp.bench.arms import Workload, choose_arms
-from lightning_fsdp.bench.report import Row
+from lightning_fsdp.bench.records import Row
 from lightning_fsdp.bench.results import Results
 from lightning_fsdp.harness.environment import environment
 
@@ -21,7 +23,7 @@ def workload(num_ranks=2):
     )  # fmt: skip
 
 
-def results_of(
+def document_of(
     *,
     engines=("scratch", "fsdp1", "fsdp2"),
     stages=(2, 3),
@@ -66,15 +68,24 @@ def results_of(
         "rows": rows,
         "runs": runs,
     }
-    return Results(json.loads(json.dumps(made)))
+    return json.loads(json.dumps(made))
 
 
-def without(results, *names):
+def as_results(document):
+    return TypeAdapter(Results).validate_json(json.dumps(document), strict=True)
+
+
+def results_of(**choice):
+    """The same, as it is read."""
+    return as_results(document_of(**choice))
+
+
+def without(document, *names):
     """The same, with some arms never run."""
-    changed = copy.deepcopy(dict(results.document))
+    changed = copy.deepcopy(document)
     changed["rows"] = [row for row in changed["rows"] if row["arm"] not in names]
     changed["runs"] = [run for run in changed["runs"] if run["arm"] not in names]
-    return Results(changed)
+    return changed
 
 
 def step_ms(arm):
@@ -100,8 +111,8 @@ def base_row(arm, work):
         grad_accum=arm.grad_accum, num_processes=world, loss_first=8.3, loss_last=7.1,
         loss_gap=0.0, tokens_per_s=tokens_per_s(arm, work), step_ms=step_ms(arm),
         step_ms_q1=0.9 * step_ms(arm), step_ms_q3=1.2 * step_ms(arm),
-        peak_bytes=tuple(peak_bytes(arm) + rank * MIB for rank in range(world)),
-        resting_bytes=(24 * MIB // (arm.zero_stage or 1),) * world,
+        peak_bytes=[peak_bytes(arm) + rank * MIB for rank in range(world)],
+        resting_bytes=[24 * MIB // (arm.zero_stage or 1)] * world,
         collectives={} if world == 1 else {"all_gather": 6.0, "reduce_scatter": 5.0, "send": 2.5},
         payload_bytes=0.0 if world == 1 else 5.8e6 * (arm.zero_stage or 1),
     )  # fmt: skip

@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import optim
 from torch.optim.optimizer import (
     Optimizer,
@@ -35,7 +34,7 @@ from lightning_fsdp.core.engine.unreduced_gradient import (
     zero_gradient,
 )
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.state.full_state import SCALARS, slice_state
+from lightning_fsdp.core.state.full_state import SCALARS, parameters_of, slice_state
 from lightning_fsdp.core.tensors.slices import slices_beside
 
 # Every element's update depends on that element's history alone: slices train as the whole would.
@@ -86,7 +85,7 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    sharded = [p for p in _parameters(optimizer) if isinstance(p, ShardedTensor)]
+    sharded = [p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)]
     if not sharded:
         return None
     check_class(optimizer, sharded[0].spec.name)
@@ -217,11 +216,7 @@ def _warn_unknown(cls: type[Optimizer]) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(p) for p in _parameters(optimizer) if isinstance(p, ShardedTensor)}
+    stepped = {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
     if stepped:
         for schedule in schedules():
             schedule.after_optimizer_step(stepped)
-
-
-def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -79,7 +79,7 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
         As ``optimizer.state_dict()``, with whole plain tensors on the host.
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     is_owner = _rank_of(iter(parameters)) == 0 or not rank0_only
     whole_state: dict[Any, Any] = {}
     for index, values in state_dict["state"].items():
@@ -100,7 +100,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
         optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
         state_dict: The same on every rank.
     """
-    parameters = _parameters(optimizer)
+    parameters = parameters_of(optimizer)
     state = {}
     for index, values in state_dict["state"].items():
         parameter = parameters[index] if isinstance(index, int) else None
@@ -157,5 +157,6 @@ def _rank_of(parameters: Iterator[Tensor]) -> int:
     return 0
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Of all its groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m lightning_fsdp.bench.among_simulated NETWORK cpu recipes.train fit ...
+    python -m lightning_fsdp.simulate.among NETWORK cpu recipes.train fit ...
 
 ``NETWORK`` is a :class:`Network` as JSON, what follows is where the model
 computes. The group is there before the module asks for one.
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_fsdp.bench.network import Network
-from lightning_fsdp.bench.simulated import simulated
+from lightning_fsdp.simulate.groups import simulated
+from lightning_fsdp.simulate.network import Network
 
 
 def main() -> None:

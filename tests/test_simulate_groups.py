@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fsdp import ZERO3, shard_model
 from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
-from lightning_fsdp.bench.network import Network
-from lightning_fsdp.bench.scaling import Point, networks_of
+from lightning_fsdp.bench.scaling import Point
 from lightning_fsdp.bench.scaling_report import write_scaling
-from lightning_fsdp.bench.simulated import SimulatedGroup, find_usage, simulated
-from lightning_fsdp.bench.transfers_on_host import HostTransfers
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.simulate.groups import SimulatedGroup, find_usage, simulated
+from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.scaling import networks_of
+from lightning_fsdp.simulate.transfers_on_host import HostTransfers
 from tests.support import warm
 from tests.support.counting import CollectiveCounter
 from tests.support.ranks import PLAIN, run_on_ranks

@@ -24,12 +24,12 @@ from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from typing_extensions import override
 
-from lightning_fsdp.bench.network import Network
-from lightning_fsdp.bench.transfer import Transfer
-from lightning_fsdp.bench.transfers_on_cuda import CudaTransfers, Pace
-from lightning_fsdp.bench.transfers_on_host import HostTransfers
-from lightning_fsdp.bench.usage import Usage
 from lightning_fsdp.core.ranks.agreement import expect_no_others
+from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.transfer import Transfer
+from lightning_fsdp.simulate.transfers_on_cuda import CudaTransfers, Pace
+from lightning_fsdp.simulate.transfers_on_host import HostTransfers
+from lightning_fsdp.simulate.usage import Usage
 
 # By the name engines see which device's tensors a group moves.
 DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}

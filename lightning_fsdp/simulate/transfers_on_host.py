@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_fsdp.bench.network import Cost, Network
-from lightning_fsdp.bench.transfer import Transfer
-from lightning_fsdp.bench.usage import Usage
+from lightning_fsdp.simulate.network import Cost, Network
+from lightning_fsdp.simulate.transfer import Transfer
+from lightning_fsdp.simulate.usage import Usage
 
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
 

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from lightning_fsdp.bench.network import Cost
+from typing_extensions import TypedDict
+
+from lightning_fsdp.simulate.network import Cost
+
+
+class StepUsage(TypedDict):
+    """What a step took of a network; ``waited_s`` is ``None`` where waits went unseen."""
+
+    calls: dict[str, float]
+    sent_bytes: float
+    busy_s: float
+    waited_s: float | None
+    late_s: float
 
 
 @dataclass
@@ -41,8 +52,8 @@ class Usage:
         """As it is now."""
         return replace(self, calls=Counter(self.calls))
 
-    def per_step_since(self, before: Usage, num_steps: int) -> dict[str, Any]:
-        """JSON: what each of some steps took; ``waited_s`` is null where waits went unseen."""
+    def per_step_since(self, before: Usage, num_steps: int) -> StepUsage:
+        """What each of some steps took."""
         calls = self.calls - before.calls
         waited_s = (self.waited_s - before.waited_s) / num_steps
         return {

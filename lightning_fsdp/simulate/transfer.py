@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_fsdp.bench.network import Cost, Network
+from lightning_fsdp.simulate.network import Cost, Network
 
 
 @dataclass(frozen=True, eq=False)
