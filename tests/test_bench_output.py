@@ -3,6 +3,7 @@ import functools
 import json
 import math
 import operator
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -143,8 +144,11 @@ def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
 
-    document = json.loads((tmp_path / "results.json").read_text(), parse_constant=refuse)
+    text = (tmp_path / "results.json").read_text()
+    document = json.loads(text, parse_constant=refuse)
     assert document["runs"][0]["ranks"][0]["losses"] == [5.0, None]
+    assert document["rows"][1]["payload_bytes"] > 0
+    assert not re.findall(r'"[a-z_]*bytes": ?\d+\.0', text), "bytes are whole numbers"
     assert document["rows"][0]["failure"] == "a loss is not a finite number"
 
 

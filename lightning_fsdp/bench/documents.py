@@ -13,7 +13,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import PydanticCustomError
 
 _MOST_SHOWN = 40  # characters of a value
@@ -44,6 +50,8 @@ Figure = Annotated[
     AfterValidator(lambda figure: figure if figure is None or math.isfinite(figure) else None),
 ]
 """What is no finite number counts as not measured."""
+PerStep = Annotated[float, PlainSerializer(lambda n: int(n) if float(n).is_integer() else n)]
+"""Bytes or calls, a mean over steps: written as a whole number where it is one."""
 Listed = Annotated[list[T], BeforeValidator(lambda found: [] if found is None else found)]
 """Where older versions have null, it is empty."""
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
-from lightning_fsdp.bench.documents import Count, Figure, Listed, Loss, Steps
+from lightning_fsdp.bench.documents import Count, Figure, Listed, Loss, PerStep, Steps
 from lightning_fsdp.bench.failure import FailureKind
 from lightning_fsdp.bench.parts import Parts
 from lightning_fsdp.bench.theory import Demand, UnitFacts
@@ -70,7 +70,7 @@ class RankMeasurement:
     resting_bytes: int | None = None
     peak_bytes: int | None = None
     peak_by_kind: dict[str, int] | None = None
-    mean_bytes: float | None = None
+    mean_bytes: PerStep | None = None
     timeline: list[tuple[float, int]] | None = None
     peak_rss_bytes: int | None = None
     cuda_peak_allocated_bytes: int | None = None
@@ -79,10 +79,10 @@ class RankMeasurement:
     utilization_of: str | None = None
     parts: list[Parts] = field(default_factory=list)
     flops_per_token: float | None = None
-    collectives: dict[str, float] | None = None
-    collective_bytes: dict[str, float] | None = None
-    payload_bytes: float | None = None
-    data_collectives: dict[str, float] | None = None
+    collectives: dict[str, PerStep] | None = None
+    collective_bytes: dict[str, PerStep] | None = None
+    payload_bytes: PerStep | None = None
+    data_collectives: dict[str, PerStep] | None = None
     units: list[UnitFacts] | None = None
     simulated: StepUsage | None = None
 
@@ -218,13 +218,13 @@ class Row(OfArm):
     step_ms_q1: Figure = None
     step_ms_q3: Figure = None
     peak_bytes: Listed[int | None] = field(default_factory=list)
-    mean_bytes: Listed[float | None] = field(default_factory=list)
+    mean_bytes: Listed[PerStep | None] = field(default_factory=list)
     resting_bytes: Listed[int | None] = field(default_factory=list)
-    collectives: dict[str, float] | None = None
-    collective_bytes: dict[str, float] | None = None
-    payload_bytes: Figure = None
-    data_collectives: dict[str, float] | None = None
-    sent_bytes: Figure = None
+    collectives: dict[str, PerStep] | None = None
+    collective_bytes: dict[str, PerStep] | None = None
+    payload_bytes: PerStep | None = None
+    data_collectives: dict[str, PerStep] | None = None
+    sent_bytes: PerStep | None = None
     theory: Demand | None = None
     parts_ms: dict[str, float | None] | None = None
     host_ms: Figure = None

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.records import OfArm, Run, Shape
 from lightning_fsdp.bench.runner import run_arm
@@ -46,8 +47,8 @@ class Point(OfArm):
     exposed_ms: float | None = None
     busy_ms: float | None = None
     late_ms: float | None = None
-    calls: dict[str, float] | None = None
-    sent_bytes: float | None = None
+    calls: dict[str, PerStep] | None = None
+    sent_bytes: PerStep | None = None
     failure: str | None = None
 
 

@@ -30,6 +30,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
+from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.core.grouping import (
     FlatParameterPlan,
     UnitPlan,
@@ -53,8 +54,8 @@ class Demand:
     """
 
     collectives: dict[str, int] | None = None
-    payload_bytes: float | None = None
-    sent_bytes: float | None = None
+    payload_bytes: PerStep | None = None
+    sent_bytes: PerStep | None = None
 
 
 class UnitFacts(NamedTuple):
