@@ -18,7 +18,7 @@ python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_spee
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
 python -m benchmarks.real_size --checkpoint --json benchmarks/results/real_size/medium.json
 python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
-(so large and large-more, of large.json; qwen, of qwen2.5-0.5b.json)
+(so large and large-more, of large.json; qwen, of qwen2.5-0.5b.json; medium-accum; medium-bf16)
 """
 
 from __future__ import annotations
@@ -165,6 +165,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "large": real_size_table,
     "large-more": more_table,
     "qwen": real_size_table,
+    "medium-accum": real_size_table,
+    "medium-bf16": real_size_table,
 }
 
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import lightning_fsdp
-from lightning_fsdp import ZERO2, shard_model
+from lightning_fsdp import ZERO2, ZERO3, shard_model
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
-from tests.support.models import mlp, mlp_batch, mlp_loss
+from lightning_fsdp.core.sharded_module import units_in
+from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.ranks import run_on_ranks
 
 MIB = 2**20
@@ -72,11 +73,41 @@ def test_the_process_is_looked_at_in_a_backward_that_does_not_reduce_too():
         assert reduced == whole / 2  # the shards
 
 
+def _room_before_gradients(rank, world_size):
+    rooms = []
+    host_memory.SLACK_BYTES = 0
+    host_memory.return_unused_memory = lambda written=None, slack=0: rooms.append(-slack)
+    found = {}
+    for plan in (ZERO2, ZERO3):
+        model = shard_model(causal_lm(), plan)
+        sizes = {
+            unit.name: sum(4 * flat_param.layout.numel for flat_param in unit.flat_params)
+            for unit in units_in(model)
+        }
+        loss = lm_loss(model, token_batch(0, 0, rank))
+        rooms.clear()
+        loss.backward()
+        found[plan] = [room for room in rooms if room], sizes
+    return found
+
+
+def test_there_is_room_before_the_gradients_of_a_large_unit_come():
+    """Of its whole copy, too, where that was freed."""
+    for found in run_on_ranks(_room_before_gradients, 2):
+        rooms, sizes = found[ZERO2]
+        assert sorted(set(rooms)) == sorted(set(sizes.values()))
+        rooms, sizes = found[ZERO3]
+        block = sizes["blocks.1"]
+        assert rooms.count(2 * block) == 3, "a block is gathered again for its backward"
+        assert block not in rooms
+
+
 # Two of these in turn: in the heap, neither fits into the hole that the other leaves.
 LARGE = """
 import torch
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core.sharded_module import units_in
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
@@ -108,6 +139,7 @@ HUGE = """
 import torch
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.engine.home import FlatBuffer
 
 def huge():

@@ -182,6 +182,8 @@ class Schedule:
         is_first = unit not in backward.entered
         backward.entered.add(unit)
         backward.touch(unit, Progress.ENTERED)
+        for call in self.watchers.before_gradients:
+            call(unit)
         if not unit.needs_backward_gather:
             return
         # With create_graph=True the backward is recorded, and what it saves are weights again. When

@@ -10,6 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
     from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+    from lightning_fsdp.core.engine.unit import Unit
 
 
 class Watcher:
@@ -33,6 +34,9 @@ class Watcher:
 
     def on_freed(self, flat_param: FlatParameter) -> None:
         """The whole copy was freed."""
+
+    def before_gradients(self, unit: Unit) -> None:
+        """A backward reaches a unit, or a further one of its modules."""
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """A reduction has started; per slot, whether this rank has a gradient."""
@@ -69,6 +73,7 @@ class Watchers:
         self.before_collective = [w.before_collective for w in self._of("before_collective")]
         self.before_whole = [w.before_whole for w in self._of("before_whole")]
         self.on_freed = [w.on_freed for w in self._of("on_freed")]
+        self.before_gradients = [w.before_gradients for w in self._of("before_gradients")]
         self.on_reduce = [w.on_reduce for w in self._of("on_reduce")]
         self.on_unreduced = [w.on_unreduced for w in self._of("on_unreduced")]
         self.before_landing = [w.before_landing for w in self._of("before_landing")]

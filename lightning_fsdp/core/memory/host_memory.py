@@ -12,7 +12,7 @@ large already.
 
 Holes remain. Activations leave them in a backward, and the gradients that come are larger; so the
 process would hold most at its end, when neither are needed. Unused pages are given back when it is
-about to hold more than it needs at any time.
+about to hold more than it needs at any time: as gradients come, and before those of a large unit.
 
 All of it is process-wide, for glibc alone: torch has no setting for its allocator on CPU.
 :func:`leave_host_memory_alone` switches it off.
@@ -36,6 +36,7 @@ from lightning_fsdp.core.engine.watcher import Watcher
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+    from lightning_fsdp.core.engine.unit import Unit
 
 SLACK_BYTES = 2**27
 """What a process may hold beyond the most that was in use, before pages are given back."""
@@ -69,6 +70,14 @@ def leave_host_memory_alone() -> None:
 
 class UnusedMemory(Watcher):
     """Gives unused pages back to the kernel as gradients come, and at each step."""
+
+    def before_gradients(self, unit: Unit) -> None:
+        """They are about to be allocated, and the whole copy, if it is not there."""
+        coming = sum(p.layout.numel * p.shard.itemsize for p in unit.flat_params)
+        if not unit.is_whole:
+            coming += sum(p.buffer.flat.nbytes for p in unit.flat_params)
+        if coming > SLACK_BYTES:
+            return_unused_memory(slack=SLACK_BYTES - coming)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """As many bytes as the shard has are about to be written."""
