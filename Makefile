@@ -30,7 +30,7 @@ RECIPE ?= gpt2_zero3
 TRAIN_CONFIG ?= recipes/$(RECIPE).yaml
 TRAIN_ARGS ?=
 TEST_ARGS ?=
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 LOGS ?= runs
 PORT ?= 6006
 

@@ -73,10 +73,10 @@ class UnusedMemory(Watcher):
 
     def before_gradients(self, unit: Unit) -> None:
         """They are about to be allocated, and the whole copy, if it is not there."""
-        coming = sum(p.layout.numel * p.shard.itemsize for p in unit.flat_params)
-        if not unit.is_whole:
-            coming += sum(p.buffer.flat.nbytes for p in unit.flat_params)
-        if coming > SLACK_BYTES:
+        coming = sum(p.shard.nbytes for p in unit.sites) * unit.communicator.world_size
+        if 2 * coming > SLACK_BYTES:
+            if not unit.is_whole:
+                coming += sum(p.buffer.flat.nbytes for p in unit.sites)
             return_unused_memory(slack=SLACK_BYTES - coming)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
