@@ -74,7 +74,7 @@ class UnusedMemory(Watcher):
     def before_gradients(self, unit: Unit) -> None:
         """They are about to be allocated, and the whole copy, if it is not there."""
         coming = sum(p.shard.nbytes for p in unit.sites) * unit.communicator.world_size
-        if 2 * coming > SLACK_BYTES:
+        if 2 * coming > SLACK_BYTES:  # gradients and the copy are as large
             if not unit.is_whole:
                 coming += sum(p.buffer.flat.nbytes for p in unit.sites)
             return_unused_memory(slack=SLACK_BYTES - coming)
