@@ -42,13 +42,16 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.memory.host_memory import (
         leave_host_memory_alone as leave_host_memory_alone,
     )
-    from lightning_fsdp.core.state.full_state import (
+    from lightning_fsdp.core.optimizers.optimizer_classes import (
+        elementwise_optimizer as elementwise_optimizer,
+    )
+    from lightning_fsdp.core.optimizers.optimizer_state import (
         full_optimizer_state_dict as full_optimizer_state_dict,
     )
-    from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
-    from lightning_fsdp.core.state.full_state import (
+    from lightning_fsdp.core.optimizers.optimizer_state import (
         load_full_optimizer_state_dict as load_full_optimizer_state_dict,
     )
+    from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
     from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
@@ -78,12 +81,13 @@ _HOME = {
     "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.engine.sharded_tensor",
     "async_save_sharded": "checkpoint.sharded",
-    "full_optimizer_state_dict": "core.state.full_state",
+    "elementwise_optimizer": "core.optimizers.optimizer_classes",
+    "full_optimizer_state_dict": "core.optimizers.optimizer_state",
     "full_state_dict": "core.state.full_state",
     "fully_shard": "core.fully_shard",
     "gradients": "core.access.gradients",
     "leave_host_memory_alone": "core.memory.host_memory",
-    "load_full_optimizer_state_dict": "core.state.full_state",
+    "load_full_optimizer_state_dict": "core.optimizers.optimizer_state",
     "load_full_state_dict": "core.state.full_state",
     "load_pretrained": "checkpoint.pretrained",
     "load_sharded": "checkpoint.sharded",
@@ -109,6 +113,7 @@ __all__ = [
     "share_comm_ctx",
     "leave_host_memory_alone",
     "optimizers_follow",
+    "elementwise_optimizer",
     "full_state_dict",
     "load_full_state_dict",
     "full_optimizer_state_dict",

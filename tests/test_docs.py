@@ -120,6 +120,28 @@ def test_the_optimizer_snippet_works(code):
     run_on_ranks(_run_optimizer_snippet, 2, code)
 
 
+def _run_muon_snippet(rank, world_size, code):
+    for is_before in (False, True):
+        model = causal_lm()
+        names = {"model": model, "torch": torch}
+        if is_before:
+            exec(code, names)
+        shard_model(model)
+        if not is_before:
+            exec(code, names)
+        before = full_state_dict(model)
+        lm_loss(model, token_batch(0, 0, rank)).backward()
+        names["muon"].step()
+        names["adamw"].step()
+        after = full_state_dict(model)
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@runs("docs/optimizers.md", "torch.optim.Muon(matrices)")
+def test_the_muon_snippet_trains_everything(code):
+    run_on_ranks(_run_muon_snippet, 2, code)
+
+
 def _run_watch_snippet(rank, world_size, code, folder):
     code = code.replace('"runs"', repr(folder)).replace("devices=2", "devices=2, **options")
     options = {"accelerator": "cpu", "max_steps": 4, "accumulate_grad_batches": 2}

@@ -29,6 +29,7 @@ from typing_extensions import override
 from lightning_fsdp.callbacks import memory_picture, reporting, torch_internals
 from lightning_fsdp.callbacks.plain_access import ReadableGradients, close, gradients_of
 from lightning_fsdp.callbacks.storages import Ledger, local_part
+from lightning_fsdp.core.optimizers.whole_state import kept_by
 
 OWNERS = ("parameters", "gradients", "optimizer", "activations")
 PHASES = ("forward", "backward", "step")
@@ -309,5 +310,4 @@ def _gradients(access: ReadableGradients) -> Iterator[Tensor]:
 
 def _optimizer_state(trainer: pl.Trainer) -> Iterator[Tensor]:
     for optimizer in trainer.optimizers:
-        for values in optimizer.state.values():
-            yield from (local_part(value) for value in values.values() if isinstance(value, Tensor))
+        yield from map(local_part, kept_by(optimizer))

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
 from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
-from lightning_fsdp.core.state.full_state import SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 
 FORMS = ("full", "sharded", "safetensors")
 NAMES = "optimizer_parameter_names"

@@ -24,6 +24,7 @@ from lightning_fsdp.checkpoint import torch_internals
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
 from lightning_fsdp.core.memory.host_memory import LOOK_AFTER_BYTES, return_unused_memory
+from lightning_fsdp.core.optimizers.whole_state import map_leaves
 from lightning_fsdp.engines.gatherable import Gatherable, gather_all
 
 aten = torch.ops.aten
@@ -169,8 +170,6 @@ class DeferredCheckpoint:
         known: dict[int, DeferredTensor] = {}
 
         def stand_in(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: stand_in(each) for key, each in value.items()}
             if not isinstance(value, Gatherable):
                 return value
             if id(value) not in known:
@@ -179,7 +178,8 @@ class DeferredCheckpoint:
                 known[id(value)] = DeferredTensor(source)
             return known[id(value)]
 
-        return {key: stand_in(value) for key, value in state.items()}
+        replaced: dict[Any, Any] = map_leaves(stand_in, state)
+        return replaced
 
     def write(self, doing: str, write: Callable[[], None]) -> None:
         """Rank 0 writes, and every rank takes part in making whole what is written. Collective.

@@ -33,6 +33,8 @@ from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.background import Saving
 from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
 from lightning_fsdp.core.engine.flat_chunks import FlatChunks
+from lightning_fsdp.core.optimizers.pieces import Piece
+from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in
 
@@ -64,11 +66,13 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
         return dict(packed)
     groups = names_in(state, optimizer, index)
     names = [name for group in groups for name in group]
+    owned = owned_places(optimizer)
     slices: dict[str, dict[str, Tensor]] = {}
     others: dict[str, dict[str, Any]] = {}
     for number, values in packed["state"].items():
         for key, value in values.items():
-            part = state.slice_of(names[number], key, value)
+            is_whole = number in owned
+            part = _all_of(value) if is_whole else state.slice_of(names[number], key, value)
             if part is not None:
                 slices.setdefault(names[number], {})[key] = part
             else:
@@ -284,11 +288,15 @@ def read_optimizers(
         groups = names_in(state, optimizer, index)
         _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
         opened, prefix = of_saved["saved_under"]
-        entries = _entries(state, optimizer, of_saved)
+        owners = _owners(state, optimizer)
+        entries = _entries(state, optimizer, of_saved, owners)
         for name, values in entries.items():
             for key in of_saved["slices"].get(name, {}):
-                target = state.slice_of(name, key, values[key])
-                assert target is not None, "it was made like the parameter"
+                value = values[key]
+                target = None if name in owners else state.slice_of(name, key, value)
+                if target is None:  # every rank that has it has it whole
+                    target = _all_of(value)
+                assert target is not None, "it was made like what was saved"
                 to_read.setdefault(opened, {})[f"{prefix}.{name}.{key}"] = target
         to_load.append((optimizer, _packed(groups, entries, of_saved["param_groups"])))
     for opened, tensors in to_read.items():
@@ -312,20 +320,46 @@ def check_number(optimizers: Sequence[Any], saved: Sequence[Any]) -> None:
 
 
 def _entries(
-    state: ShardedState, optimizer: Optimizer, saved: Mapping[str, Any]
+    state: ShardedState,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    owners: Mapping[str, Piece],
 ) -> dict[str, dict[str, Any]]:
-    """Per parameter, the state to be: tensors to read into, and values that are there already."""
+    """Per parameter, the state to be: tensors to read into, and values that are there already.
+
+    Of what another rank owns there is none here.
+    """
     parameters = state.parameters()
+    opened, prefix = saved["saved_under"]
+    shapes = opened.shapes()
     entries: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys((*saved["slices"], *saved["state"])):
-        present = optimizer.state.get(parameters[name], {})
+        owner, present = owners.get(name), optimizer.state.get(parameters[name], {})
+        if owner is not None and not owner.is_here:
+            continue
         entries[name] = dict(saved["state"].get(name, {}))
         for key, dtype in saved["slices"].get(name, {}).items():
             value = present.get(key)
-            if not isinstance(value, Tensor) or value.dtype != dtype:
+            shape, _ = shapes[f"{prefix}.{name}.{key}"]
+            if owner is not None or tuple(shape) != tuple(parameters[name].shape):
+                value = torch.zeros(shape, dtype=dtype, device=parameters[name].device)
+            elif not isinstance(value, Tensor) or value.dtype != dtype:
                 value = torch.zeros_like(parameters[name].detach(), dtype=dtype)
             entries[name][key] = value
     return entries
+
+
+def _owners(state: ShardedState, optimizer: Optimizer) -> dict[str, Piece]:
+    """By name, the parameters that owners step whole."""
+    name_of = {id(parameter): name for name, parameter in state.parameters().items()}
+    return {name_of[id(p.parameter)]: p for p in owned_places(optimizer).values()}
+
+
+def _all_of(value: Any) -> Tensor | None:
+    """A tensor of an owner's state, whole, in a form that a checkpoint knows."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return None
+    return FlatPiece(value.detach().reshape(-1), tuple(value.shape), 0)
 
 
 def _packed(

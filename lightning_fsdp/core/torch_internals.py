@@ -25,6 +25,8 @@ from torch.distributed._composable.contract import (  # noqa: TID251 (a list tha
 )
 from torch.optim import Optimizer
 
+StepHook = Callable[[Optimizer, Any, Any], Any]
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # A context in which torch functions treat subclasses as plain tensors.
@@ -38,6 +40,29 @@ def skip_in_compiling(function: _Function) -> _Function:
     strategy = eval_frame._FrameExecStrategy(skip, default)  # of the function, of what it calls
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor can be looked into; no public name for those that a dry run makes."""
+    return not isinstance(tensor, FakeTensor) and not tensor.is_meta
+
+
+def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
+    """Let ``before`` be the last hook in front of an optimizer's step, ``after`` the first behind.
+
+    By public names hooks are called in the order in which they came.
+    """
+    hooks: tuple[dict[int, Any], dict[int, Any]]
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if before not in hooks[0].values():
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+    for of_step, ours, is_last in ((hooks[0], before, True), (hooks[1], after, False)):
+        in_order: list[tuple[int, Any]] = sorted(
+            of_step.items(), key=lambda item: (item[1] is ours) == is_last
+        )
+        of_step.clear()
+        of_step.update(in_order)
 
 
 def enter_as_sharded(module: nn.Module) -> None:

@@ -33,8 +33,8 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.core.state.flat_piece import FlatPiece
-from lightning_fsdp.core.state.full_state import SCALARS
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.native import (
     NativeEngine,
@@ -138,6 +138,14 @@ class FSDP1Engine(NativeEngine):
     @override
     def is_cut(self, name: str, tensor: Tensor) -> bool:
         return tensor.dim() > 0 and tensor.numel() == self._places[name][dist.get_rank()][1]
+
+    @override
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        return [(start, start + count) for start, count in self._places[name]]
+
+    @override
+    def of_piece(self, name: str, piece: Tensor) -> Tensor:
+        return piece
 
     @override
     def has_elements(self, name: str) -> bool:

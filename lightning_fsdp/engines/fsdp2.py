@@ -6,6 +6,7 @@ share a weight are one unit, and the root is sharded last so that it sees to the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -96,6 +97,26 @@ class FSDP2Engine(NativeEngine):
     @override
     def is_cut(self, name: str, tensor: Tensor) -> bool:
         return isinstance(tensor, DTensor)
+
+    @override
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        shape, ranks = self.shapes[name], range(dist.get_world_size())
+        rows = -(-shape[0] // len(ranks))  # as torch.chunk cuts them
+        inner = shape[1:].numel()
+        stops = [min(rows * rank, shape[0]) * inner for rank in (*ranks, len(ranks))]
+        return list(itertools.pairwise(stops))
+
+    @override
+    def of_piece(self, name: str, piece: Tensor) -> Tensor:
+        like = cast(DTensor, self.parameters[name].detach())
+        return DTensor.from_local(
+            piece.view(like.to_local().shape),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
 
     @override
     def unreduced(self, name: str) -> Tensor | None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves
+
 
 @dataclass(frozen=True, eq=False)
 class Gatherable:
@@ -55,13 +57,21 @@ def gather_all(state: Mapping[Any, Any], *, rank0_only: bool = False) -> dict[An
     wholes: dict[int, Tensor] = {}
 
     def whole(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: whole(each) for key, each in value.items()}
         if not isinstance(value, Gatherable):
             return value
         if id(value) not in wholes:
-            made = value.whole(rank0_only=rank0_only)
-            wholes[id(value)] = made.to("meta") if rank0_only and dist.get_rank() else made
+            tensor = value.whole(rank0_only=rank0_only)
+            wholes[id(value)] = tensor.to("meta") if rank0_only and dist.get_rank() else tensor
         return wholes[id(value)]
 
-    return {key: whole(value) for key, value in state.items()}
+    made: dict[Any, Any] = map_leaves(whole, state)
+    return made
+
+
+def gatherable_of(owned: Owned) -> Gatherable:
+    """State that an owner has whole."""
+
+    def make_whole(value: Tensor, rank0_only: bool) -> Tensor:
+        return owned.whole(value, rank0_only=rank0_only)
+
+    return Gatherable("optimizer state", owned.shape, owned.value.dtype, owned.value, make_whole)

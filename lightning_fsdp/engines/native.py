@@ -18,15 +18,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import partial_norm, scale_to_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
+from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.grouping import UnitSelector
-from lightning_fsdp.core.optimizers.optimizer_guard import check_class
-from lightning_fsdp.core.state.full_state import parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
+from lightning_fsdp.core.optimizers.optimizer_guard import watch_all
+from lightning_fsdp.core.optimizers.owners import Cut
+from lightning_fsdp.core.optimizers.pieces import Slices
+from lightning_fsdp.core.optimizers.whole_state import owned_places
+from lightning_fsdp.core.optimizers.whole_tensors import (
+    let_step_whole_tensors,
+    whole_tensors_of,
+)
+from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -73,6 +84,7 @@ class NativeEngine(Engine):
         self.separate: dict[int, dict[str, Tensor]] = {}
         self.form: ModuleForm | None = None
         self._optimizers: list[Optimizer] = []
+        self._hooks: list[RemovableHandle] = []  # of theirs
         self._names_in: dict[nn.Module, list[str]] = {}  # parameters at and below each module
         self._aside: dict[str, Tensor] = {}  # reduced gradients of earlier micro-batches
         self._is_aside = False
@@ -107,6 +119,14 @@ class NativeEngine(Engine):
     @abstractmethod
     def is_cut(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor of an optimizer's state belongs to the elements of a parameter."""
+
+    @abstractmethod
+    def ranges(self, name: str) -> list[tuple[int, int]]:
+        """Per rank, the first and the past-the-last element of a parameter that it has."""
+
+    @abstractmethod
+    def of_piece(self, name: str, piece: Tensor) -> Tensor:
+        """State of a parameter of whose elements this rank has ``piece``, ``(n,)``."""
 
     def has_elements(self, name: str) -> bool:
         """Whether this rank has elements of a parameter, so that its optimizer steps it."""
@@ -174,8 +194,15 @@ class NativeEngine(Engine):
     def _hand_optimizers(self, originals: Mapping[str, nn.Parameter]) -> None:
         """Let optimizers hold the module's own parameters, with the state of the sharded ones."""
         for optimizer in self._optimizers:
-            hand_over(optimizer, {id(p): originals[name] for name, p in self.parameters.items()})
+            successors = {id(p): originals[name] for name, p in self.parameters.items()}
+            whole_tensors = whole_tensors_of(optimizer)
+            if whole_tensors is not None:
+                whole_tensors.follow(successors)
+            hand_over(optimizer, successors)
+            optimizer.__dict__.pop("zero_grad", None)
         self._optimizers.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -248,15 +275,22 @@ class NativeEngine(Engine):
         originals = self.form.parameters.items()
         hand_over(optimizer, {id(p): self.parameters[name] for name, p in originals})
         super().watch_optimizer(optimizer)
-        for name in list(self._of(optimizer))[:1]:
-            check_class(optimizer, name)
-        for name in self._of(optimizer):  # state that was allocated before sharding
+        names = list(self._of(optimizer))
+        if names and steps_whole_tensors(optimizer, names[0]):
+            let_step_whole_tensors(optimizer, _Pieces(self))
+            watch_all()
+        owned = owned_places(optimizer)
+        for place, name in enumerate(names):  # state that was allocated before sharding
+            if place in owned:
+                continue
             values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
             for key, value in values.items():
                 values[key] = native_state.cut_state(self, name, value)
         self._optimizers.append(optimizer)
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._hooks += [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
         zero_grad = optimizer.zero_grad
 
         @functools.wraps(zero_grad)
@@ -365,6 +399,55 @@ class NativeEngine(Engine):
     ) -> None:
         names = list(self._of(optimizer))
         native_state.load_full_optimizer_state_dict(self, optimizer, names, state)
+
+
+class _Pieces(Slices):
+    """How an engine cuts parameters, for optimizers that step whole tensors."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self._engine = engine
+        group = dist.group.WORLD
+        assert group is not None, "it was opened"
+        self._communicator = communicator_of(group)
+        self._names = {id(parameter): name for name, parameter in engine.parameters.items()}
+
+    @override
+    def is_sharded(self, parameter: Tensor) -> bool:
+        return self._engine.form is not None and id(parameter) in self._names
+
+    @override
+    def name(self, parameter: Tensor) -> str:
+        return self._names[id(parameter)]
+
+    @override
+    def cut(self, parameter: Tensor) -> Cut:
+        name = self._names[id(parameter)]
+        return Cut(tuple(self._engine.shapes[name]), tuple(self._engine.ranges(name)))
+
+    @override
+    def communicator(self, parameter: Tensor) -> Communicator:
+        return self._communicator
+
+    @override
+    def local(self, tensor: Tensor) -> Tensor:
+        return self._engine.piece(tensor)
+
+    @override
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._engine.reduced(self._names[id(parameter)])
+
+    @override
+    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
+        return self._engine.of_piece(self._names[id(parameter)], local)
+
+    @override
+    def unsharded(self, value: Any) -> Any:
+        return self._engine.piece(value) if isinstance(value, DTensor) else value
+
+    @override
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        names = (self._names[id(parameter)] for parameter in parameters)
+        self._engine.refuse_unreduced(names, "an optimizer step")
 
 
 def steps_inside_forward(module: nn.Module) -> bool:

@@ -16,8 +16,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.unit import Site
+from lightning_fsdp.core.optimizers.whole_state import (
+    Owned,
+    kept_by_owners,
+    map_leaves,
+    owned_places,
+    state_of_all,
+)
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
-from lightning_fsdp.engines.gatherable import Gatherable
+from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
 
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
@@ -144,9 +151,14 @@ def gatherable_optimizer_state_dict(
         names: Of its parameters, in its order.
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
-    state: dict[int, dict[str, Any]] = {}
-    for index, kinds in _kinds_on_any_rank(engine, state_dict["state"], names).items():
-        name, mine = names[index], state_dict["state"].get(index, {})
+    owned = owned_places(optimizer)
+    of_all = state_of_all(optimizer, state_dict["state"])
+    state: dict[int, dict[str, Any]] = {
+        index: map_leaves(_of_owner, values) for index, values in of_all.items() if index in owned
+    }
+    pieces = {index: values for index, values in of_all.items() if index not in owned}
+    for index, kinds in _kinds_on_any_rank(engine, pieces, names).items():
+        name, mine = names[index], pieces.get(index, {})
         state[index] = {}
         for key, (dtype, value) in kinds.items():
             if dtype is None:
@@ -155,7 +167,13 @@ def gatherable_optimizer_state_dict(
             # Nobody steps what has no element on this rank, so that it may have no state.
             none = engine.parameters[name].new_empty(0, dtype=dtype)
             state[index][key] = _gatherable(engine, name, mine.get(key, none), dtype)
-    return {**state_dict, "state": state}
+    return {**state_dict, "state": dict(sorted(state.items()))}
+
+
+def _of_owner(value: Any) -> Any:
+    if isinstance(value, Owned):
+        return gatherable_of(value)
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _gatherable(engine: Pieces, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:
@@ -192,8 +210,11 @@ def load_full_optimizer_state_dict(
     engine: Pieces, optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any]
 ) -> None:
     """Every rank keeps its pieces of a state that every rank brings."""
-    mine: dict[Any, Any] = {}
+    owned = owned_places(optimizer)
+    mine: dict[Any, Any] = kept_by_owners(optimizer, state["state"])
     for index, values in state["state"].items():
+        if index in owned:
+            continue
         mine[index] = {key: cut_state(engine, names[index], v) for key, v in values.items()}
     optimizer.load_state_dict({**state, "state": mine})
 

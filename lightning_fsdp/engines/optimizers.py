@@ -29,7 +29,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.state.full_state import SCALARS, no_values, parameters_of, slice_state
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_state import no_values, slice_state
+from lightning_fsdp.core.optimizers.whole_state import owned_places
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name
 _MOST_NAMES = 3
@@ -91,7 +93,10 @@ def _arrive(optimizer: Optimizer, stand_ins: Iterable[_StandIn]) -> None:
     held = {id(p) for p in parameters_of(optimizer)}
     found = {s: s.look_up() for s in stand_ins if id(s.parameter) in held}
     hand_over(optimizer, {id(s.parameter): parameter for s, parameter in found.items()})
+    owned = {id(piece.parameter) for piece in owned_places(optimizer).values()}
     for stand_in, parameter in found.items():
+        if id(parameter) in owned:
+            continue
         state: dict[str, Any] = optimizer.state.get(parameter, {})
         for key, value in state.items():
             state[key] = stand_in.shard_state(parameter, key, value)

@@ -20,12 +20,14 @@ from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
+from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
-from lightning_fsdp.core.state import full_state as checkpoint
+from lightning_fsdp.core.state.full_state import load_full_state_dict
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
-from lightning_fsdp.engines.gatherable import Gatherable
+from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.undo import give_back
 
 
@@ -116,25 +118,19 @@ class ScratchEngine(Engine):
 
     @override
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        checkpoint.load_full_state_dict(self.sharded_module("state"), state, strict=strict)
+        load_full_state_dict(self.sharded_module("state"), state, strict=strict)
 
     @override
     def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         state_dict: dict[str, Any] = optimizer.state_dict()
-        state = {
-            index: {
-                key: _gatherable(value) if isinstance(value, ShardedTensor) else _on_host(value)
-                for key, value in values.items()
-            }
-            for index, values in state_dict["state"].items()
-        }
+        state = map_leaves(_state_of, state_of_all(optimizer, state_dict["state"]))
         return {**state_dict, "state": state}
 
     @override
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        checkpoint.load_full_optimizer_state_dict(optimizer, state)
+        load_full_optimizer_state_dict(optimizer, state)
 
     @property
     @override
@@ -160,6 +156,12 @@ def _gatherable(tensor: ShardedTensor) -> Gatherable:
         return whole
 
     return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)
+
+
+def _state_of(value: Any) -> Any:
+    if isinstance(value, Owned):
+        return gatherable_of(value)
+    return _gatherable(value) if isinstance(value, ShardedTensor) else _on_host(value)
 
 
 def _on_host(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.flat_chunks import FlatChunks
-from lightning_fsdp.core.state.full_state import SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 
 
 class ShardedState:

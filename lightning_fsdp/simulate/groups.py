@@ -123,19 +123,25 @@ class SimulatedGroup(dist.ProcessGroup):
         input_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """This rank's slot comes from every rank.
+        """This rank's slot comes from every rank; of slots of different sizes, what it has itself.
 
-        Raises:
-            NotImplementedError: Slots of different sizes.
+        Of different sizes, as long as the longer way takes: what it sends, or what it gets.
         """
+        sent, received = whole.data.view(-1), output.data.view(-1)
         if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
-            raise NotImplementedError(
-                f"all_to_all_single on a simulated network: expected slots of one size, got "
-                f"{list(input_sizes)} to send and {list(output_sizes)} to receive. Pad them."
-            )
-        received, rows = (t.data.view(self.size(), -1) for t in (output, whole))
-        shard = rows[self.rank()]
-        return self._start("all_to_all", rows.nbytes, lambda: self._fill(received, shard), [output])
+            me, size = self.rank(), self.size()
+            ways = (sum(sizes) - sizes[me] for sizes in (input_sizes, output_sizes))
+            nbytes = max(ways) * whole.itemsize * size // max(size - 1, 1)
+            num_here = min(len(sent), len(received))
+
+            def move() -> None:
+                received[:num_here].copy_(sent[:num_here])
+                received[num_here:].zero_()
+
+            return self._start("all_to_all", nbytes, move, [output])
+        rows = sent.view(self.size(), -1)
+        slots, shard = received.view(self.size(), -1), rows[self.rank()]
+        return self._start("all_to_all", rows.nbytes, lambda: self._fill(slots, shard), [output])
 
     # DTensor's collectives come from C++, which asks for lists.
 

@@ -25,7 +25,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -61,6 +61,15 @@ class RankError(NamedTuple):
 
     type_name: str
     message: str
+
+
+def assert_errors(errors: Sequence[RankError | None], type_names: str, *words: str) -> None:
+    """Every rank raised one of ``type_names`` and its message has all ``words``."""
+    for rank, error in enumerate(errors):
+        assert error is not None, f"rank {rank} raised nothing"
+        assert error.type_name in type_names.split(), f"rank {rank}: {error}"
+        for word in words:
+            assert word in error.message, f"rank {rank}: no {word!r} in {error}"
 
 
 class RanksFailed(AssertionError):  # noqa: N818 (as pytest's own)

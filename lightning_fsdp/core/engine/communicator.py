@@ -22,6 +22,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -172,7 +173,7 @@ class Communicator:
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.after_reduction: tuple[tuple[str, Callable[[Tensor, str], Pending]], ...] = ()
-        self.any_rank: Callable[[Flags], Callable[[], Tensor]] = _this_rank
+        self.any_rank: Callable[[Flags], Callable[[], Flags]] = _this_rank
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def __deepcopy__(self, memo: object) -> Communicator:
@@ -280,7 +281,7 @@ class Communicator:
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""
-        traffic = self.traffic[kind]
+        traffic = self.traffic.setdefault(kind, Traffic())
         traffic.calls += 1
         traffic.sent_bytes += sent_bytes
 
@@ -325,12 +326,12 @@ class Communicator:
         return Pending(what, [(work, "every rank")], finish, keeps)
 
 
-Flags = Sequence[bool] | Sequence[Sequence[bool]]
-"""``(n,)`` or ``(m, n)``, the same shape on every rank."""
+Flags = list[Any]
+"""Of bool, ``(n,)`` or ``(m, n)``, the same shape on every rank."""
 
 
-def _this_rank(flags: Flags) -> Callable[[], Tensor]:
-    return torch.tensor(flags, device="cpu").bool
+def _this_rank(flags: Flags) -> Callable[[], Flags]:
+    return lambda: flags
 
 
 def _of_unit(stage: Callable[[Tensor, str], Pending], unit_name: str, shard: Tensor) -> Pending:

@@ -1,10 +1,10 @@
 """What an optimizer's step means for sharded parameters: who may take it, and what it ends.
 
 Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
-optimizers that need whole tensors are refused, and gradients that were not reduced; torch's own
-get plain slices to compute on. After it: whole copies kept since the forward (ZeRO-2) are freed,
-since their weights are no longer true. A step that a gradient scaler skips writes nothing: they
-stay true, and serve the next forward.
+gradients that were not reduced are refused; torch's own elementwise optimizers get plain slices to
+compute on, and others whole tensors, each on one rank. After it: whole copies kept since the
+forward (ZeRO-2) are freed, since their weights are no longer true. A step that a gradient scaler
+skips writes nothing: they stay true, and serve the next forward.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ import functools
 import itertools
 import operator
 import threading
-import warnings
 import weakref
 from collections.abc import Collection
 from typing import Any
 
-from torch import optim
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -34,27 +32,11 @@ from lightning_fsdp.core.engine.unreduced_gradient import (
     zero_gradient,
 )
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.state.full_state import SCALARS, parameters_of, slice_state
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_state import slice_state
+from lightning_fsdp.core.optimizers.whole_tensors import is_known, whole_tensors_of
 from lightning_fsdp.core.tensors.slices import slices_beside
 
-# Every element's update depends on that element's history alone: slices train as the whole would.
-_ELEMENTWISE = {
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
-    *(optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
-}
-# In lower case: packages spell them differently. Each takes norms, means, maxima or products over a
-# parameter, or over all of them; read in the sources of pytorch_optimizer 4.1.
-_NEEDS_WHOLE_TENSORS = {
-    *("lbfgs", "adafactor", "adalite", "adalomo", "came", "emofact", "sm3"),  # rows and columns
-    *("muon", "adamuon", "distributedmuon", "adago", "scion", "spectralsphere", "mars"),  # matrices
-    *("shampoo", "scalableshampoo", "soap", "splus", "kron", "dash", "conda", "lorarite"),
-    *("galore", "fira", "apollo", "alice", "racs", "sara", "demo"),  # projections
-    *("lamb", "lars", "lomo", "fromage", "nero", "novograd", "adagc", "amos"),  # norms
-    *("stableadamw", "stablespam", "adammini", "adam_mini", "adamp", "sgdp", "sgdsai", "ranger21"),
-    *("prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd"),
-}
-
-_warned: set[type[Optimizer]] = set()
 # Per optimizer, which state it had when that was last looked through, and its entries: how many,
 # and how many of them sharded.
 _states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = (
@@ -71,6 +53,12 @@ def watch(schedule: Schedule) -> None:
         _schedules.add(schedule)
 
 
+def watch_all() -> None:
+    """Let optimizer steps be checked, of whatever engine."""
+    with _lock:
+        _register_once()
+
+
 def schedules() -> list[Schedule]:
     """All that are watched now."""
     with _lock:
@@ -85,18 +73,45 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    sharded = [p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)]
+    sharded = _sharded_in(optimizer)
+    whole_tensors = whole_tensors_of(optimizer) if sharded or is_known(optimizer) else None
+    if whole_tensors is not None:
+        torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    check_class(optimizer, sharded[0].spec.name)
-    _shard_whole_state(optimizer)
-    if _closure_of(args, kwargs) is None:  # else the backward, which reduces, is still to come
-        stepped = set(map(id, sharded))
-        for schedule in schedules():
-            _check_gradients(schedule, stepped)
-    if type(optimizer) not in _ELEMENTWISE:
+    owned = [] if whole_tensors is None else whole_tensors.owned()
+    _shard_whole_state(optimizer, {id(piece.parameter) for piece in owned})
+    if whole_tensors is not None:
+        return None  # the last hook does the rest
+    has_closure = _closure_of(args, kwargs) is not None
+    if not has_closure:  # else the backward, which reduces, is still to come
+        _check_all(sharded)
+    if type(optimizer) not in ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+
+
+def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    whole_tensors = whole_tensors_of(optimizer)
+    if whole_tensors is None or not whole_tensors.has_sharded():
+        return None
+    check = functools.partial(_check_all, _sharded_in(optimizer))
+    return whole_tensors.begin(args, kwargs, check)
+
+
+def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    whole_tensors = whole_tensors_of(optimizer)
+    if whole_tensors is not None and whole_tensors.has_sharded():
+        whole_tensors.end()
+
+
+def _sharded_in(optimizer: Optimizer) -> set[int]:
+    return {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
+
+
+def _check_all(stepped: Collection[int]) -> None:
+    for schedule in schedules():
+        _check_gradients(schedule, stepped)
 
 
 def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
@@ -108,7 +123,7 @@ def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
                 flat_param.micro_batch = 0
 
 
-def _check_gradients(schedule: Schedule, stepped: set[int]) -> None:
+def _check_gradients(schedule: Schedule, stepped: Collection[int]) -> None:
     """Let the gradients of a step be the same on all ranks, after backwards without reduction.
 
     Collective if there were such backwards since the last reduction. What was zeroed on some ranks
@@ -157,12 +172,15 @@ def _closure_of(args: Any, kwargs: Any) -> Any:
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
-def _shard_whole_state(optimizer: Optimizer) -> None:
-    """Slice state that was allocated before sharding, loaded as whole tensors, or set by hand."""
+def _shard_whole_state(optimizer: Optimizer, owned: Collection[int]) -> None:
+    """Slice state that was allocated before sharding, loaded as whole tensors, or set by hand.
+
+    Not of parameters that owners step, by ``id``.
+    """
     if _states_seen.get(optimizer) == _summary(optimizer):
         return
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, ShardedTensor):
+        if not isinstance(parameter, ShardedTensor) or id(parameter) in owned:
             continue
         for key, value in state.items():
             if type(value) is not ShardedTensor and key not in SCALARS:
@@ -171,52 +189,18 @@ def _shard_whole_state(optimizer: Optimizer) -> None:
 
 
 def _summary(optimizer: Optimizer) -> tuple[int, int, int]:
-    kinds = list(
-        map(type, itertools.chain.from_iterable(map(_values_of, optimizer.state.values())))
-    )
+    # Some optimizers have entries that are no parameter's.
+    entries = [values for values in optimizer.state.values() if isinstance(values, dict)]
+    kinds = list(map(type, itertools.chain.from_iterable(map(_values_of, entries))))
     return id(optimizer.state), len(kinds), kinds.count(ShardedTensor)
 
 
 _values_of = operator.methodcaller("values")
 
 
-def check_class(optimizer: Optimizer, example: str) -> None:
-    """Refuse an optimizer that cannot step slices; warn of one that nothing is known of.
-
-    Args:
-        optimizer: Over sharded parameters.
-        example: The name of one of them.
-
-    Raises:
-        NotImplementedError: It needs whole tensors.
-    """
-    names = [cls.__name__ for cls in type(optimizer).__mro__]
-    name = names[0]
-    for ancestor in names:
-        if ancestor.lower() in _NEEDS_WHOLE_TENSORS:
-            raise NotImplementedError(
-                f"{name}: expected an optimizer that updates each element by itself, got one that "
-                f"needs whole tensors ({ancestor}), but {example!r} is sharded: each "
-                "rank holds a slice. Use AdamW, SGD or another elementwise optimizer, or leave its "
-                "parameters unsharded with ignored_params."
-            )
-    if _ELEMENTWISE.isdisjoint(type(optimizer).__mro__):
-        _warn_unknown(type(optimizer))
-
-
-def _warn_unknown(cls: type[Optimizer]) -> None:
-    if cls in _warned:
-        return
-    _warned.add(cls)
-    warnings.warn(
-        f"{cls.__module__}.{cls.__name__} is not known to lightning_fsdp. It steps slices of the "
-        "parameters, which is right only if it updates each element by itself.",
-        stacklevel=5,
-    )
-
-
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
-    if stepped:
-        for schedule in schedules():
-            schedule.after_optimizer_step(stepped)
+    stepped = _sharded_in(optimizer)
+    if not stepped:
+        return
+    for schedule in schedules():
+        schedule.after_optimizer_step(stepped)

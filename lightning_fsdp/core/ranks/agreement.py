@@ -13,16 +13,16 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Flags
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
-_Answer = Callable[[], torch.Tensor]
 
 _without_others = {"fake"}  # torch's own backend
 
@@ -111,28 +111,27 @@ class ControlGroup:
             )
             self._group = weakref.ref(group)
 
-    def any_rank(self, is_set: Sequence[bool] | Sequence[Sequence[bool]]) -> _Answer:
+    def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
         """Ask which flags are set on any rank.
 
         Args:
             is_set: ``(n,)`` or ``(m, n)``; the same shape on every rank.
 
         Returns:
-            A function that waits for the answer, a bool tensor of that shape on the host. Not
-            calling it costs no wait.
+            A function that waits for the answer, of that shape. Not calling it costs no wait.
         """
-        flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         if self._group is None:
-            return flags.bool
+            return lambda: is_set
+        flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         group = torch_internals.alive(self._group)
         occasion, intention = "end of a backward", "ask which parameters any rank has used"
         with self._named(occasion, intention):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
-        def answer() -> torch.Tensor:
+        def answer() -> Flags:
             with self._named(occasion, intention):
                 work.wait()
-            return flags.bool()
+            return flags.bool().tolist()
 
         return answer
 
@@ -142,6 +141,16 @@ class ControlGroup:
             group = torch_internals.alive(self._group)
             with self._named("initial values", "take what rank 0 draws from"):
                 dist.broadcast(tensor, group=group, group_src=0)
+
+    def collect(self, mine: Any) -> list[Any]:
+        """What every rank brings, in their order. Collective."""
+        if self._group is None:
+            return [mine] * self.world_size
+        every: list[Any] = [None] * self.world_size
+        group = torch_internals.alive(self._group)
+        with self._named("optimizer state", "tell which there is"):
+            dist.all_gather_object(every, mine, group=group)
+        return every
 
     def agree(self, occasion: str, statement: str) -> None:
         """Return once every rank has made the same statement; otherwise raise on every rank.

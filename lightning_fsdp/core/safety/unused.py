@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from torch import Tensor
-
 from lightning_fsdp.core.engine.communicator import Flags
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.watcher import Watcher
@@ -33,10 +31,10 @@ class _Usage:
 class UnusedParameters(Watcher):
     """Takes gradients away that are zeros of nobody, and calls the users' hooks on the others."""
 
-    def __init__(self, any_rank: Callable[[Flags], Callable[[], Tensor]]) -> None:
+    def __init__(self, any_rank: Callable[[Flags], Callable[[], Flags]]) -> None:
         self._any_rank = any_rank
         self._usage: dict[ShardedTensor, _Usage] = {}
-        self._answer: Callable[[], Tensor] | None = None
+        self._answer: Callable[[], Flags] | None = None
         self._landed: list[ShardedTensor] = []  # used on some rank
 
     def anew(self) -> Self:

@@ -1,0 +1,127 @@
+"""Tensors that are stepped in blocks: a fused weight as q, k and v, or head by head.
+
+A group of an optimizer over whole tensors may say ``"blocks": [(512, 512), (128, 512)]`` of each of
+its parameters, or ``"blocks": {"*.qkv.weight": [...]}`` of those with such names. Blocks lie one
+after another along one dimension, and have all of the others:
+
+    [ q ]                       shapes (512, 512), (128, 512), (128, 512) of (768, 512)
+    [ k ]   or   [ q | k | v ]  shapes (768, 768) three times of (768, 2304)
+    [ v ]
+
+State of a block that has its shape is kept as that of the whole, so that it is the same as without
+blocks; other state is under ``"blocks"``, one dict each.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCKS_GROUP = "blocks"
+"""An option of a parameter group, and the name of what is not of the whole in the state."""
+
+Blocks = tuple[tuple[slice, ...], ...]
+"""Where each block is in the whole."""
+
+
+def blocks_in(group: Mapping[str, Any], name: str, shape: Sequence[int]) -> Blocks:
+    """Of a parameter, as its group says; none if it says nothing.
+
+    Raises:
+        ValueError: The shapes are not those of blocks of the parameter.
+    """
+    said = group.get(BLOCKS_GROUP)
+    if isinstance(said, Mapping):
+        patterns = (pattern for pattern in said if fnmatch.fnmatchcase(name, pattern))
+        said = said.get(next(patterns, None))
+    if said is None:
+        return ()
+    shapes = [tuple(each) for each in said]
+    for dim in range(len(shape)):
+        around = (*shape[:dim], *shape[dim + 1 :])
+        if (
+            all(
+                len(each) == len(shape) and (*each[:dim], *each[dim + 1 :]) == around
+                for each in shapes
+            )
+            and sum(each[dim] for each in shapes) == shape[dim]
+        ):
+            return tuple(_along(dim, [each[dim] for each in shapes]))
+    raise ValueError(
+        f"blocks of {name!r}: expected shapes that lie one after another along one dimension of "
+        f"{tuple(shape)}, got {shapes}. Correct the group's 'blocks', or leave the parameter to "
+        "another group."
+    )
+
+
+def _along(dim: int, sizes: Sequence[int]) -> list[tuple[slice, ...]]:
+    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    every = (slice(None),) * dim
+    return [(*every, slice(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
+
+
+def blocks_of(whole: Tensor, blocks: Blocks) -> list[Tensor]:
+    """The blocks, sharing memory with the whole."""
+    return [whole[block] for block in blocks]
+
+
+def cut_state(values: Mapping[str, Any], shape: torch.Size, blocks: Blocks) -> list[dict[str, Any]]:
+    """State of each block.
+
+    Args:
+        values: Of the whole.
+        shape: Of the whole.
+        blocks: One or more.
+    """
+    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks))
+    of_blocks = [dict(each) for each in apart]
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.shape == shape:
+            for each, block in zip(of_blocks, blocks_of(value, blocks), strict=True):
+                each[name] = block
+        elif name != BLOCKS_GROUP:
+            for each in of_blocks:
+                each[name] = value.clone() if isinstance(value, Tensor) else value
+    return of_blocks
+
+
+def joined_state(
+    of_blocks: Sequence[Mapping[str, Any]], shape: torch.Size, blocks: Blocks
+) -> dict[str, Any]:
+    """State of the whole.
+
+    Args:
+        of_blocks: Of each block; empty, of those that were not stepped.
+        shape: Of the whole.
+        blocks: One or more.
+    """
+    values: dict[str, Any] = {}
+    apart = [dict(each) for each in of_blocks]
+    for name in of_blocks[0]:
+        parts = [each.get(name) for each in of_blocks]
+        whole = _joined(parts, shape, blocks)
+        if whole is not None:
+            values[name] = whole
+            for each in apart:
+                del each[name]
+    if any(apart):
+        values[BLOCKS_GROUP] = apart
+    return values
+
+
+def _joined(parts: Sequence[Any], shape: torch.Size, blocks: Blocks) -> Tensor | None:
+    """One tensor of blocks; ``None`` if these are something else."""
+    first = parts[0]
+    if not isinstance(first, Tensor) or first.dim() != len(shape):
+        return None
+    whole = first.new_empty(shape)
+    places = blocks_of(whole, blocks)
+    for part, place in zip(parts, places, strict=True):
+        if not isinstance(part, Tensor) or part.shape != place.shape:
+            return None
+        place.copy_(part)
+    return whole

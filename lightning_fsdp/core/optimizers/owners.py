@@ -1,0 +1,107 @@
+"""Which rank steps which tensor whole. Integers only, and the same on every rank.
+
+Some optimizers need whole tensors, and ranks hold slices. Each tensor gets an owner, which steps it
+for all: pieces of the gradient travel to it, and slices of what it made travel back. Owners have
+equal work. Among ranks with time left, the one that holds most of a tensor gets it, so that least
+travels. Drawn for two ranks:
+
+    rank 0 holds   [ a: all ][ b: 3/4 ]          owns a
+    rank 1 holds             [ b: 1/4 ][ c: all] owns b, c      3/4 of b travel, there and back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_TOLERANCE = 1.1
+"""Of the mean: work from which on a rank gets nothing more only because it holds most."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor, and which of its elements each rank holds.
+
+    Attributes:
+        shape: Of the whole.
+        ranges: Per rank, the first and the past-the-last element in row-major order.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
+
+    def num_held(self, rank: int) -> int:
+        """Elements that a rank holds."""
+        start, stop = self.ranges[rank]
+        return stop - start
+
+    @property
+    def work(self) -> int:
+        """Of a step, up to a factor: the products of an iteration of Newton and Schulz."""
+        rows = self.shape[0] if len(self.shape) > 1 else 1
+        short = min(rows, self.numel // max(rows, 1))
+        return short * (2 * self.numel + short**2)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank steps whole.
+
+    Attributes:
+        numel: Elements of its tensors: of each moment as many.
+        work: Of its steps, up to a factor.
+    """
+
+    numel: int
+    work: int
+
+
+def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
+    """Give each tensor an owner.
+
+    Args:
+        cuts: The tensors.
+        loads: Per rank, the work that it has already.
+
+    Returns:
+        A rank for each.
+    """
+    limit = _TOLERANCE * (sum(loads) + sum(cut.work for cut in cuts)) / len(loads)
+    # The largest first: small ones fill what is left. Or first those that one rank holds most of:
+    # the others, which travel wherever they go, make the work equal.
+    held = [sorted(map(cut.num_held, range(len(loads)))) for cut in cuts]
+    orders = (
+        lambda i: -cuts[i].work,
+        lambda i: (-(held[i][-1] - sum(held[i][-2:-1])), -cuts[i].work),
+    )
+    found = (_in_order(sorted(range(len(cuts)), key=order), cuts, loads, limit) for order in orders)
+    return min(found, key=lambda each: (max(each.most - limit, 0), each.travels)).owners
+
+
+class _Found(NamedTuple):
+    owners: list[int]
+    most: int
+    travels: int
+
+
+def _in_order(
+    order: Sequence[int], cuts: Sequence[Cut], loads: Sequence[int], limit: float
+) -> _Found:
+    """Give each tensor to who holds most of it and has time left."""
+    loads, owners, travels = list(loads), [0] * len(cuts), 0
+    for index in order:
+        cut = cuts[index]
+        by_share = sorted(range(len(loads)), key=lambda rank: (-cut.num_held(rank), loads[rank]))
+        fits = (rank for rank in by_share if loads[rank] + cut.work <= limit)
+        owner = next(fits, min(by_share, key=loads.__getitem__))
+        owners[index] = owner
+        loads[owner] += cut.work
+        travels += cut.numel - cut.num_held(owner)
+    return _Found(owners, max(loads), travels)

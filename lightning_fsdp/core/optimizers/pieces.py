@@ -1,0 +1,170 @@
+"""Sharded parameters as an optimizer over whole tensors sees them: who holds and steps what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec
+from lightning_fsdp.core.optimizers.blocks import Blocks, blocks_of
+from lightning_fsdp.core.optimizers.fingerprints import Fingerprint
+from lightning_fsdp.core.optimizers.owners import Cut
+from lightning_fsdp.core.torch_internals import has_values
+
+NOBODY = -1
+
+
+class Slices(Protocol):
+    """How an implementation of sharding cuts parameters."""
+
+    def is_sharded(self, parameter: Tensor) -> bool:
+        """Others stay as they are: every rank has and steps them."""
+
+    def name(self, parameter: Tensor) -> str:
+        """As in ``named_parameters()``."""
+
+    def cut(self, parameter: Tensor) -> Cut:
+        """Who holds which elements."""
+
+    def communicator(self, parameter: Tensor) -> Communicator:
+        """The ranks that it is cut over."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """``(n,)``, what this rank holds of a parameter or its gradient, sharing memory."""
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The reduced gradient."""
+
+    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """What stands for state of a parameter of which this rank has ``local``, ``(n,)``."""
+
+    def unsharded(self, value: Any) -> Any:
+        """``(n,)``, what this rank has of such state; anything else is returned."""
+
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        """Raise if a gradient is not reduced."""
+
+
+@dataclass(eq=False)
+class Piece:
+    """A parameter of the optimizer, sharded.
+
+    Attributes:
+        parameter: The user's.
+        name: As in ``named_parameters()``.
+        cut: Who holds what.
+        communicator: The ranks that it is cut over.
+        owner: The rank that steps it; of a slice that each rank steps by itself, this one.
+        local: ``(n,)``, this rank's elements.
+        is_slice: Each rank steps its own.
+        blocks: Where in the whole each of the tensors is that are stepped; itself alone, if empty.
+        whole: The owner's, of the original shape: over ``local``, if that is all of it. Of a slice,
+            that.
+        stepped: What is stepped: the whole, or its blocks, sharing its memory.
+        seen: Of ``local``, when the whole was the same.
+    """
+
+    parameter: Tensor
+    name: str
+    cut: Cut
+    communicator: Communicator
+    owner: int
+    local: Tensor
+    is_slice: bool = False
+    blocks: Blocks = ()
+    whole: Tensor | None = None
+    stepped: tuple[nn.Parameter, ...] = ()
+    seen: Fingerprint | None = None
+
+    def allocate(self) -> None:
+        """Let the owner have the whole."""
+        flat = self.local.new_empty(self.cut.numel) if self.is_cut else self.local.detach()
+        self.whole = flat.view(self.cut.shape)
+        self.stepped = tuple(map(nn.Parameter, self._places()))
+
+    def forget_values(self) -> None:
+        """Remember only who has the state."""
+        self.local, self.whole, self.stepped = self.local.new_empty(0), None, ()
+
+    def set_gradient(self, gradient: Tensor | None) -> None:
+        """Of what is stepped; the whole's, of the original shape."""
+        for index, parameter in enumerate(self.stepped):
+            if gradient is None or not self.blocks:
+                parameter.grad = gradient
+            else:
+                parameter.grad = gradient[self.blocks[index]]
+
+    def settle(self) -> None:
+        """Bring what the step made back to its place, where it set ``parameter.data``."""
+        for parameter, place in zip(self.stepped, self._places(), strict=False):
+            if has_values(place) and parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter.detach())
+                parameter.data = place
+
+    def _places(self) -> list[Tensor]:
+        if self.whole is None:
+            return []
+        return blocks_of(self.whole, self.blocks) if self.blocks else [self.whole]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank owns it."""
+        return self.owner == self.communicator.rank
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether others than the owner hold elements."""
+        return self.cut.num_held(self.owner) < self.cut.numel
+
+
+class ShardedTensors(Slices):
+    """Slices as this core has them."""
+
+    @override
+    def is_sharded(self, parameter: Tensor) -> bool:
+        return isinstance(parameter, ShardedTensor)
+
+    @override
+    def name(self, parameter: Tensor) -> str:
+        return _spec_of(parameter).name
+
+    @override
+    def cut(self, parameter: Tensor) -> Cut:
+        spec = _spec_of(parameter)
+        slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
+        return Cut(tuple(parameter.shape), tuple((piece.start, piece.stop) for piece in slices))
+
+    @override
+    def communicator(self, parameter: Tensor) -> Communicator:
+        return _spec_of(parameter).communicator
+
+    @override
+    def local(self, tensor: Tensor) -> Tensor:
+        assert isinstance(tensor, ShardedTensor), "of the others, nobody asks"
+        return tensor.to_local()
+
+    @override
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad
+
+    @override
+    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
+        return ShardedTensor(local, _spec_of(parameter))
+
+    @override
+    def unsharded(self, value: Any) -> Any:
+        return value.to_local() if isinstance(value, ShardedTensor) else value
+
+    @override
+    def check(self, parameters: Sequence[Tensor]) -> None:
+        pass  # whoever watches the optimizer does
+
+
+def _spec_of(parameter: Tensor) -> ShardSpec:
+    assert isinstance(parameter, ShardedTensor), "of the others, nobody asks"
+    return parameter.spec

@@ -1,0 +1,120 @@
+"""The optimizer that steps in place of the user's: of the same class, over this rank's own tensors.
+
+It has the same attributes and options. What a step changes of these, and the state that it makes,
+is the user's again when it is over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fsdp.core.optimizers.blocks import cut_state, joined_state
+from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
+from lightning_fsdp.core.optimizers.pieces import Piece, Slices
+
+Options = list[dict[str, Any]]
+
+
+class Twin:
+    """For one step.
+
+    Args:
+        original: The user's.
+        pieces: Its sharded parameters.
+        slices: How they are cut.
+
+    Attributes:
+        optimizer: What steps.
+    """
+
+    def __init__(self, original: Optimizer, pieces: Sequence[Piece], slices: Slices) -> None:
+        self._original, self._slices = original, slices
+        self._pieces = {id(piece.parameter): piece for piece in pieces}
+        self.optimizer: Optimizer = object.__new__(type(original))
+        for name, value in vars(original).items():
+            is_own = isinstance(value, MethodType) and value.__self__ is original
+            own = MethodType(value.__func__, self.optimizer) if is_own else value
+            vars(self.optimizer)[name] = own
+        self.optimizer.param_groups = [
+            {**group, "params": [mine for p in group["params"] for mine in self._stepped(p)]}
+            for group in original.param_groups
+        ]
+        self.optimizer.state = self._state()
+        self._of_original, self._of_twin = _options(original), _options(self.optimizer)
+
+    def take_options(self) -> None:
+        """Take what the user, in a closure, has changed of them."""
+        _carry(self._original, self.optimizer, self._of_original, self._of_twin)
+
+    def bring_back(self) -> None:
+        """Let the user's optimizer have what the step made."""
+        pieces = {id(p): piece for piece in self._pieces.values() for p in piece.stepped}
+        state = self.optimizer.state
+        for key, values in state.items():
+            piece = pieces.get(id(key))
+            if piece is None:
+                self._original.state[key] = values
+            elif key is piece.stepped[0]:
+                of_stepped = [state.get(p, {}) for p in piece.stepped]
+                self._original.state[piece.parameter] = self._joined(piece, of_stepped)
+        _carry(self.optimizer, self._original, self._of_twin, self._of_original)
+
+    def _stepped(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        piece = self._pieces.get(id(parameter))
+        return (parameter,) if piece is None else piece.stepped
+
+    def _state(self) -> defaultdict[Any, Any]:
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for key, values in self._original.state.items():
+            piece = self._pieces.get(id(key))
+            if piece is None:
+                state[key] = values
+            elif piece.stepped:
+                state.update(zip(piece.stepped, self._parts(piece, values), strict=True))
+        return state
+
+    def _parts(self, piece: Piece, values: dict[str, Any]) -> list[dict[str, Any]]:
+        """The state of each tensor that is stepped, out of the user's."""
+        if piece.blocks:
+            return cut_state(values, torch.Size(piece.cut.shape), piece.blocks)
+        if piece.is_slice:
+            return [{name: self._slices.unsharded(value) for name, value in values.items()}]
+        return [values]
+
+    def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The user's state of a parameter."""
+        if piece.blocks:
+            return joined_state(of_stepped, torch.Size(piece.cut.shape), piece.blocks)
+        (values,) = of_stepped
+        if not piece.is_slice:
+            return values
+
+        def sharded(name: str, value: Any) -> Any:
+            of_elements = isinstance(value, Tensor) and value.shape == piece.local.shape
+            is_slice = of_elements and name not in SCALARS
+            return self._slices.sharded(piece.parameter, value) if is_slice else value
+
+        return {name: sharded(name, value) for name, value in values.items()}
+
+
+def _options(optimizer: Optimizer) -> Options:
+    """Attributes, and those of each group, as they are now."""
+    return [dict(each) for each in (vars(optimizer), *optimizer.param_groups)]
+
+
+def _carry(source: Optimizer, target: Optimizer, before: Options, known: Options) -> None:
+    """Set in ``target``, and in what is known of it, what ``source`` changed since ``before``."""
+    places = zip(before, (vars(source), *source.param_groups), strict=False)
+    targets = (vars(target), *target.param_groups)
+    for index, (was, now) in enumerate(places):
+        for key, value in now.items():
+            is_same = key in was and was[key] is value
+            if not is_same and key not in ("state", "param_groups", "params"):
+                targets[index][key] = known[index][key] = value

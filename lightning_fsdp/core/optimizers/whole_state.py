@@ -1,0 +1,172 @@
+"""State of an optimizer over whole tensors: owners have it, and every rank is to know of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
+from lightning_fsdp.core.optimizers.owners import Cut, Load
+from lightning_fsdp.core.optimizers.pieces import Piece
+from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
+from lightning_fsdp.core.ranks.groups import control_of
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """A tensor of state that one rank has whole.
+
+    Attributes:
+        owner: That rank.
+        communicator: The ranks that its parameter is cut over.
+        shape: Of the tensor, whatever its parameter's is.
+        value: Itself; ``(0,)`` on the others.
+    """
+
+    owner: int
+    communicator: Communicator
+    shape: torch.Size
+    value: Tensor
+
+    def whole(self, value: Tensor, *, rank0_only: bool = False) -> Tensor:
+        """A copy on every rank of the sharding group, or on its rank 0. Collective.
+
+        Args:
+            value: As :attr:`value`, of now or kept since.
+            rank0_only: The others get one on the meta device.
+        """
+        communicator, me = self.communicator, self.communicator.rank
+        if rank0_only and me != 0 and me != self.owner:
+            return value.new_empty(self.shape, device="meta")
+        whole = value.new_empty(self.shape, device=communicator.device)
+        if me == self.owner:
+            whole.copy_(value)
+        flat = whole.view(-1)
+        if rank0_only:
+            communicator.collect_each({self.owner: flat}, "optimizer state")
+        else:
+            none = flat[:0]
+            parts = [
+                flat if rank == self.owner else none for rank in range(communicator.world_size)
+            ]
+            communicator.broadcast_each(parts, "optimizer state")
+        return whole.to("meta") if rank0_only and me != 0 else whole
+
+
+class _Outline(NamedTuple):
+    """What others are told of a tensor of state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
+    """By the place of a parameter that owners step whole, who does."""
+    whole_tensors = whole_tensors_of(optimizer)
+    if whole_tensors is None:
+        return {}
+    pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
+    places = enumerate(parameters_of(optimizer))
+    return {place: pieces[id(p)] for place, p in places if id(p) in pieces}
+
+
+def state_of_all(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+    """State of all ranks, an :class:`Owned` for each tensor that an owner has.
+
+    Collective where there are owners. Numbers, and tensors without dimensions, are the owners'.
+
+    Args:
+        optimizer: Any.
+        state: This rank's, by the place of the parameter.
+
+    Returns:
+        Likewise, in order; of what owners do not step, as it was given.
+    """
+    owned, every = owned_places(optimizer), dict(state)
+    outlines = {
+        place: map_leaves(_outline, state[place])
+        for place, piece in owned.items()
+        if piece.is_here and place in state
+    }
+    told: dict[Communicator, list[Any]] = {}
+    for place, piece in owned.items():
+        communicator = piece.communicator
+        control = control_of(communicator)
+        if communicator not in told:
+            told[communicator] = control.collect(outlines)
+        of_owner = told[communicator][control.ranks.index(communicator.ranks[piece.owner])]
+        every.pop(place, None)
+        if place in of_owner:
+            values = state[place] if piece.is_here else of_owner[place]
+            every[place] = map_leaves(functools.partial(_owned, piece), values)
+    return dict(sorted(every.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+
+
+def kept_by_owners(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+    """Of a whole state that every rank brings, what this one owns, in memory of its own."""
+    return {
+        place: map_leaves(functools.partial(_copied_to, piece.local.device), state[place])
+        for place, piece in owned_places(optimizer).items()
+        if piece.is_here and place in state
+    }
+
+
+def loads_of(optimizer: Optimizer) -> list[Load]:
+    """Per rank of the sharding group, what it steps whole; empty if that is nothing."""
+    cuts: dict[int, list[Cut]] = {}
+    for piece in owned_places(optimizer).values():
+        world_size = piece.communicator.world_size
+        cuts = cuts or {rank: [] for rank in range(world_size)}
+        cuts[piece.owner].append(piece.cut)
+    return [
+        Load(sum(cut.numel for cut in of_rank), sum(cut.work for cut in of_rank))
+        for of_rank in cuts.values()
+    ]
+
+
+def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
+    """What an optimizer keeps on this rank: its state, and an owner's copies of cut parameters."""
+    leaves: list[Any] = []
+    map_leaves(leaves.append, list(optimizer.state.values()))
+    yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    whole_tensors = whole_tensors_of(optimizer)
+    for piece in [] if whole_tensors is None else whole_tensors.known():
+        if piece.is_cut and piece.whole is not None:
+            yield piece.whole
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure of dicts, lists and tuples, ``function`` of everything else."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(function, each) for key, each in value.items()}
+    if type(value) in (list, tuple):  # no named ones
+        return type(value)(map_leaves(function, each) for each in value)
+    return function(value)
+
+
+def _copied_to(device: torch.device, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.detach().to(device if value.dim() else value.device, copy=True)
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return _Outline(tuple(value.shape), value.dtype)
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _owned(piece: Piece, value: Any) -> Any:
+    if isinstance(value, _Outline):
+        none = piece.local.new_empty(0, dtype=value.dtype)
+        return Owned(piece.owner, piece.communicator, torch.Size(value.shape), none)
+    if isinstance(value, Tensor) and value.dim():
+        return Owned(piece.owner, piece.communicator, value.shape, value.detach())
+    return value

@@ -1,0 +1,336 @@
+"""An optimizer's step over whole tensors: each is stepped by its owner, as if nothing was sharded.
+
+    slices of a gradient --> owner: whole parameter, whole gradient, whole state
+                             optimizer.step(), anybody's, unchanged
+    every rank's slice  <--  owner
+
+The optimizer that steps is a twin of the user's (twin.py), over this rank's own whole tensors.
+State is under the user's parameters and whole, at the owner alone.
+
+A tensor that lies on its owner altogether is stepped in place. Of one that is cut, the owner keeps
+a whole copy, so that only gradients travel to it; where somebody else has written to slices, those
+travel as well.
+
+Groups with ``"elementwise": True`` step slices, each rank its own: for classes that treat some
+groups as AdamW would. Those with ``"blocks"`` step parts of their tensors (blocks.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.optimizers.blocks import blocks_in
+from lightning_fsdp.core.optimizers.fingerprints import fingerprints
+from lightning_fsdp.core.optimizers.optimizer_classes import (
+    ELEMENTWISE,
+    ELEMENTWISE_GROUP,
+    SCALARS,
+    parameters_of,
+    steps_whole_tensors,
+)
+from lightning_fsdp.core.optimizers.owners import Cut, assign
+from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, ShardedTensors, Slices
+from lightning_fsdp.core.optimizers.travel import from_owners, grouped, to_owners
+from lightning_fsdp.core.optimizers.twin import Twin
+from lightning_fsdp.core.ranks.groups import control_of
+
+
+class WholeTensors:
+    """The steps of one optimizer over whole tensors.
+
+    Args:
+        optimizer: The user's.
+        slices: How its parameters are cut.
+    """
+
+    def __init__(self, optimizer: Optimizer, slices: Slices) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._slices = slices
+        self._pieces: dict[int, Piece] = {}  # by ``id`` of the parameter
+        self._is_agreed = False
+        self._twin: Twin | None = None  # while a step runs, or after one that raised
+        self._stepped: list[Piece] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The user's."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it steps, or is asked for its state"
+        return optimizer
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    def begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What its step is called with, in place of the optimizer and its arguments. Collective.
+
+        Args:
+            args: The optimizer, and perhaps a closure.
+            kwargs: Likewise.
+            check: Raises on every rank if a gradient on any is not reduced. Collective.
+        """
+        if self._twin is not None:
+            self._forget_step()
+        twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._gather(check)
+            return (twin.optimizer, *args[1:]), kwargs
+
+        def closure_then_gather() -> Any:
+            self._scatter()  # of a step before, where the closure is called again
+            loss = closure()
+            twin.take_options()
+            self._gather(check)
+            return loss
+
+        if "closure" in kwargs:
+            return (twin.optimizer, *args[1:]), {**kwargs, "closure": closure_then_gather}
+        return (twin.optimizer, closure_then_gather, *args[2:]), kwargs
+
+    def end(self) -> None:
+        """Bring what the step made to the ranks and to the user's optimizer. Collective.
+
+        Raises:
+            RuntimeError: Something has written to the slices of what was stepped, on any rank.
+        """
+        assert self._twin is not None, "it began"
+        self._scatter()
+        self._twin.bring_back()
+        self._twin = None
+
+    def _forget_step(self) -> None:
+        """Of a step that raised, nothing is left but what it has written."""
+        self._stepped = []
+        for piece in self._pieces.values():
+            piece.set_gradient(None)
+            piece.seen = None
+
+    def _gather(self, check: Callable[[], None]) -> None:
+        """Let owners have whole gradients, and whole parameters that somebody has changed."""
+        pieces = self.pieces()
+        if not self._is_agreed:
+            self._agree()
+        check()
+        self._slices.check([piece.parameter for piece in pieces])
+        gradients = [self._slices.gradient(piece.parameter) for piece in pieces]
+        of_piece = dict(zip(pieces, gradients, strict=True))
+        self._stepped = []
+        for communicator, of_group in grouped(pieces).items():
+            cut = [piece for piece in of_group if piece.is_cut]
+            now = dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
+            # Who has no elements of a parameter may have no gradient of it, or one of its module's.
+            has_one = [of_piece[p] is not None and _has_elements(p) for p in of_group]
+            steps, changed = (
+                [piece for piece, is_set in zip(of_group, row, strict=True) if is_set]
+                for row in communicator.any_rank(
+                    [has_one, [p.is_cut and p.seen != now[p] for p in of_group]]
+                )()
+            )
+            for piece, whole in to_owners(changed, [p.local for p in changed], "parameters"):
+                assert piece.whole is not None, "it is here"
+                piece.whole.copy_(whole)
+            for piece, fingerprint in now.items():
+                piece.seen = fingerprint
+            locals_ = [
+                torch.zeros_like(p.local) if g is None else self._slices.local(g)
+                for p, g in ((piece, of_piece[piece]) for piece in steps)
+            ]
+            for piece, whole in to_owners(steps, locals_, "gradients"):
+                piece.set_gradient(whole)
+            self._stepped += steps
+
+    def _scatter(self) -> None:
+        """Let every rank have its slices of what owners have stepped."""
+        stepped, self._stepped = self._stepped, []
+        for piece in stepped:
+            piece.settle()
+            piece.set_gradient(None)
+        for communicator, of_group in grouped(stepped).items():
+            cut = [piece for piece in of_group if piece.is_cut]
+            now = fingerprints([piece.local for piece in cut])
+            was = [piece.seen != found for piece, found in zip(cut, now, strict=True)]
+            for piece, is_written in zip(cut, communicator.any_rank(was)(), strict=True):
+                if is_written:
+                    raise RuntimeError(_written_to(self.optimizer, piece))
+            from_owners(of_group)
+            for piece, found in zip(cut, fingerprints([p.local for p in cut]), strict=True):
+                piece.seen = found
+        for piece in stepped:
+            torch.autograd.graph.increment_version(piece.local)
+
+    # -- who owns what ---------------------------------------------------------------------------
+
+    def has_sharded(self) -> bool:
+        """Whether any parameter of the optimizer is sharded now."""
+        return any(map(self._slices.is_sharded, parameters_of(self.optimizer)))
+
+    def known(self) -> list[Piece]:
+        """Of the last step."""
+        return list(self._pieces.values())
+
+    def pieces(self) -> list[Piece]:
+        """Of the optimizer's sharded parameters, in its order. An owner stays what it is.
+
+        Collective after they have changed.
+        """
+        optimizer, before = self.optimizer, self._pieces
+        of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
+        sharded = {id(p): group for p, group in of_groups if self._slices.is_sharded(p)}
+        if not sharded:  # they are whole again; state still is where it was
+            self.follow({})
+            return self.known()
+        if list(before) != list(sharded) or any(
+            not _shares_memory(piece.local, self._slices.local(piece.parameter))
+            for piece in before.values()
+        ):
+            self._pieces = {
+                id(p): self._piece_of(p, group, before.get(id(p)))
+                for p, group in of_groups
+                if id(p) in sharded
+            }
+            self._is_agreed = False
+            self._give_owners()
+        for piece in self._pieces.values():
+            if not piece.is_here:  # of before it was sharded, or loaded by every rank
+                optimizer.state.pop(piece.parameter, None)
+        return self.known()
+
+    def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
+        """Parameters are not sharded any more; only who has their state is remembered.
+
+        Args:
+            successors: What the optimizer holds now, by the ``id`` of what it held; others stay.
+        """
+        for piece in self._pieces.values():
+            piece.parameter = successors.get(id(piece.parameter), piece.parameter)
+            piece.forget_values()
+        self._pieces = {id(piece.parameter): piece for piece in self._pieces.values()}
+
+    def owned(self) -> list[Piece]:
+        """Those that owners step, without the slices."""
+        return [piece for piece in self.pieces() if not piece.is_slice]
+
+    def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
+        communicator, local = self._slices.communicator(parameter), self._slices.local(parameter)
+        name = self._slices.name(parameter)
+        if group.get(ELEMENTWISE_GROUP):
+            cut = Cut((local.numel(),), ((0, local.numel()),) * communicator.world_size)
+            owner = communicator.rank
+            return Piece(parameter, name, cut, communicator, owner, local, is_slice=True)
+        cut = self._slices.cut(parameter)
+        blocks = blocks_in(group, name, cut.shape)
+        owner = NOBODY if before is None or before.is_slice else before.owner
+        if before is None:
+            self._refuse_slices(parameter, name, local, cut)
+        return Piece(parameter, name, cut, communicator, owner, local, blocks=blocks)
+
+    def _refuse_slices(self, parameter: Tensor, name: str, local: Tensor, cut: Cut) -> None:
+        """Refuse state that an optimizer has allocated beside slices."""
+        optimizer = self.optimizer
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if self._slices.unsharded(value) is not value or (
+                isinstance(value, Tensor)
+                and value.shape == local.shape != torch.Size(cut.shape)
+                and key not in SCALARS
+            ):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: expected state of whole tensors, got {key!r} of "
+                    f"{name!r} of this rank's slice. Build this optimizer before sharding, as it "
+                    "allocates state when it is built."
+                )
+
+    def _give_owners(self) -> None:
+        for communicator, pieces in grouped(self._pieces.values()).items():
+            loads = [0] * communicator.world_size
+            self._find_owners(communicator, [p for p in pieces if p.owner == NOBODY])
+            new = [piece for piece in pieces if piece.owner == NOBODY]
+            for piece in pieces:
+                if piece.owner != NOBODY and not piece.is_slice:
+                    loads[piece.owner] += piece.cut.work
+            for piece, owner in zip(new, assign([p.cut for p in new], loads), strict=True):
+                piece.owner = owner
+            for piece in pieces:
+                if piece.is_here:
+                    piece.allocate()
+
+    def _find_owners(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
+        """Of a copy's parameters, who has the state owns them. Collective."""
+        control, state = control_of(communicator), self.optimizer.state
+        have = control.collect([bool(state.get(piece.parameter)) for piece in pieces])
+        of_rank = [have[control.ranks.index(rank)] for rank in communicator.ranks]
+        for piece, has_state in zip(pieces, zip(*of_rank, strict=True), strict=True):
+            if sum(has_state) == 1:
+                piece.owner = has_state.index(True)
+
+    def _agree(self) -> None:
+        """Let ranks find out at once that they step different parameters."""
+        for communicator, pieces in grouped(self.known()).items():
+            stepped = ", ".join(
+                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape} by rank {p.owner}"
+                for p in pieces
+            )
+            control_of(communicator).agree(
+                "optimizer over whole tensors", f"{type(self.optimizer).__name__} steps {stepped}"
+            )
+        self._is_agreed = True
+
+
+def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
+    """How an optimizer steps whole tensors; ``None`` if it steps slices, or nothing sharded.
+
+    Raises:
+        NotImplementedError: It can do neither.
+    """
+    known = _known.get(optimizer)
+    if known is not None or type(optimizer) in ELEMENTWISE:
+        return known
+    example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
+    if example is None or not steps_whole_tensors(optimizer, example.spec.name):
+        return None
+    return let_step_whole_tensors(optimizer, ShardedTensors())
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether an optimizer steps whole tensors, or did."""
+    return optimizer in _known
+
+
+def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors:
+    """Let an optimizer step whole tensors from now on; whoever shards calls ``begin`` and ``end``.
+
+    Args:
+        optimizer: Over sharded parameters.
+        slices: How they are cut.
+    """
+    known = _known[optimizer] = WholeTensors(optimizer, slices)
+    return known
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, WholeTensors] = weakref.WeakKeyDictionary()
+
+
+def _has_elements(piece: Piece) -> bool:
+    return piece.local.numel() > 0 or piece.cut.numel == 0
+
+
+def _written_to(optimizer: Optimizer, piece: Piece) -> str:
+    return (
+        f"{type(optimizer).__name__}: expected a step that writes to the parameters of its "
+        f"param_groups, which are whole tensors in it, got one that has written to the slices of "
+        f"{piece.name!r}. If it steps other optimizers, step those instead of it; if it updates "
+        "each element by itself, give its class to elementwise_optimizer()."
+    )
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.data_ptr() == other.data_ptr() and one.dtype == other.dtype)
