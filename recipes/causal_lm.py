@@ -24,7 +24,7 @@ from typing_extensions import override
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from recipes.data import TextData
 from recipes.errors import RecipeError
-from recipes.optimizer import OptimizerConfig, build_adamw, lr_factor
+from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_factor
 from recipes.pretrained import load_model
 
 Batch = dict[str, Tensor]
@@ -225,7 +225,7 @@ class CausalLM(L.LightningModule):
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW in decay groups; the learning rate moves with every optimizer step.
+        """The optimizer, in decay groups; the learning rate moves with every optimizer step.
 
         Raises:
             RecipeError: The run has no end, so the cosine has none.
@@ -237,7 +237,12 @@ class CausalLM(L.LightningModule):
                 "or --trainer.max_epochs."
             )
         config = self.optimizer_config
-        optimizer = build_adamw(self.parameters(), config)
+        optimizer: torch.optim.Optimizer
+        if config.name == "muon":
+            assert self.model is not None, "configure_model has run"
+            optimizer = build_muon(self.model, config)
+        else:
+            optimizer = build_adamw(self.parameters(), config)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, functools.partial(lr_factor, num_steps=int(num_steps), config=config)
         )

@@ -1,11 +1,15 @@
-"""Which parameters decay, and how the learning rate moves: AdamW with warm-up and cosine."""
+"""Which parameters decay, and how the learning rate moves: warm-up and cosine.
+
+The optimizer is AdamW, or Muon for the matrices of blocks with AdamW for everything else.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,18 +19,22 @@ from recipes.errors import RecipeError
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, linear warm-up, cosine decay.
+    """An optimizer, linear warm-up, cosine decay.
 
     Attributes:
+        name: ``muon``: for the matrices of blocks, with steps as large as AdamW's; embeddings, the
+            head and vectors stay AdamW's.
         lr: The highest learning rate, reached at the end of the warm-up.
         weight_decay: Of parameters with two or more dimensions; biases and norms do not decay.
         betas: Decay of the two moments, per optimizer step.
         eps: Added to the root of the second moment.
         warmup_ratio: Share of the run's optimizer steps in which the learning rate rises.
         final_lr_ratio: Learning rate at the end of the run, as a share of ``lr``.
-        fused: Use torch's fused kernel.
+        fused: Use torch's fused kernel of AdamW.
+        momentum: Of Muon.
     """
 
+    name: Literal["adamw", "muon"] = "adamw"
     lr: float = 1e-3
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
@@ -34,6 +42,7 @@ class OptimizerConfig:
     warmup_ratio: float = 0.02
     final_lr_ratio: float = 0.1
     fused: bool = True
+    momentum: float = 0.95
 
     def __post_init__(self) -> None:
         if not self.lr > 0:
@@ -46,6 +55,11 @@ class OptimizerConfig:
             raise RecipeError(
                 f"optimizer.betas: expected two of 0 or more and less than 1, got "
                 f"{list(self.betas)}. Correct them."
+            )
+        if not 0 <= self.momentum < 1:
+            raise RecipeError(
+                f"optimizer.momentum: expected 0 or more and less than 1, got {self.momentum}. "
+                "Correct it."
             )
         for name in ("warmup_ratio", "final_lr_ratio"):
             value = getattr(self, name)
@@ -80,6 +94,73 @@ def build_adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> 
         eps=config.eps,
         fused=config.fused,
     )
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for matrices and AdamW for the rest, as the one optimizer that the Trainer wants.
+
+    Args:
+        matrices: Parameters ``(m, n)``.
+        others: Groups of all others.
+        config: Its options.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[dict[str, Any]],
+        config: OptimizerConfig,
+    ) -> None:
+        muon = torch.optim.Muon(
+            [{"params": list(matrices)}],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        adamw = torch.optim.AdamW(
+            others, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused
+        )
+        # Under sharding AdamW's groups are stepped by slices, and Muon's matrices whole.
+        slices = [{**group, "elementwise": True} for group in adamw.param_groups]
+        super().__init__([*muon.param_groups, *slices], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of both."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for cls, is_elementwise in ((torch.optim.Muon, False), (torch.optim.AdamW, True)):
+            part = object.__new__(cls)  # over some of the groups, and the same state
+            vars(part).update(vars(self))
+            part.param_groups = [
+                group
+                for group in self.param_groups
+                if group.get("elementwise", False) == is_elementwise
+            ]
+            inspect.unwrap(cls.step)(part)  # without the hooks, which this one calls
+        return loss
+
+
+def build_muon(model: nn.Module, config: OptimizerConfig) -> MuonAndAdamW:
+    """Muon over the matrices of a model, AdamW over embeddings, the head and vectors.
+
+    Args:
+        model: Of transformers; frozen parameters are left out.
+        config: The options of both.
+    """
+    find_head: Callable[[], nn.Module | None] = getattr(
+        model, "get_output_embeddings", lambda: None
+    )
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    left_out = {id(module.weight) for module in (find_head(), *tables) if module is not None}
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [p for p in trainable if p.ndim == 2 and id(p) not in left_out]
+    chosen = set(map(id, matrices))
+    others = [p for p in trainable if id(p) not in chosen]
+    return MuonAndAdamW(matrices, decay_groups(others, config.weight_decay), config)
 
 
 def lr_factor(step: int, *, num_steps: int, config: OptimizerConfig) -> float:
