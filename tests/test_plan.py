@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, Qwen2Config
 
 from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
+from lightning_fsdp.core.optimizers.whole_state import kept_by
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.plan import __main__ as plan_command
 from lightning_fsdp.plan.__main__ import main
@@ -77,7 +78,7 @@ class _Tracks(pl.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if trainer.global_step == 1 and batch_idx % trainer.accumulate_grad_batches == 0:
             self.tracker = StorageTracker(module, self.see)
-            self.tracker.track(optimizer_tensors(trainer.optimizers[0]))
+            self.tracker.track(list(kept_by(trainer.optimizers[0])))
             self.tracker.__enter__()
 
     def see(self):
@@ -92,9 +93,9 @@ class _CausalLM(CausalLM):
 
     max_seq_len = SEQ_LEN
 
-    def __init__(self, folder):
+    def __init__(self, folder, optimizer):
         options = {"pretrained": None, "activation_checkpointing": False, "compile_blocks": False}
-        super().__init__(config_of(folder), optimizer=OptimizerConfig(), **options)
+        super().__init__(config_of(folder), optimizer=OptimizerConfig(name=optimizer), **options)
 
     def build(self):
         return build(self.config)
@@ -103,8 +104,10 @@ class _CausalLM(CausalLM):
         return []
 
 
-def _measured(rank, world_size, model, folder, stage, precision, grad_accum, checkpointing):
-    module = _CausalLM(model)
+def _measured(
+    rank, world_size, model, folder, stage, precision, grad_accum, checkpointing, optimizer
+):
+    module = _CausalLM(model, optimizer)
     probe, tracks = MemoryProbe(steps=[1]), _Tracks()
     classes = block_classes(build(module.config)) if checkpointing else None
     strategy = with_options(f"scratch_fsdp_zero{stage}", activation_checkpointing=classes)
@@ -125,25 +128,27 @@ def _measured(rank, world_size, model, folder, stage, precision, grad_accum, che
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision", "grad_accum", "checkpointing"),
+    ("name", "stage", "precision", "grad_accum", "checkpointing", "optimizer"),
     [
-        ("gpt2", 2, "32-true", 1, False),
-        ("gpt2", 3, "32-true", 1, False),
-        ("gpt2", 3, "bf16-true", 1, True),
-        ("qwen", 2, "bf16-mixed", 2, True),
-        ("qwen", 3, "bf16-mixed", 2, True),
-        ("qwen", 3, "bf16-mixed", 1, False),
+        ("gpt2", 2, "32-true", 1, False, "adamw"),
+        ("gpt2", 3, "32-true", 1, False, "adamw"),
+        ("gpt2", 3, "bf16-true", 1, True, "adamw"),
+        ("qwen", 2, "bf16-mixed", 2, True, "adamw"),
+        ("qwen", 3, "bf16-mixed", 2, True, "adamw"),
+        ("qwen", 3, "bf16-mixed", 1, False, "adamw"),
+        ("gpt2", 2, "bf16-mixed", 2, False, "muon"),
+        ("qwen", 3, "32-true", 1, False, "muon"),
     ],
 )
 def test_two_ranks_take_what_was_planned(
-    tmp_path, folder_of, name, stage, precision, grad_accum, checkpointing
+    tmp_path, folder_of, name, stage, precision, grad_accum, checkpointing, optimizer
 ):
     folder = folder_of(name)
     plan = planned(
         folder, world_size=2, zero_stage=stage, precision=precision, grad_accum=grad_accum,
-        activation_checkpointing=checkpointing, backend="gloo",
+        activation_checkpointing=checkpointing, optimizer=optimizer, backend="gloo",
     )  # fmt: skip
-    options = (str(folder), str(tmp_path), stage, precision, grad_accum, checkpointing)
+    options = (str(folder), str(tmp_path), stage, precision, grad_accum, checkpointing, optimizer)
     measured, tracked = on_trainer_ranks(_measured, 2, *options)[0]
     for phase in PHASES:
         found, expected = plan.phases[phase], measured[phase]
@@ -157,6 +162,20 @@ def test_two_ranks_take_what_was_planned(
     assert plan.peak_bytes == pytest.approx(tracked, rel=TOLERANCE)
     gradients = measured["step"].resting["gradients"]
     assert plan.phases["step"].resting["gradients"] == pytest.approx(gradients, rel=TOLERANCE)
+
+
+def test_owners_are_those_of_a_run(folder):
+    """Of 4 blocks of GPT-2 on 8 ranks: 16 matrices, and as many elements as they have."""
+    plan = planned(folder, world_size=8, optimizer="muon")
+    width = 128
+    assert len(plan.owners) == 8
+    assert sum(load.numel for load in plan.owners) == 4 * 12 * width**2
+    assert max(load.work for load in plan.owners) <= 1.35 * 4 * 28 * width**3 / 8
+    rest = plan.num_parameters - 4 * 12 * width**2
+    resting = plan.phases["step"].resting["optimizer"]
+    whole = plan.owners[0].numel  # a moment each, and a copy of those that are cut
+    assert 4 * whole < resting - 8 * rest / 8 < 8.1 * whole + 8 * 8 * 64
+    assert planned(folder, world_size=8).owners is None
 
 
 # -- one rank of many, on real tensors ---------------------------------------------------------

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seq_len=args.seq_len,
             grad_accum=args.grad_accum,
             activation_checkpointing=args.activation_checkpointing,
+            optimizer=args.optimizer,
             backend=args.backend,
         )
         if args.device_memory is None:
@@ -123,6 +124,12 @@ def make_parser() -> CommandParser:
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="compute the blocks again"
+    )
+    parser.add_argument(
+        "--optimizer",
+        choices=("adamw", "muon"),
+        default=Run.optimizer,
+        help="muon: of the blocks' matrices, each whole on one rank; AdamW of the rest",
     )
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), default=Run.backend, help="of the process group"

@@ -11,7 +11,7 @@ The step does what the Trainer does with the recipes' models, in its order::
     forward    per micro-batch: model, cross entropy of the fp32 logits; gradients of the step
                before are there until the first backward
     backward   all but the last micro-batch's without communication
-    step       clipping by norm, fused AdamW
+    step       clipping by norm; fused AdamW, or Muon for matrices of blocks and AdamW for the rest
 
 It is the second step, as the first has no optimizer state and does not know the order of units yet.
 
@@ -37,6 +37,8 @@ from lightning_fsdp.callbacks.storages import local_part
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
+from lightning_fsdp.core.optimizers.owners import Load
+from lightning_fsdp.core.optimizers.whole_state import kept_by, loads_of
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
@@ -45,7 +47,7 @@ from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
-from lightning_fsdp.plan.models import block_classes, build
+from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
 from lightning_fsdp.strategies import unit_calls
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class Run:
         seq_len: Tokens per sequence.
         grad_accum: Micro-batches per optimizer step.
         activation_checkpointing: Keep only the blocks' inputs and compute the rest again.
+        optimizer: ``adamw`` or ``muon``.
         backend: Of the process group. Up to 8 ranks of gloo exchange shards in pairs, which holds
             less.
     """
@@ -80,6 +83,7 @@ class Run:
     seq_len: int = 1024
     grad_accum: int = 1
     activation_checkpointing: bool = False
+    optimizer: Literal["adamw", "muon"] = "adamw"
     backend: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
@@ -95,8 +99,12 @@ class Run:
                 raise ValueError(
                     f"{name}: expected at least 1, got {getattr(self, name)}. Raise it."
                 )
-        if self.backend not in ("nccl", "gloo"):
-            raise ValueError(f"backend: expected 'nccl' or 'gloo', got {self.backend!r}.")
+        for name, choices in (("backend", ("nccl", "gloo")), ("optimizer", ("adamw", "muon"))):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name}: expected {choices[0]!r} or {choices[1]!r}, got "
+                    f"{getattr(self, name)!r}. Correct it."
+                )
 
 
 @dataclass(frozen=True)
@@ -116,16 +124,18 @@ class PhaseBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of the rank that holds most.
+    """The memory of the rank that holds most; with owners, of rank 0.
 
     Attributes:
         num_parameters: Of the whole model.
         phases: By name.
+        owners: Per rank, of the tensors that it steps whole; ``None`` if all steps are of slices.
     """
 
     run: Run
     num_parameters: int
     phases: dict[str, PhaseBytes]
+    owners: list[Load] | None
 
     @property
     def peak_bytes(self) -> int:
@@ -225,7 +235,7 @@ class _Training:
         num_parameters: int,
     ) -> None:
         self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        self._optimizers = _optimizers_for(model, run)
         self._run = run
         self._precision = precision
         self._num_parameters = num_parameters
@@ -255,7 +265,8 @@ class _Training:
             ledger.stop()
             watch.remove()
         run = replace(self._run, batch_size=batch_size)
-        return Plan(run, self._num_parameters, _phases_of(ledger, clocks))
+        loads = [load for optimizer in self._optimizers for load in loads_of(optimizer)]
+        return Plan(run, self._num_parameters, _phases_of(ledger, clocks), loads or None)
 
     def _step(self, batch_size: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
         model, num_micro_batches = cast(ShardedModule, self._model), self._run.grad_accum
@@ -266,13 +277,14 @@ class _Training:
                 with self._precision.forward_context():
                     loss = self._loss(input_ids, labels) / num_micro_batches
                 if index == 0:
-                    self._optimizer.zero_grad()
+                    model.zero_grad()
             is_last = index == num_micro_batches - 1
             with phase("backward"), nullcontext() if is_last else model.no_sync():
                 torch.autograd.backward(loss)
         with phase("step"):
             model.clip_grad_norm_(1.0)
-            self._optimizer.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self._model(input_ids=input_ids, use_cache=False).logits
@@ -285,13 +297,21 @@ class _Training:
         ledger.tell(GATHERED, (flat_param.buffer.flat for flat_param in flat_params))
         ledger.tell("parameters", (flat_param.shard for flat_param in flat_params))
         ledger.tell("parameters", self._model.buffers())
-        states = (value for state in self._optimizer.state.values() for value in state.values())
-        ledger.tell("optimizer", (local_part(v) for v in states if isinstance(v, Tensor)))
+        for optimizer in self._optimizers:
+            ledger.tell("optimizer", map(local_part, kept_by(optimizer)))
         for gradient in gradients(self._model).values():
             if gradient.state == "local":
                 ledger.tell("local gradients", [gradient.local()])
             elif gradient.state == "reduced":
                 ledger.tell("gradients", [gradient.shard])
+
+
+def _optimizers_for(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
+    matrices = matrices_of_blocks(model) if run.optimizer == "muon" else []
+    chosen = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    adamw = torch.optim.AdamW(others, fused=True)
+    return [torch.optim.Muon(matrices), adamw] if matrices else [adamw]
 
 
 def _phases_of(ledger: FakeLedger, clocks: list[tuple[str, int, int]]) -> dict[str, PhaseBytes]:

@@ -82,6 +82,13 @@ def block_classes(model: nn.Module) -> list[str]:
     return sorted({type(m[0]).__name__ for name, m in units if name.split(".")[-1].isdigit()})
 
 
+def matrices_of_blocks(model: nn.Module) -> list[nn.Parameter]:
+    """Weights of the repeated blocks, without biases, norms, embeddings and the head."""
+    classes = set(block_classes(model))
+    blocks = (module for module in model.modules() if type(module).__name__ in classes)
+    return [p for block in blocks for p in block.parameters() if p.ndim == 2]
+
+
 def _config_in(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -10,6 +10,8 @@ from lightning_fsdp.harness.search import Search
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import OWNERS, PHASES, Plan
 
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+
 
 def format_plan(name: str, plan: Plan) -> str:
     """Bytes by owner and phase, each at the phase's peak, with a summary above."""
@@ -25,8 +27,22 @@ def format_plan(name: str, plan: Plan) -> str:
     checkpointing = ", activation checkpointing" if run.activation_checkpointing else ""
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {run.world_size} "
-        f"ranks over {run.backend}, {run.precision}, AdamW; per rank {run.grad_accum} x "
-        f"{run.batch_size} x {run.seq_len} tokens{checkpointing}\n\n{markdown_table(head, body)}"
+        f"ranks over {run.backend}, {run.precision}, {_OPTIMIZERS[run.optimizer]}; per rank "
+        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{checkpointing}\n\n"
+        f"{markdown_table(head, body)}{_balance(plan)}"
+    )
+
+
+def _balance(plan: Plan) -> str:
+    """Of owners, in a sentence."""
+    if plan.owners is None:
+        return ""
+    numels, works = ([getattr(o, what) for o in plan.owners] for what in ("numel", "work"))
+    most, mean = max(numels), sum(numels) / len(numels)
+    return (
+        f"\n\nMuon steps each matrix whole on one rank, which has its moment. A rank has "
+        f"{most:,} elements at most, {mean:,.0f} on average, rank 0 {numels[0]:,}; its work is at "
+        f"most {max(works) * len(works) / sum(works):.2f} of the average."
     )
 
 
