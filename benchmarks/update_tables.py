@@ -15,6 +15,10 @@ python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.
 python -m benchmarks.update_tables simulation benchmarks/results/simulation_check.md
 python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
 python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_speed.json
+python -m benchmarks.muon_step --out benchmarks/results/muon_step.json
+python -m benchmarks.update_tables muon benchmarks/results/muon_step.json
+python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
+python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
 python -m benchmarks.real_size --checkpoint --json benchmarks/results/real_size/medium.json
 python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
@@ -31,7 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import real_size
+from benchmarks import muon_ranks, muon_step, real_size
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -155,6 +159,17 @@ def real_size_table(document: dict[str, Any]) -> list[str]:
     return real_size.table_of(document).splitlines()
 
 
+def muon_table(document: dict[str, Any]) -> list[str]:
+    """The arms of ``muon_step.py``."""
+    return muon_step.table_of(document["rows"]).splitlines()
+
+
+def muon_ranks_table(document: dict[str, Any]) -> list[str]:
+    """What ``muon_ranks.py`` computed."""
+    rows = [muon_ranks.Row(**row) for row in document["rows"]]
+    return muon_ranks.table_of(rows).splitlines()
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "core": core_table,
     "host": host_table,
@@ -165,6 +180,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "large": real_size_table,
     "large-more": more_table,
     "qwen": real_size_table,
+    "muon": muon_table,
+    "muon-ranks": muon_ranks_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
 }
@@ -199,6 +216,8 @@ def main() -> None:
         table = source.read_text().partition("\n\n")[0]
     else:
         table = source.read_text().split("\n## ")[0].strip()  # the report's first table
+    if name == "muon-ranks":
+        shutil.copy(source.with_suffix(".png"), PICTURES)
     if name in ("bench", "sweep"):
         shutil.copy(source.parent / "comparison.csv", RESULTS / f"{name}.csv")
     for picture in SHOWN.get(name, ()):
