@@ -30,7 +30,7 @@ class Corpus(documents.Reading):
 
     Attributes:
         root: The folder; names of files are relative to it.
-        files: The files, in order. Every suffix other than ``.json`` and ``.jsonl`` is plain text.
+        files: The files, in order. One whose suffix is not in ``documents.READERS`` is plain text.
     """
 
     root: Path
@@ -43,13 +43,16 @@ class Corpus(documents.Reading):
             leave_out: Called with what is left out, in order.
 
         Raises:
-            CorpusError: A file is not UTF-8 or not JSON, an object has no text, ...
+            CorpusError: A file is not UTF-8 or not JSON, an object has no text, ...; or, whatever
+                is left out, the rest of a document cannot be read.
         """
+        is_whole = True
         for path in self.files:
             for found in documents.read(path, self):
                 if isinstance(found, Piece):
+                    is_whole = found.is_last
                     yield found
-                elif self.skip_unreadable:
+                elif self.skip_unreadable and is_whole:  # what is given out cannot be left out
                     leave_out(found)
                 else:
                     raise found
@@ -77,25 +80,29 @@ def open_corpus(path: Path, **options: Any) -> Corpus:
     """The corpus in a folder (its subfolders included) or in a single file.
 
     Args:
-        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files or, where there are none of
-            these, ``.csv`` or ``.parquet``, taken in the order of their names; other files are left
-            alone. Or one such file.
+        path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, or else with tables (``.csv``,
+            ``.parquet``), taken in the order of their names; other files are left alone. Or one
+            such file.
         options: Of :class:`documents.Reading`.
 
     Raises:
-        CorpusError: Nothing is there, or nothing that can be read.
+        CorpusError: Nothing is there, or nothing that can be read; or tables beside text, of which
+            one mostly describes the other.
     """
     is_folder = path.is_dir()
     found = sorted(_entries(path)) if is_folder else [path] if path.exists() else []
     files = [entry for entry in found if entry.suffix.lower() in documents.READERS]
-    # Beside text, a table describes it.
-    texts = [entry for entry in files if entry.suffix.lower() not in documents.TABLES]
     if not files:
         kinds = f"at least one file of {', '.join(sorted(documents.READERS))}"
         cure = "Put text there, or leave --data.path out to use Python's own sources."
         raise mistake(path, kinds, f"{len(found)} other files" if found else "nothing", cure)
+    examples = {entry.suffix.lower() in documents.TABLES: entry for entry in files}
+    if len(examples) > 1:
+        got = f"'{examples[True]}' beside '{examples[False]}'"
+        cure = "Name the one or the other, or a folder that has one kind alone, with --data.path."
+        raise mistake(path, "tables or files of text", got, cure)
     root = path if is_folder else path.parent
-    return Corpus(root=root, files=tuple(texts or files), **options)
+    return Corpus(root=root, files=tuple(files), **options)
 
 
 def standard_library(max_bytes: int) -> Corpus:

@@ -29,12 +29,13 @@ class TextData(L.LightningDataModule):
 
     Args:
         path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, or with tables (``.csv``,
-            ``.parquet``). Without it the sources of Python's standard library are read.
-        text_field: The field of a JSON object that holds its text.
-        max_object_size: Characters of a JSON object, at most; several times as many bytes are in
-            memory while it is read.
-        skip_unreadable: Leave out files, lines and objects that cannot be read, and say how many.
-            Without it, the first one ends the run.
+            ``.parquet``); or one such file. Without it the sources of Python's standard library are
+            read.
+        text_field: The field of a JSON object, or the column of a table, that holds the text.
+        max_object_size: Characters of a JSON object, or of a cell of a ``.csv``, at most; several
+            times as many bytes are in memory while it is read.
+        skip_unreadable: Leave out files, lines, objects and rows that cannot be read, and say how
+            many. Without it, the first one ends the run.
         tokenizer: A ``tokenizer.json``, a folder that holds one, or a name on the Hugging Face hub.
             Without it a byte-level BPE is trained on the corpus.
         vocab_size: Tokens of the trained tokenizer. Also the model's, unless it is pretrained: with
@@ -126,9 +127,9 @@ class TextData(L.LightningDataModule):
         )
         if self.tokens.num_skipped:
             rank_zero_warn(
-                f"Corpus: {self.tokens.num_skipped:,} files, lines or objects could not be read "
-                f"and are left out. All of them are in {self.tokens.folder / 'skipped.txt'}; the "
-                f"first: {self.tokens.first_skipped()}"
+                f"Corpus: {self.tokens.num_skipped:,} files, lines, objects or rows could not be "
+                f"read and are left out. All of them are in {self.tokens.folder / 'skipped.txt'}; "
+                f"the first: {self.tokens.first_skipped()}"
             )
         if self.tokens.num_empty:
             rank_zero_info(f"Corpus: {self.tokens.num_empty:,} empty documents, which add nothing")

@@ -6,19 +6,23 @@ suffix          one file holds                   one document is      in memory 
 .txt            text                             the file             a block of it
 .json           an object, or a list of objects  one object's field   one object
 .jsonl          one object per line              one line's field     one object
-.csv, .parquet  a table                          one row's field      rows that lie together
+.csv            a table                          one row's field      one row
+.parquet        a table                          one row's field      a page of a column, 64 rows
 ==============  ===============================  ===================  ==============================
 
 A document longer than a piece is cut in front of a word, where no tokenizer that splits text at
 words joins what lies on both sides: its tokens are those of the whole. Only a piece without any
 such place is cut elsewhere.
 
-What cannot be read is given out between the pieces, as the error that names it. After an object of
-a list whose end is not found, nothing more of that ``.json`` can be read.
+What cannot be read is given out between the pieces, as the error that names it. Nothing more of a
+file can be read after an object of a ``.json``'s list whose end is not found, or after a damaged
+page of a ``.parquet``. A quote that nobody closed takes in what follows it in a ``.csv``, up to the
+largest cell. A table without the column is one mistake.
 """
 
 from __future__ import annotations
 
+import csv
 import errno
 import itertools
 import json
@@ -34,6 +38,7 @@ from recipes.errors import RecipeError
 
 PIECE_LENGTH = 2**16  # characters; tokens take a hundred times their bytes while they are made
 BLOCK_LENGTH = 2**16  # characters read at once, at most 4 bytes each
+_CURE = "Repair it, or name another one with --data.text_field."
 
 # What follows a piece: a space, or a line that begins with a letter, or the end.
 _PIECE = r"(?s:.{1,%d}(?:(?<=\S)(?=[ \t])|(?<=\S\n)(?=[^\W\d_])|\Z)|.{1,%d})"
@@ -61,8 +66,8 @@ class Reading:
     """How files are read.
 
     Attributes:
-        text_field: The field of a JSON object that holds its text.
-        max_object_size: Characters of a JSON object, at most.
+        text_field: The field of a JSON object, or the column of a table, that holds the text.
+        max_object_size: Characters of a JSON object, or of a cell of a ``.csv``, at most.
         skip_unreadable: Leave out what cannot be read.
     """
 
@@ -78,7 +83,7 @@ def read(path: Path, reading: Reading) -> Iterator[Piece | CorpusError]:
         # Bytes that are no UTF-8 become halves of surrogate pairs, and so keep their place.
         with TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", newline="\n") as file:
             yield from read_kind(path, file, reading)
-    except OSError as error:
+    except (OSError, csv.Error) as error:
         yield unreadable(path, error)
     except CorpusError as error:
         yield error
@@ -97,13 +102,14 @@ def opened(path: Path) -> BufferedReader:
 
 def mistake(place: Path | str, expected: str, got: str, cure: str) -> CorpusError:
     """The error for a place, a file or a line of it, that does not hold what it should."""
-    return CorpusError(f"{place}: expected {expected}, got {got}. {cure}")
+    return CorpusError(f"{place}: expected {expected}, got {' '.join(got.split())}. {cure}")
 
 
-def unreadable(path: Path | str, error: OSError) -> CorpusError:
-    """The error for what the system will not read."""
+def unreadable(path: Path | str, error: Exception) -> CorpusError:
+    """The error for what the system, or a library, will not read."""
+    got = f"'{getattr(error, 'strerror', None) or error}'"
     cure = "Make it readable, or take it away."
-    return mistake(path, "a file or folder that can be read", f"'{error.strerror}'", cure)
+    return mistake(path, "a file or folder that can be read", got, cure)
 
 
 def cut(texts: Iterable[str]) -> Iterator[Piece]:
@@ -248,49 +254,86 @@ class _Window:
         self._text = self._text[num_characters:]
 
 
-def _read_table(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
-    from datasets import IterableDataset  # a second, and 80 MB of memory
+def _read_csv(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
+    csv.field_size_limit(reading.max_object_size)
+    rows = csv.reader(file, strict=True)
+    columns = next(rows, [])
+    _require_column(path, columns, reading)
+    while True:
+        line = rows.line_num + 1
+        source = f"{path}:{line}"
+        try:
+            if (row := next(rows, None)) is None:
+                return
+            _require_utf8("".join(row), path, line)
+            if len(row) == len(columns):
+                yield from _document(source, dict(zip(columns, row, strict=True)), reading)
+            elif row:  # not a blank line
+                yield _broken(source, f"{len(row)} cells for {len(columns)} columns", "CSV")
+        except (csv.Error, CorpusError) as error:
+            kind = "CSV with cells up to --data.max_object_size"
+            yield error if isinstance(error, CorpusError) else _broken(source, error, kind)
 
-    file.close()  # it has a reader of its own
-    readers = {".csv": IterableDataset.from_csv, ".parquet": IterableDataset.from_parquet}
+
+def _read_parquet(
+    path: Path, file: TextIOWrapper, reading: Reading
+) -> Iterator[Piece | CorpusError]:
+    import pyarrow as pa  # 37 MB of memory
+    from pyarrow.parquet import ParquetFile
+
+    name, number = reading.text_field, 0
     try:
-        for number, row in enumerate(readers[path.suffix.lower()](str(path)), 1):
-            yield from _document(f"{path}, row {number}", row, reading)
-    except ValueError as error:
-        raise mistake(path, "a table", f"'{error}'", "Repair it, or take it away.") from error
+        # By default all of a row group is read at once.
+        table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
+        _require_column(path, table.schema_arrow.names, reading)
+        kind = str(table.schema_arrow.field(name).type)
+        if not re.match(r"(dictionary<values=)?(large_)?string", kind):
+            raise mistake(path, f"strings in the column '{name}'", kind, _CURE)
+        for batch in table.iter_batches(64, columns=[name]):
+            for text in batch.column(name):
+                number += 1
+                source = f"{path}, row {number}"
+                try:
+                    yield from _document(source, {name: text.as_py()}, reading)
+                except UnicodeDecodeError as error:
+                    yield mistake(source, "UTF-8", str(error), "Repair or remove it.")
+    except pa.ArrowException as error:
+        raise unreadable(path, error) from error
+
+
+def _require_column(path: Path, columns: list[str], reading: Reading) -> None:
+    name = reading.text_field
+    if columns.count(name) != 1:
+        raise mistake(path, f"a table with one column '{name}'", _names(columns), _CURE)
 
 
 READERS: dict[str, Callable[[Path, TextIOWrapper, Reading], Iterator[Piece | CorpusError]]] = {
     ".txt": _read_text,
     ".json": _read_json,
     ".jsonl": _read_lines,
-    ".csv": _read_table,
-    ".parquet": _read_table,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
 }
 TABLES = (".csv", ".parquet")
 
 
 def _document(source: str, value: object, reading: Reading) -> Iterator[Piece | CorpusError]:
     """The pieces of an object's text, or what is wrong with it."""
-    name, cure = (
-        reading.text_field,
-        "Repair the line, or name another field with --data.text_field.",
-    )
-    text = value.get(name) if isinstance(value, dict) else None
+    name = reading.text_field
     if not isinstance(value, dict) or name not in value:
-        found = json.dumps(value, default=str)[:40]
-        if isinstance(value, dict):
-            found = ", ".join(f"'{each}'" for each in itertools.islice(value, 10)) or "no field"
-        yield mistake(source, f"an object with the field '{name}'", found, cure)
-    elif not isinstance(text, str):
-        yield mistake(
-            source, f"a string in the field '{name}'", json.dumps(text, default=str)[:40], cure
-        )
+        found = _names(value) if isinstance(value, dict) else json.dumps(value)[:40]
+        yield mistake(source, f"an object with the field '{name}'", found, _CURE)
+    elif not isinstance(text := value[name], str):
+        yield mistake(source, f"a string in the field '{name}'", json.dumps(text)[:40], _CURE)
     elif half := _half_of_a_pair(text):
         code = f"half of a surrogate pair (\\u{ord(text[half.start]):04x})"
-        yield mistake(source, f"text in the field '{name}'", code, cure)
+        yield mistake(source, f"text in the field '{name}'", code, _CURE)
     else:
         yield from cut([text])
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"'{each}'" for each in itertools.islice(names, 10)) or "no field"
 
 
 def _half_of_a_pair(text: str) -> UnicodeEncodeError | None:
@@ -310,11 +353,11 @@ def _require_utf8(text: str, path: Path, line: int) -> None:
         raise mistake(f"{path}:{line}", "UTF-8", byte, cure)
 
 
-def _broken(source: str, why: Exception | str) -> CorpusError:
+def _broken(source: str, why: Exception | str, kind: str = "JSON") -> CorpusError:
     if isinstance(why, json.JSONDecodeError):
         why = f"{why.msg}, column {why.colno}"
     why = str(why).partition(": ")[0]  # what follows is advice for another program
-    return mistake(source, "JSON", f"a broken line ({why})", "Repair or remove it.")
+    return mistake(source, kind, f"a broken line ({why})", "Repair or remove it.")
 
 
 def _too_large(source: str, most: int) -> CorpusError:

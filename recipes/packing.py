@@ -53,7 +53,7 @@ class TokenFile:
         folder: Its name stands for the corpus and the tokenizer, wherever it is.
         num_documents: Documents in the corpus.
         num_empty: Documents without text beside them, which add nothing.
-        num_skipped: Files, lines and objects left out since they could not be read.
+        num_skipped: Files, lines, objects and rows left out since they could not be read.
         num_tokens: Tokens in the array, end-of-text tokens included.
         vocab_size: Tokens the tokenizer knows; every id is below it.
         end_of_text: The id that ends every document.
@@ -112,13 +112,16 @@ def prepare(
             if not folder.is_dir():
                 made = given or train_tokenizer(corpus.pieces(), vocab_size, end_of_text)
                 partial = folder.with_suffix(".partial")
-                _write(corpus, made, end_of_text, partial)
-                if changed := _changed_files(sums, corpus.sums()):
-                    expected = "files that stay as they are while they are read"
-                    cure = "Start again when nothing writes to them."
-                    raise mistake(corpus.root, expected, changed, cure)
-                (partial / "files.json").write_text(json.dumps(sums, indent=0), encoding="utf-8")
-                partial.rename(folder)
+                try:
+                    _write(corpus, made, end_of_text, partial)
+                    if changed := _changed_files(sums, corpus.sums()):
+                        expected = "files that stay as they are while they are read"
+                        cure = "Start again when nothing writes to them."
+                        raise mistake(corpus.root, expected, changed, cure)
+                    (partial / "files.json").write_bytes(json.dumps(sums, indent=0).encode())
+                    partial.rename(folder)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)  # unless it is renamed
     described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     found = TokenFile(folder=folder, **described)
     path, num_bytes = folder / "tokens.bin", found.num_tokens * np.dtype(found.dtype).itemsize
@@ -142,8 +145,9 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path)
 
     def leave_out(error: CorpusError) -> None:
         counts["num_skipped"] += 1
-        # Names of files need not be UTF-8.
-        left_out.write(f"{error}\n".encode(errors="backslashreplace"))
+        # Names of files need not be UTF-8, nor one line.
+        line = " ".join(str(error).splitlines())
+        left_out.write(f"{line}\n".encode(errors="backslashreplace"))
 
     with (
         (folder / "tokens.bin").open("wb") as file,

@@ -38,7 +38,7 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
         (
             "x.jsonl",
             b'{"text": "a"}\n{"tex": 1, "id": 2}',
-            r"x\.jsonl:2: .*got 'tex', 'id'\. Repair the line, or name",
+            r"x\.jsonl:2: .*got 'tex', 'id'\. Repair it, or name",
         ),
         ("x.jsonl", b"{}", r"x\.jsonl:1: expected an object with the field 'text', got no field"),
         (

@@ -406,7 +406,9 @@ def test_what_is_left_out_is_counted_and_said_each_time(folder: Path, tmp_path: 
 
     with pytest.raises(CorpusError, match=r"c\.jsonl:3: expected JSON"):
         opened()
-    message = r"3 files, lines or objects .* left out.*skipped\.txt; the first: .*c\.jsonl:3: exp"
+    message = (
+        r"3 files, lines, objects or rows .* left out.*skipped\.txt; the first: .*c\.jsonl:3: exp"
+    )
     for _ in range(2):
         with pytest.warns(UserWarning, match=message):
             found = opened(skip_unreadable=True)
@@ -423,6 +425,20 @@ def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path: Path) -> Non
     data = TextData(path=tmp_path, skip_unreadable=True, cache_dir=tmp_path / "cache")
     with pytest.raises(CorpusError, match=r"1 files without any \(1 times something was left out"):
         data.open()
+
+
+def test_what_is_left_out_has_a_line_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b\nc.jsonl").write_text('{"text": 1}\n{"a\\nb": 1}')
+    data = TextData(
+        path=tmp_path, skip_unreadable=True, cache_dir=tmp_path / "cache", val_fraction=0
+    )
+    with pytest.warns(UserWarning, match=r"2 files, lines, objects or rows"):
+        found = data.open()
+    lines = (found.folder / "skipped.txt").read_text().splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [
+        f"{tmp_path}/b c.jsonl:{number}" for number in (1, 2)
+    ]
 
 
 def _more(path: Path) -> None:
@@ -454,8 +470,8 @@ def test_a_file_that_is_written_to_while_it_is_tokenised_is_named(
     message = r"corpus: expected files that stay as they are .* got 'a\.txt' changed\. Start again"
     with pytest.raises(CorpusError, match=message):
         data.open()
-    prepared = {path.parent for path in (tmp_path / "c").glob("*/corpus.json")}
-    assert all(path.suffix == ".partial" for path in prepared), "nothing may look prepared"
+    left = [path.suffix for path in (tmp_path / "c").iterdir()]
+    assert left == [".lock"], "nothing may look prepared, or take room"
 
 
 class _OnRank(TextData):

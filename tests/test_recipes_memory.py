@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(
         pytest.param(".txt", 10, 200, id="text, with a tokenizer trained on it"),
         pytest.param(".json", 400, 130, id="a list"),
         pytest.param(".jsonl", 400, 120, id="lines"),
+        pytest.param(".csv", 400, 120, id="rows"),
+        pytest.param(".parquet", 400, 150, id="one group of rows"),
         pytest.param("tokens", 1000, 130, id="a shuffled epoch of a gigabyte of tokens"),
     ],
 )

@@ -7,6 +7,7 @@
 """
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -19,9 +20,23 @@ from tests.support.texts import text
 
 
 def write_corpus(path: Path, num_bytes: int) -> None:
-    """One file: long lines of text; or objects that hold little of it and much else."""
+    """One file: long lines of text; or objects or rows that hold little of it and much else."""
+    lines = [text(seed, 250).replace("\n", "_") + "\n" for seed in range(300)]
+    if path.suffix == ".parquet":  # one row group, all of it text, in pages of a megabyte
+        num_rows = num_bytes // len("".join(lines[:10]).encode()) + 1
+        texts = ["".join(lines[n % 290 : n % 290 + 10]) for n in range(num_rows)]
+        import pyarrow as pa
+        from pyarrow import parquet as pq
+
+        options = {"row_group_size": num_rows, "write_batch_size": 16, "use_dictionary": False}
+        options["compression"] = "none"
+        pq.write_table(pa.table({"text": texts}), path, **options)
+        return
     if path.suffix == ".txt":
-        block = "".join(text(seed, 250).replace("\n", "_") + "\n" for seed in range(300))
+        block = "".join(lines)
+    elif path.suffix == ".csv":
+        texts = [text(n, 40).replace("\n", "_") for n in range(100)]
+        block = "text,url\n" + "".join(f'"{each}",{"x" * 8000}\n' for each in texts)
     else:
         end = "\n" if path.suffix == ".jsonl" else ",\n"
         other = {"url": "x" * 8000, "numbers": [1, {"two": [2]}]}
@@ -83,9 +98,13 @@ def main(folder: Path, what: str, num_bytes: int) -> None:
         num_tokens = sum(batch["input_ids"].numel() for batch in loader)
     else:
         (folder / "corpus").mkdir()
-        write_corpus(folder / "corpus" / f"x{what}", num_bytes)
+        # By another process, whose memory is its own.
+        arguments = (folder / "corpus" / f"x{what}", num_bytes)
+        writer = multiprocessing.get_context("spawn").Process(target=write_corpus, args=arguments)
+        writer.start()
+        writer.join()
         own = None
-        if what == ".txt" and num_bytes > 100e6:
+        if what in (".txt", ".parquet") and num_bytes > 100e6:
             own = str(folder / "tokenizer.json")
             write_line_tokenizer(Path(own))
         growth = Growth()
