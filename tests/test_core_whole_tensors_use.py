@@ -16,10 +16,13 @@ from lightning_fsdp import (
     save_sharded,
     shard_model,
 )
+from lightning_fsdp.core.optimizers import travel
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
+from lightning_fsdp.core.optimizers.whole_state import kept_by
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from recipes.optimizer import MuonAndAdamW, OptimizerConfig
 from tests.support.cases import each_on_ranks
+from tests.support.memory import StorageTracker
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.optimizers import Normed, assert_same_state
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
@@ -450,6 +453,44 @@ def test_what_is_never_stepped_travels_once():
     found = run_on_ranks(_frozen, 2)
     assert any(first > second for first, second, _ in found)
     assert all(second == third for _, second, third in found)
+
+
+_BUCKET_BYTES = 2**12
+
+
+def _step_under_a_tracker(rank, world_size):
+    """Bytes that a step has beyond those before it, and what it may have."""
+    travel._BUCKET_BYTES = _BUCKET_BYTES
+    model = shard_model(causal_lm(num_blocks=60))
+    optimizer = Descent(_matrices(model))
+    _backward(model, rank)
+    optimizer.step()
+    optimizer.zero_grad()
+    _backward(model, rank, 1)
+    peak = 0
+
+    def see():
+        nonlocal peak
+        peak = max(peak, tracker.live_bytes())
+
+    tracker = StorageTracker(model, see)
+    tracker.track(kept_by(optimizer))
+    before = tracker.live_bytes()
+    with tracker:
+        optimizer.step()
+    pieces = [piece for piece in whole_tensors_of(optimizer).pieces() if piece.is_cut]
+    gradients = sum(4 * piece.cut.numel for piece in pieces if piece.is_here)
+    largest = max(piece.cut.numel for piece in pieces)
+    travels = sum(4 * piece.local.numel() for piece in pieces if not piece.is_here)
+    # A bucket once as parts, once together, on its way and on arrival; sums of bits as int64.
+    bucket = 4 * (world_size * _BUCKET_BYTES + 4 * largest) + 24 * largest
+    return peak - before, gradients + bucket, travels, bucket
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_holds_its_tensors_and_a_bucket_of_what_travels(world_size):
+    for held, allowed, _, _ in run_on_ranks(_step_under_a_tracker, world_size):
+        assert 0 < held <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

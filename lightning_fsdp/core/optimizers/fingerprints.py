@@ -15,7 +15,7 @@ from lightning_fsdp.core import torch_internals
 Fingerprint = tuple[int, int]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK_NUMEL = 2**20
+_CHUNK_NUMEL = 2**18
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
