@@ -362,7 +362,8 @@ def of_ddp(tmp_path_factory):
 @pytest.mark.parametrize("strategy", SHARDED[::2])
 def test_a_resumed_run_keeps_no_pages_of_the_file(tmp_path, of_ddp, strategy):
     for (sizes,) in on_trainer_ranks(_resume_mapped, 2, str(tmp_path), of_ddp, strategy):
-        assert sizes  # the Trainer holds it until the end
+        # The Trainer holds it until the end, if an optimizer refers to counts in it.
+        assert sizes or strategy.startswith("scratch")
         assert sum(sizes) <= 2 * MIB
 
 

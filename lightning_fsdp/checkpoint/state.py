@@ -288,16 +288,17 @@ def read_optimizers(
         groups = names_in(state, optimizer, index)
         _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
         opened, prefix = of_saved["saved_under"]
-        owners = _owners(state, optimizer)
+        owners, shapes = _owners(state, optimizer), opened.shapes()
         entries = _entries(state, optimizer, of_saved, owners)
         for name, values in entries.items():
             for key in of_saved["slices"].get(name, {}):
-                value = values[key]
-                target = None if name in owners else state.slice_of(name, key, value)
-                if target is None:  # every rank that has it has it whole
-                    target = _all_of(value)
+                place = f"{prefix}.{name}.{key}"
+                target = None if name in owners else state.slice_of(name, key, values[key])
+                if target is None or target.shape != shapes[place][0]:
+                    values[key] = _whole_like(values[key], shapes[place][0])
+                    target = _all_of(values[key])
                 assert target is not None, "it was made like what was saved"
-                to_read.setdefault(opened, {})[f"{prefix}.{name}.{key}"] = target
+                to_read.setdefault(opened, {})[place] = target
         to_load.append((optimizer, _packed(groups, entries, of_saved["param_groups"])))
     for opened, tensors in to_read.items():
         opened.read(tensors, partial=True)
@@ -330,8 +331,6 @@ def _entries(
     Of what another rank owns there is none here.
     """
     parameters = state.parameters()
-    opened, prefix = saved["saved_under"]
-    shapes = opened.shapes()
     entries: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys((*saved["slices"], *saved["state"])):
         owner, present = owners.get(name), optimizer.state.get(parameters[name], {})
@@ -340,13 +339,16 @@ def _entries(
         entries[name] = dict(saved["state"].get(name, {}))
         for key, dtype in saved["slices"].get(name, {}).items():
             value = present.get(key)
-            shape, _ = shapes[f"{prefix}.{name}.{key}"]
-            if owner is not None or tuple(shape) != tuple(parameters[name].shape):
-                value = torch.zeros(shape, dtype=dtype, device=parameters[name].device)
-            elif not isinstance(value, Tensor) or value.dtype != dtype:
+            if not isinstance(value, Tensor) or value.dtype != dtype:
                 value = torch.zeros_like(parameters[name].detach(), dtype=dtype)
             entries[name][key] = value
     return entries
+
+
+def _whole_like(value: Tensor, shape: Sequence[int]) -> Tensor:
+    """Memory for what an owner has, or who has it of another shape than the parameter's."""
+    is_there = type(value) is Tensor and value.shape == torch.Size(shape)
+    return value if is_there else torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
 def _owners(state: ShardedState, optimizer: Optimizer) -> dict[str, Piece]:

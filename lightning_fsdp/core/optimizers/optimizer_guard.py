@@ -74,7 +74,9 @@ def _register_once() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     sharded = _sharded_in(optimizer)
-    whole_tensors = whole_tensors_of(optimizer) if sharded or is_known(optimizer) else None
+    whole_tensors = None
+    if type(optimizer) not in ELEMENTWISE and (sharded or is_known(optimizer)):
+        whole_tensors = whole_tensors_of(optimizer)
     if whole_tensors is not None:
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
