@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
+    from lightning_fsdp.core.access.grad_norm import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.access.gradients import gradients as gradients
     from lightning_fsdp.core.access.weights import weights as weights
@@ -77,6 +78,7 @@ _HOME = {
     "ZERO2": "config",
     "ZERO3": "config",
     "GradientUnavailable": "core.access.gradients",
+    "NonfiniteGradient": "core.access.grad_norm",
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.engine.sharded_tensor",
@@ -107,6 +109,7 @@ __all__ = [
     "ZERO3",
     "ShardingPlan",
     "MixedPrecisionPolicy",
+    "NonfiniteGradient",
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",

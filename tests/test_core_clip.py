@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fsdp import shard_model
+from lightning_fsdp import NonfiniteGradient, shard_model
 from lightning_fsdp.core.access.grad_norm import global_norm
 from tests.support.models import TASKS
 from tests.support.parity import (
@@ -113,3 +113,39 @@ def test_norm_skips_missing_gradients_and_shows_nan_on_every_rank():
     assert torch.equal(by_rank[0][0], by_rank[1][0])
     assert by_rank[0][0] > 0
     assert all(torch.isnan(with_nan) for _, with_nan in by_rank)
+
+
+def _not_finite(rank, world_size):
+    model = shard_model(TASKS["mlp"].build())
+    TASKS["mlp"].loss(model, TASKS["mlp"].make_batch(0, 0, rank)).backward()
+    names = dict(model.named_parameters())
+    broken = list(names)[-1]
+    shard = names[broken].grad.to_local()
+    if rank == world_size - 1 and shard.numel():
+        shard[-1] = math.inf
+    before = [p.grad.to_local().clone() for p in names.values()]
+    with pytest.raises(NonfiniteGradient, match=rf"got inf \(not finite: '{broken}'\)"):
+        model.clip_grad_norm_(MAX_NORM, error_if_nonfinite=True)
+    for parameter, gradient in zip(names.values(), before, strict=True):
+        assert torch.equal(parameter.grad.to_local(), gradient)
+    # Without the argument it is as torch's: an infinite norm scales by zero.
+    assert model.clip_grad_norm_(MAX_NORM).isinf()
+    return any(g.isinf().any() for g in before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_norm_that_is_not_finite_raises_on_every_rank_before_anything_is_scaled(world_size):
+    assert any(run_on_ranks(_not_finite, world_size))
+
+
+def _finite(rank, world_size):
+    model = shard_model(TASKS["mlp"].build())
+    TASKS["mlp"].loss(model, TASKS["mlp"].make_batch(0, 0, rank)).backward()
+    norm = model.clip_grad_norm_(MAX_NORM, error_if_nonfinite=True)
+    return norm.item(), model.clip_grad_norm_(1e9).item()
+
+
+def test_a_finite_norm_clips_as_ever():
+    for before, after in run_on_ranks(_finite, 2):
+        assert before > MAX_NORM
+        assert after == pytest.approx(MAX_NORM, rel=1e-4)

@@ -119,12 +119,12 @@ def test_methods_of_fsdp2_are_offered_or_refused_by_name():
 
 
 def _refused_method(rank, world_size):
-    fully_shard(mlp()).set_gradient_divide_factor(2.0)
+    fully_shard(mlp()).set_all_reduce_hook(None)
 
 
 def test_a_refused_method_names_itself():
     errors = errors_on_ranks(_refused_method, 1)
-    assert_errors(errors, "NotImplementedError", "set_gradient_divide_factor")
+    assert_errors(errors, "NotImplementedError", "set_all_reduce_hook")
 
 
 # --- at the wrong time, in the wrong order, of the wrong kind ---

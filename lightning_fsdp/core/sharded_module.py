@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Self, cast
 
@@ -159,7 +160,30 @@ class ShardedModule(nn.Module):
             for unit, syncs in before.items():
                 unit.syncs_gradients = syncs
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of this module's gradients over all ranks by ``factor``.
+
+        Of this module's own unit alone, as torch's. Without it they are divided by the number of
+        ranks. With 1.0 they are sums: divided by the number of tokens of all ranks, they are those
+        of the mean over tokens.
+
+        Args:
+            factor: A positive number, the same on every rank.
+
+        Raises:
+            ValueError: It is no positive number.
+        """
+        if not 0 < factor < math.inf:
+            raise ValueError(
+                f"set_gradient_divide_factor: expected a positive number, got {factor!r}."
+            )
+        for unit in self._units(recurse=False):
+            for flat_param in unit.flat_params:
+                flat_param.divide_factor = factor
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``.
 
         Collective.
@@ -167,15 +191,23 @@ class ShardedModule(nn.Module):
         Args:
             max_norm: The largest norm allowed.
             norm_type: Any p, ``inf`` included.
+            error_if_nonfinite: Raise where the norm is NaN or infinite, before anything is scaled.
 
         Returns:
             The norm before clipping, 0-d fp32, equal on every rank.
 
         Raises:
+            NonfiniteGradient: The norm is not finite; names the gradients, on every rank.
             RuntimeError: A gradient was not reduced yet.
         """
         communicator = self._hooks().schedule.communicator
-        return clip_grad_norm_(self.parameters(), max_norm, norm_type, communicator)
+        return clip_grad_norm_(
+            self.parameters(),
+            max_norm,
+            norm_type,
+            communicator,
+            error_if_nonfinite=error_if_nonfinite,
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
@@ -298,9 +330,8 @@ _REFUSED = {
     "set_modules_to_backward_prefetch": "The order is recorded in the first step.",
     "set_is_last_backward": "Use set_requires_gradient_sync or no_sync().",
     "set_requires_all_reduce": "Every reduction ends in the mean over the replicas; use no_sync().",
-    "set_gradient_divide_factor": "Gradients are means over the ranks; scale the loss instead.",
-    "set_reduce_scatter_divide_factor": "Gradients are means over the ranks; scale the loss.",
-    "set_force_sum_reduction_for_comms": "Gradients are means over the ranks; scale the loss.",
+    "set_reduce_scatter_divide_factor": "Use set_gradient_divide_factor.",
+    "set_force_sum_reduction_for_comms": "Use set_gradient_divide_factor(1.0) for sums.",
     "set_unshard_in_backward": "Units whose backward reads no weight are not gathered anyway.",
     "set_post_optim_event": "Gathers wait for everything queued on the current stream.",
     "set_allocate_memory_from_process_group_for_comm": "Buffers come from torch's allocator.",

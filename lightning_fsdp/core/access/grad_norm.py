@@ -24,6 +24,8 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float,
     communicator: Communicator | None,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scale gradients in place so that their global norm is at most ``max_norm``. Collective.
 
@@ -32,24 +34,46 @@ def clip_grad_norm_(
         max_norm: The largest norm allowed.
         norm_type: Any p, ``inf`` included.
         communicator: The sharding group; ``None`` where nothing is sharded.
+        error_if_nonfinite: Raise instead of scaling by a norm that is NaN or infinite.
 
     Returns:
         The norm before, 0-d fp32, equal on every rank.
 
     Raises:
+        NonfiniteGradient: The norm is not finite; on every rank.
         RuntimeError: A gradient was not reduced yet.
         ValueError: ``norm_type`` is not a number.
+    """
+    gradients = reduced_gradients(parameters, "clip_grad_norm_")
+    norm = global_norm(gradients, norm_type, communicator)
+    if error_if_nonfinite and not norm.isfinite():
+        raise _nonfinite(gradients, norm, communicator)
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
+
+
+class NonfiniteGradient(RuntimeError):  # noqa: N818 (a public name)
+    """Gradients hold NaN or infinity; nothing was scaled by them, or stepped with them."""
+
+
+def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
+    """The gradients that an optimizer would step with, without those that are ``None``.
+
+    Args:
+        parameters: Sharded and plain ones.
+        what: Asks for them.
+
+    Raises:
+        RuntimeError: A gradient was not reduced yet.
     """
     gradients = []
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, UnreducedGradient):
-            raise gradient.refusal("clip_grad_norm_")
+            raise gradient.refusal(what)
         if gradient is not None:
             gradients.append(gradient)
-    norm = global_norm(gradients, norm_type, communicator)
-    scale_to_norm(gradients, norm, max_norm)
-    return norm
+    return gradients
 
 
 def global_norm(
@@ -88,10 +112,35 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
     The same arithmetic as ``torch.nn.utils.clip_grads_with_norm_``.
     """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in gradients]
-    for local in locals_:
+    scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a factor, 0-d, the same on every rank."""
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
         local.mul_(factor.to(device=local.device, dtype=local.dtype))
+
+
+def _nonfinite(
+    gradients: Sequence[Tensor], norm: Tensor, communicator: Communicator | None
+) -> NonfiniteGradient:
+    """What to raise for a norm that is not finite: names what is not finite on any rank."""
+    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
+    names: list[str] = []
+    if communicator is not None and sharded:
+        mine = [g.to_local().isfinite().all() for g in sharded]
+        flags = torch.stack([flag.to(communicator.device) for flag in mine]).to(torch.uint8)
+        every = all_gather_slices(communicator, flags, "search for what is not finite")
+        are_finite = every.view(communicator.world_size, -1).amin(0).tolist()
+        pairs = zip(sharded, are_finite, strict=True)
+        names = [gradient.spec.name for gradient, is_finite in pairs if not is_finite]
+    found = f"not finite: {', '.join(map(repr, names))}" if names else "each of them is finite"
+    return NonfiniteGradient(
+        f"clip_grad_norm_: expected gradients with a finite norm, got {norm.item()} ({found}). "
+        "Nothing was scaled. Drop them with zero_grad(), or look at them by name with "
+        "gradients(module)."
+    )
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient, stand_in_of
+from lightning_fsdp.core.engine.unreduced_gradient import Arrival, UnreducedGradient, stand_in_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
 
@@ -47,6 +47,7 @@ class FlatParameter:
         home: Where the shard lives, and the way from and to it.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         holders: Who does.
+        divide_factor: What the sum over all ranks is divided by; ``None``: their number.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
@@ -72,6 +73,7 @@ class FlatParameter:
         self.policy = policy
         self.home = home
         self.micro_batch = 0
+        self.divide_factor: float | None = None
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
         self._watchers = Watchers()
         self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
@@ -108,9 +110,11 @@ class FlatParameter:
         parameters: list[ShardedTensor] = [copy.deepcopy(p, memo) for p in self.parameters]
         for parameter in parameters:
             parameter._local = parameter.spec.part_of(shard)
-        return FlatParameter(
+        copied = FlatParameter(
             self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
         )
+        copied.divide_factor = self.divide_factor
+        return copied
 
     def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
         """Be watched by a schedule from now on.
@@ -277,7 +281,10 @@ class FlatParameter:
         if reduction is None:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
-            shard = reduction.wait().to(self.shard.dtype)
+            shard = reduction.wait()
+            if self.divide_factor is not None:  # the mean over all ranks was taken
+                shard.mul_(self.communicator.mesh_size / self.divide_factor)
+            shard = shard.to(self.shard.dtype)
             del reduction  # which keeps what it was made of
             for slot, has_trained in enumerate(self._trained):
                 if has_trained:
@@ -322,7 +329,7 @@ class FlatParameter:
         """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once, for all the times at which it trains: frozen leaves take no hook.
-        torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
+        torch_internals.call_after_accumulation(leaf, Arrival(self.receive, slot))
         leaf.requires_grad_(False)
         return leaf
 
@@ -354,21 +361,3 @@ class FlatParameter:
             parameter.grad = total
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
-
-
-class _GradientHook:
-    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
-
-    def __init__(self, flat_param: FlatParameter, slot: int) -> None:
-        self._flat_param = weakref.ref(flat_param)  # which owns the leaf, which owns this hook
-        self._slot = slot
-
-    def __call__(self, leaf: Tensor) -> None:
-        flat_param, gradient = self._flat_param(), leaf.grad
-        leaf.grad = None
-        if flat_param is not None and gradient is not None:
-            with torch.no_grad():
-                # With create_graph=True it has a graph, which a reduction would hold for nothing.
-                flat_param.receive(
-                    self._slot, gradient.detach() if gradient.requires_grad else gradient
-                )

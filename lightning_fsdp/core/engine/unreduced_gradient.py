@@ -7,6 +7,7 @@ or a value taken from it would differ between the ranks.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -113,3 +114,26 @@ def stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
     """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
     present = parameter.grad
     return present if isinstance(present, UnreducedGradient) else None
+
+
+class Arrival:
+    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete.
+
+    Args:
+        receive: A method that takes the leaf's slot and gradient. Referred to weakly: what it
+            belongs to owns the leaf, which owns this.
+        slot: Of the leaf.
+    """
+
+    def __init__(self, receive: Callable[[int, Tensor], None], slot: int) -> None:
+        self._receive = weakref.WeakMethod(receive)
+        self._slot = slot
+
+    def __call__(self, leaf: Tensor) -> None:
+        """The leaf has its gradient."""
+        receive, gradient = self._receive(), leaf.grad
+        leaf.grad = None
+        if receive is not None and gradient is not None:
+            with torch.no_grad():
+                # With create_graph=True it has a graph, which a reduction would hold for nothing.
+                receive(self._slot, gradient.detach() if gradient.requires_grad else gradient)
