@@ -79,7 +79,8 @@ class GradientAccessProbe(pl.Callback):
     micro-batch), ``probes/gradient_norm/{layer}`` before the optimizer's step,
     ``probes/gradient_access/num_nan`` and ``/num_inf`` (parameters). TensorBoard also gets a
     histogram of the parameters' norms per layer. A gradient that is not finite before the step is
-    named in a warning, unless a gradient scaler takes care of it.
+    named in a warning, unless a gradient scaler takes care of it. With a strategy's
+    ``on_nonfinite``, what that says also names the first activation that was not finite.
 
     Args:
         steps: Optimizer steps to look at: a period, or a collection of step numbers from 0.
@@ -103,6 +104,9 @@ class GradientAccessProbe(pl.Callback):
         reporting.refuse_manual_optimization(self, pl_module)
         self._access = gradients_of(trainer, pl_module)
         self._micro_batch = 0
+        trace_activations = getattr(trainer.strategy, "trace_activations", None)
+        if trace_activations is not None:
+            trace_activations()
 
     @override
     def on_before_backward(

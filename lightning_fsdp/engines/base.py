@@ -10,7 +10,7 @@ the values of rank 0, so that ranks that were not seeded alike train one model a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
+from lightning_fsdp.core.access.grad_norm import scale, scale_to_norm
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
@@ -89,14 +90,59 @@ class Engine(ABC):
         """Backward passes inside keep their gradients on this rank, without communication."""
 
     @abstractmethod
+    def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
+        """What an optimizer would step with, sharing memory; without those that are ``None``.
+
+        Args:
+            parameters: As an optimizer holds them.
+            what: Asks for them.
+
+        Raises:
+            RuntimeError: A gradient was not reduced yet.
+        """
+
+    @abstractmethod
+    def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+        """The norm of :meth:`reduced_gradients` of all ranks as one vector. Collective.
+
+        Returns:
+            0-d fp32, equal on every rank.
+        """
+
     def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+        self,
+        parameters: Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        allows: Callable[[Tensor], bool] = lambda norm: True,
     ) -> Tensor:
         """Scale the reduced gradients of these parameters. Collective.
+
+        Args:
+            parameters: As an optimizer holds them.
+            max_norm: The largest norm allowed.
+            norm_type: Any p, ``inf`` included.
+            allows: Asked with the norm before anything is scaled.
 
         Returns:
             Their norm before clipping, 0-d, the same on every rank.
         """
+        gradients = self.reduced_gradients(parameters, "clip_grad_norm_")
+        norm = self.norm_of(gradients, norm_type)
+        if allows(norm):
+            scale_to_norm(gradients, norm, max_norm)
+        return norm
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply all reduced gradients, also those kept by micro-batch, by a factor, 0-d."""
+        if self.module is not None:
+            gradients = self.reduced_gradients(self.module.parameters(), "the mean over tokens")
+            scale([*gradients, *self._kept_apart()], factor)
+
+    @abstractmethod
+    def _kept_apart(self) -> Iterable[Tensor]:
+        """The reduced gradients that ``micro_batches("separate")`` keeps."""
 
     @abstractmethod
     def hold_whole(self) -> None:

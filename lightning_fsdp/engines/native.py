@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.access.grad_norm import partial_norm, scale_to_norm, total_norm
+from lightning_fsdp.core.access.grad_norm import partial_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.grouping import UnitSelector
@@ -342,21 +342,20 @@ class NativeEngine(Engine):
                 yield names[id(parameter)]
 
     @override
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
+    def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
         chosen = [names[id(parameter)] for parameter in parameters]
-        self.refuse_unreduced(chosen, "clip_grad_norm_")
-        present = [g for g in map(self.reduced, chosen) if g is not None]
-        pieces = [self.piece(gradient) for gradient in present]
-        norm = self.norm_of(pieces, norm_type)
-        scale_to_norm(pieces, norm, max_norm)
-        return norm
+        self.refuse_unreduced(chosen, what)
+        return [self.piece(g) for g in map(self.reduced, chosen) if g is not None]
 
-    def norm_of(self, pieces: Sequence[Tensor], norm_type: float) -> Tensor:
-        """The norm of pieces of all ranks as one vector; 0-d fp32, equal on all. Collective."""
-        mine = partial_norm(pieces, norm_type, self.device)
+    @override
+    def _kept_apart(self) -> Iterator[Tensor]:
+        for kept in self.separate.values():
+            yield from map(self.piece, kept.values())
+
+    @override
+    def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+        mine = partial_norm(gradients, norm_type, self.device)
         return total_norm(self.of_all_ranks(mine), norm_type)
 
     def of_all_ranks(self, number: Tensor) -> Tensor:

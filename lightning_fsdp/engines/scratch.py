@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
+from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.access.weights import weights
 from lightning_fsdp.core.engine.hooks import hooks_of
@@ -79,12 +79,27 @@ class ScratchEngine(Engine):
         return self.module.no_sync()
 
     @override
-    def clip_grad_norm_(
-        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
-    ) -> Tensor:
+    def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
+        return reduced_gradients(parameters, what)
+
+    @override
+    def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         hooks = None if self.module is None else hooks_of(self.module)
         communicator = None if hooks is None else hooks.schedule.communicator
-        return clip_grad_norm_(parameters, max_norm, norm_type, communicator)
+        return global_norm(gradients, norm_type, communicator)
+
+    @override
+    def _kept_apart(self) -> Iterator[Tensor]:
+        assert self.module is not None, "there are gradients"
+        for parameter in self.module.parameters():
+            if isinstance(parameter.grad, ShardedTensor):
+                yield from parameter.grad.micro_batches.values()
+
+    @override
+    def end_step(self) -> None:
+        for unit in self._all_units():
+            for flat_param in unit.flat_params:
+                flat_param.micro_batch = 0
 
     @override
     def hold_whole(self) -> None:

@@ -5,6 +5,7 @@ Each of these would otherwise train something else than it says, or wait for eve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import lightning.pytorch as pl
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.strategies.lightning_internals import runs_the_model_on_one_rank
+from lightning_fsdp.strategies.token_mean import NUM_TOKENS
 
 # Callbacks that read or replace whole parameters between steps, and the nearest thing that works.
 _CALLBACKS: dict[type[pl.Callback], str] = {
@@ -34,14 +36,21 @@ _CALLBACKS: dict[type[pl.Callback], str] = {
 
 
 def refuse_unsupported(
-    trainer: pl.Trainer, module: pl.LightningModule, *, saves_in_background: bool
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    saves_in_background: bool,
+    weigh_by: str | None,
 ) -> None:
     """Refuse what would be silently wrong or hang under sharding.
 
     Raises:
-        NotImplementedError: A callback or logger that needs whole weights, named.
+        NotImplementedError: A callback or logger that needs whole weights, named; or weights of
+            micro-batches with manual optimization.
         TypeError: A module that another wrapper distributes already.
     """
+    if weigh_by is not None and not module.automatic_optimization:
+        raise _weights_by_hand(f"weigh_by={weigh_by!r}")
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         for kind, reason in _CALLBACKS.items():
@@ -78,6 +87,24 @@ def refuse_unsupported(
             )
 
 
+def refuse_weights(output: object) -> None:
+    """Refuse a weight from a ``training_step`` that has run its own backward and step.
+
+    Raises:
+        NotImplementedError: There is one.
+    """
+    if isinstance(output, Mapping) and NUM_TOKENS in output:
+        raise _weights_by_hand(f"{NUM_TOKENS!r} in training_step's dictionary")
+
+
+def _weights_by_hand(what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what}: expected automatic optimization, got automatic_optimization=False, where nothing "
+        "tells which backwards make up a step. Divide your sum of losses by the tokens of all "
+        "ranks, times the number of ranks, before manual_backward."
+    )
+
+
 def refuse_unsupported_options(
     *,
     checkpoint: str,
@@ -86,6 +113,8 @@ def refuse_unsupported_options(
     accumulation: str,
     cpu_offload: object,
     compiles: object,
+    on_nonfinite: object,
+    weigh_by: object,
     timeout: object,
 ) -> None:
     """Refuse constructor options that do not work yet.
@@ -122,6 +151,16 @@ def refuse_unsupported_options(
     for option, value in {"cpu_offload": cpu_offload, "compile": compiles}.items():
         if not isinstance(value, bool):  # any other would be taken for one of the two
             raise TypeError(f"{option}: expected True or False, got {value!r}.")
+    if on_nonfinite not in (None, "raise", "skip"):
+        raise ValueError(
+            "on_nonfinite: expected 'raise' (an error that says where it began), 'skip' (no step) "
+            f"or None, got {on_nonfinite!r}."
+        )
+    if not isinstance(weigh_by, str | None):
+        raise TypeError(
+            "weigh_by: expected the key of training_step's dictionary or of the batch that holds "
+            f"the number of tokens, got {weigh_by!r}."
+        )
     if not isinstance(timeout, timedelta | None):
         raise TypeError(
             "timeout: expected a datetime.timedelta, such as timedelta(minutes=10), got "

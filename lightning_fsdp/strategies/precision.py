@@ -19,6 +19,7 @@ as an object (``MixedPrecision("16-mixed", "cpu")``) stays what it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -33,6 +34,9 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.strategies.lightning_internals import unwrap_optimizer
+from lightning_fsdp.strategies.nonfinite import NonfiniteGuard
+from lightning_fsdp.strategies.token_mean import TokenMean
 
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "32-true": MixedPrecisionPolicy(),
@@ -69,8 +73,10 @@ class ShardedPrecision(Precision):
 
     precision: Any
     policy: MixedPrecisionPolicy
-    device_type: str  # of torch.autocast; set by the strategy, like the next
+    device_type: str  # of torch.autocast; set by the strategy, like the next three
     engine: Engine | None
+    token_mean: TokenMean | None
+    nonfinite: NonfiniteGuard | None
     scaler: torch.amp.GradScaler | None
 
     def __init__(
@@ -91,6 +97,8 @@ class ShardedPrecision(Precision):
         self.policy = POLICIES[precision]
         self.device_type = "cpu"
         self.engine = None
+        self.token_mean = None
+        self.nonfinite = None
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @classmethod
@@ -141,7 +149,12 @@ class ShardedPrecision(Precision):
 
     @override
     def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        loss = tensor if self.scaler is None else self.scaler.scale(tensor)
+        loss = tensor
+        if self.token_mean is not None:
+            loss = self.token_mean.weigh(loss, module.trainer.accumulate_grad_batches)
+        if self.nonfinite is not None:
+            self.nonfinite.note_loss(loss)
+        loss = loss if self.scaler is None else self.scaler.scale(loss)
         return super().pre_backward(loss, module)
 
     @override
@@ -153,6 +166,8 @@ class ShardedPrecision(Precision):
         self.engine.before_backward()
         super().backward(tensor, model, *args, **kwargs)
         self.engine.after_backward()
+        if self.token_mean is not None and self.token_mean.is_last:
+            self.token_mean.finish()
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -164,9 +179,13 @@ class ShardedPrecision(Precision):
     ) -> Any:
         # The closure (forward, backward, clipping) runs before the step, not inside it: when a step
         # begins, gradients are checked to be reduced, and with accumulation they are so only now.
+        assert self.engine is not None, "the strategy sets it when it gets the plugin"
         if self.scaler is None:
             result = self._wrap_closure(model, optimizer, closure)
-            optimizer.step(**kwargs)
+            if self._allows_step(optimizer):
+                optimizer.step(**kwargs)
+            else:
+                self.engine.end_step()
             return result
         result = closure()
         had_backward = result is not None or not model.automatic_optimization
@@ -175,11 +194,33 @@ class ShardedPrecision(Precision):
             self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
         if had_backward:
-            self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
-            self.scaler.update()
-            assert self.engine is not None, "the strategy sets it when it gets the plugin"
+            if self._scales or self._allows_step(optimizer):
+                self._step_scaled(optimizer, **kwargs)
             self.engine.end_step()
         return result
+
+    @property
+    def _scales(self) -> bool:
+        """Whether a gradient scaler skips steps whose gradients are not finite."""
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    def _step_scaled(self, optimizer: Steppable, **kwargs: Any) -> None:
+        assert self.scaler is not None, "it has unscaled the gradients"
+        before = self.scaler.get_scale() if self.nonfinite is not None else 0.0
+        self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        self.scaler.update()
+        if self.nonfinite is not None and self.scaler.get_scale() < before:
+            self.nonfinite.note_skipped(before)
+
+    def _allows_step(self, optimizer: Steppable) -> bool:
+        if self.nonfinite is None:
+            return True
+        return self.nonfinite.allows_step(optimizer, self.main_params(optimizer))  # type: ignore[arg-type]
+
+    def _allows(self, optimizer: Optimizer, norm: Tensor) -> bool:
+        if self.nonfinite is None:
+            return True
+        return bool(norm.isfinite()) if self._scales else self.nonfinite.allows(optimizer, norm)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -195,12 +236,16 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.engine is not None, "the strategy sets it when it gets the plugin"
-        self.engine.clip_grad_norm_(self.main_params(optimizer), float(clip_val))
+        allows = functools.partial(self._allows, unwrap_optimizer(optimizer))
+        self.engine.clip_grad_norm_(self.main_params(optimizer), float(clip_val), allows=allows)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        # Elementwise, so slices are enough; torch's own function takes sharded gradients.
-        torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_value=clip_val)
+        guard, optimizer = None if self._scales else self.nonfinite, unwrap_optimizer(optimizer)
+        # Before infinities become ordinary values.
+        if guard is None or guard.allows_clipping(optimizer, self.main_params(optimizer)):
+            # Elementwise, so slices are enough; torch's own function takes sharded gradients.
+            torch.nn.utils.clip_grad_value_(self.main_params(optimizer), clip_value=clip_val)
 
 
 def _unsupported(precision: Any, plugin: str | None = None) -> str:

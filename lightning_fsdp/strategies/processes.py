@@ -130,6 +130,10 @@ class ProcessStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         self._before_collective("reduce")
         if isinstance(tensor, Tensor):
+            if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+                # Lightning drops what is behind the point, also of the batch sizes that it divides
+                # logged sums by.
+                tensor = tensor.float()
             return lightning_internals.reduce_tensor(tensor, group, reduce_op)
         return tensor
 

@@ -26,7 +26,7 @@ stays false, so that ``on_load_checkpoint`` may still rebuild the module, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -41,7 +41,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -58,9 +58,15 @@ from lightning_fsdp.strategies import (
 from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.checkpoint import Checkpoints, read_folder
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
-from lightning_fsdp.strategies.guards import refuse_unsupported, refuse_unsupported_options
+from lightning_fsdp.strategies.guards import (
+    refuse_unsupported,
+    refuse_unsupported_options,
+    refuse_weights,
+)
+from lightning_fsdp.strategies.nonfinite import NonfiniteGuard, units_by_parameter
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
+from lightning_fsdp.strategies.token_mean import TokenMean
 
 _RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
 
@@ -92,6 +98,13 @@ class ShardedStrategy(ProcessStrategy):
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
             rank, and the optimizer steps there; pinned memory beside an accelerator.
         compile: Compile every unit that encloses no other, as ``module.compile()`` does.
+        on_nonfinite: What happens where gradients hold NaN or infinity, on all ranks together and
+            before anything is clipped or written. ``"raise"``: an error that names where it began.
+            ``"skip"``: no step. ``None``: nothing looks.
+        weigh_by: Key of ``training_step``'s dictionary or of the batch with the number of tokens
+            (or a tensor of numbers) that the loss is the mean of: the gradients are those of the
+            mean over all tokens of the optimizer step. ``None``: ``num_tokens`` of the dictionary,
+            if it is there.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Of the process group.
 
@@ -126,6 +139,8 @@ class ShardedStrategy(ProcessStrategy):
         activation_checkpointing: list[str] | bool | None = None,
         cpu_offload: bool = False,
         compile: bool = False,  # noqa: A002 (a public name)
+        on_nonfinite: Literal["raise", "skip"] | None = None,
+        weigh_by: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -136,6 +151,8 @@ class ShardedStrategy(ProcessStrategy):
             accumulation=accumulation,
             cpu_offload=cpu_offload,
             compiles=compile,
+            on_nonfinite=on_nonfinite,
+            weigh_by=weigh_by,
             timeout=timeout,
         )
         self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -155,6 +172,8 @@ class ShardedStrategy(ProcessStrategy):
         )
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
+        self._on_nonfinite = on_nonfinite
+        self._weigh_by = weigh_by
         self._is_interrupted = False
         self._is_in_step = False
         self._random_states = None
@@ -174,6 +193,27 @@ class ShardedStrategy(ProcessStrategy):
     def weights(self) -> WeightAccess:
         """Parameters by original name, while a module is sharded."""
         return self.engine.weights
+
+    @property
+    def mean_loss(self) -> Tensor | None:
+        """The mean over all tokens of the last optimizer step, 0-d fp32, equal on every rank.
+
+        Of a fit whose ``training_step`` gives ``num_tokens``; there from ``on_after_backward`` of
+        the step's last micro-batch on.
+        """
+        token_mean = self.precision_plugin.token_mean
+        return None if token_mean is None else token_mean.loss
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Optimizer steps that ``on_nonfinite="skip"`` left out, in the last fit."""
+        guard = self.precision_plugin.nonfinite
+        return 0 if guard is None else guard.num_skipped
+
+    def trace_activations(self) -> None:
+        """Let the error or warning of ``on_nonfinite`` also name an activation, in this fit."""
+        if self.precision_plugin.nonfinite is not None:
+            self.precision_plugin.nonfinite.watch_activations()
 
     def save_pretrained(
         self,
@@ -255,7 +295,10 @@ class ShardedStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         refuse_unsupported(
-            trainer, module, saves_in_background=self._checkpoints.saves_in_background
+            trainer,
+            module,
+            saves_in_background=self._checkpoints.saves_in_background,
+            weigh_by=self._weigh_by,
         )
         if is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
@@ -272,7 +315,10 @@ class ShardedStrategy(ProcessStrategy):
         # groups go by it).
         if is_fitting and not self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
+        units = units_by_parameter(module, self.engine.units) if self._on_nonfinite else {}
         self.model_to_device()
+        if is_fitting:
+            self._watch_numbers(trainer, units)
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
         lightning_internals.collect_checkpoints_inside(
@@ -288,6 +334,20 @@ class ShardedStrategy(ProcessStrategy):
             self.engine.watch_optimizer(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
+
+    def _watch_numbers(self, trainer: pl.Trainer, units: Mapping[str, str]) -> None:
+        assert self.lightning_module is not None
+        plugin = self.precision_plugin
+        plugin.token_mean = TokenMean(self.engine, self.root_device, self._weigh_by)
+        plugin.nonfinite = None
+        if self._on_nonfinite is not None and units:
+            plugin.nonfinite = NonfiniteGuard(
+                self.engine,
+                self.lightning_module,
+                units,
+                raises=self._on_nonfinite == "raise",
+                log=lambda count: _log(trainer, {"skipped_steps": count}),
+            )
 
     def _let_names_wait_for_saves(self, trainer: pl.Trainer) -> None:
         # A name whose file is still being written would be given twice, and one checkpoint be lost.
@@ -364,7 +424,14 @@ class ShardedStrategy(ProcessStrategy):
             output: STEP_OUTPUT = self.engine.run(
                 self.lightning_module.training_step, *args, **kwargs
             )
-            return output
+        token_mean, module = self.precision_plugin.token_mean, self.lightning_module
+        if not module.automatic_optimization:
+            refuse_weights(output)
+        elif token_mean is not None:
+            num_micro_batches = module.trainer.accumulate_grad_batches
+            batch = args[0] if args else None
+            token_mean.note(output, batch, num_micro_batches=num_micro_batches)
+        return output
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -404,11 +471,13 @@ class ShardedStrategy(ProcessStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        if self._communicates_every_micro_batch:
+        token_mean = self.precision_plugin.token_mean
+        if token_mean is not None:
+            token_mean.is_last = False
+        with nullcontext() if self._communicates_every_micro_batch else self.engine.no_sync():
             yield
-        else:
-            with self.engine.no_sync():
-                yield
+        if token_mean is not None:
+            token_mean.is_last = True
 
     @override
     def on_validation_start(self) -> None:
@@ -489,6 +558,8 @@ class ShardedStrategy(ProcessStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         self._lockstep = None
+        if self.precision_plugin.nonfinite is not None:
+            self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:
             self.engine.broadcast_buffers()  # the same module on all ranks, statistics included
             self.engine.make_whole(self.lightning_module)
@@ -507,3 +578,9 @@ class ShardedStrategy(ProcessStrategy):
             background.join_last()  # it has logged its error, which is not why the run ended
         else:
             background.wait_for_saving()
+
+
+def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)

@@ -1,0 +1,218 @@
+"""The mean over all tokens of an optimizer step, where ``training_step`` says how many there are.
+
+Without it a step's gradient is the mean over ranks and micro-batches of their own means: a token of
+a short sequence counts for more than one of a long sequence. With ``n`` tokens in a micro-batch
+and ``N`` in the whole step, on ``W`` ranks:
+
+=========  ==========================================================================
+weigh      before a backward: the loss, a mean over ``n``, times ``n / unit``
+finish     after the last one: this rank's slices of the gradients times ``unit * W / N``
+=========  ==========================================================================
+
+The gradients are final when ``on_after_backward`` of the last micro-batch is called, before they
+are unscaled, clipped or stepped with. Weights stay near 1 for bf16 and fp16: ``unit`` is about
+``N / W`` of the step before. It is a power of two, by which multiplying is exact, so that a resumed
+run, which begins with another one, comes to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from lightning_fsdp.engines.base import Engine
+
+NUM_TOKENS = "num_tokens"
+"""The key of ``training_step``'s dictionary that is read by itself."""
+
+_IGNORED = -100  # what torch's cross_entropy leaves out
+
+
+class TokenMean:
+    """Of one fit.
+
+    Args:
+        engine: Whose gradients are scaled.
+        device: Of the loss, and of the process group.
+        key: Of ``training_step``'s dictionary or else of the batch; ``None``: ``num_tokens`` of the
+            former, where it is there.
+
+    Attributes:
+        is_last: Whether the coming backward is the optimizer step's last.
+        loss: The mean over the tokens of the last optimizer step, 0-d fp32, equal on every rank;
+            ``None`` before there is one.
+    """
+
+    def __init__(self, engine: Engine, device: torch.device, key: str | None) -> None:
+        self._engine = engine
+        self._device = device
+        self._key = key
+        self.is_last = True
+        self.loss: Tensor | None = None
+        self._is_weighed: bool | None = None  # not known before the first micro-batch
+        self._tokens: Tensor | None = None  # of the coming backward
+        self._unit = torch.ones((), dtype=torch.float64, device=device)
+        self._sums: Tensor | None = None  # tokens, and tokens times loss, of this rank in this step
+
+    def note(self, output: Any, batch: Any, *, num_micro_batches: int) -> None:
+        """Take from a micro-batch how many tokens its loss is the mean of. Collective, once a fit.
+
+        Args:
+            output: What ``training_step`` returned.
+            batch: What it was given.
+            num_micro_batches: Of an optimizer step.
+
+        Raises:
+            ValueError: There is no number where one is expected, or one where none is; of the
+                first micro-batch on every rank.
+        """
+        if output is None:
+            return  # no backward follows
+        self._tokens, problem = None, None
+        try:
+            self._tokens = self._find(output, batch)
+        except ValueError as error:
+            problem = str(error)
+        is_weighed = self._tokens is not None
+        if self._is_weighed is None:
+            self._agree(problem, batch, num_micro_batches)
+        elif problem is None and is_weighed != self._is_weighed:
+            had, has = ("a number", "none") if self._is_weighed else ("none", "one")
+            problem = (
+                f"{self._key or NUM_TOKENS}: expected {had}, as of the first micro-batch, got "
+                f"{has}. Return it for every micro-batch on every rank, or for none."
+            )
+        if problem is not None:
+            raise ValueError(problem)
+
+    def weigh(self, loss: Tensor, num_micro_batches: int) -> Tensor:
+        """The loss to take gradients of.
+
+        Args:
+            loss: 0-d, a mean over tokens, divided by the number of micro-batches already.
+            num_micro_batches: By which it was divided.
+        """
+        if self._tokens is None:
+            return loss
+        tokens, self._tokens = self._tokens, None
+        # A mean over no token is NaN; so would be its gradients, times zero.
+        loss = torch.where(tokens > 0, loss, loss.nan_to_num(0.0, 0.0, 0.0))
+        mean = loss.detach().double() * num_micro_batches
+        sums = torch.stack([tokens, tokens * mean])
+        self._sums = sums if self._sums is None else self._sums + sums
+        return loss * (tokens * num_micro_batches / self._unit).to(loss.dtype)
+
+    def finish(self) -> None:
+        """After an optimizer step's last backward: make the gradients those of the mean.
+
+        Collective; nothing happens where no loss was weighed.
+        """
+        if self._sums is None:
+            return
+        mine, self._sums = self._sums, None
+        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(every, mine)
+        # Added up in rank order: an all-reduce need not give every rank the same bits.
+        num_tokens, loss = torch.stack(every).sum(0).unbind()
+        has_any = num_tokens > 0
+        per_rank = num_tokens / len(every)
+        factor = torch.where(has_any, self._unit / per_rank, 0.0)
+        self._engine.scale_gradients(factor)
+        self._unit = torch.where(has_any, _power_of_two(per_rank), self._unit)
+        self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
+
+    def _find(self, output: Any, batch: Any) -> Tensor | None:
+        if self._key is None:
+            value = output.get(NUM_TOKENS) if isinstance(output, Mapping) else None
+            return None if value is None else self._checked(value)
+        for place in (output, batch):
+            if isinstance(place, Mapping) and self._key in place:
+                return self._checked(place[self._key])
+        known = sorted(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            f"weigh_by={self._key!r}: expected a key of training_step's dictionary or of the "
+            f"batch, got neither (the batch: {known})."
+        )
+
+    def _checked(self, value: Any) -> Tensor:
+        """The sum of a number or tensor, 0-d fp64."""
+        key = self._key or NUM_TOKENS
+        is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        if not is_number:
+            raise ValueError(
+                f"{key}: expected a number of tokens or a tensor of such numbers, got {value!r}."
+            )
+        given = torch.as_tensor(value).detach()
+        tokens = given.sum(dtype=torch.float64).to(self._device)
+        # Looking at a number on another device would wait for it: once, at the beginning.
+        if self._device.type == "cpu" or self._is_weighed is None:
+            least = float(given.min()) if given.numel() else 0.0
+            if not (least >= 0 and tokens.isfinite()):
+                raise ValueError(
+                    f"{key}: expected numbers of tokens, got {least}. Of labels, give "
+                    f"(labels != {_IGNORED}).sum()."
+                )
+        return tokens
+
+    def _agree(self, problem: str | None, batch: Any, num_micro_batches: int) -> None:
+        """See that all ranks weigh, or none, and choose the first unit.
+
+        Raises:
+            ValueError: On every rank, where one has a problem or they differ.
+        """
+        tokens = None if self._tokens is None else float(self._tokens)
+        counted = _count_labels(batch) if tokens is None else None
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, (problem, tokens, counted))
+        for rank, (their_problem, _, _) in enumerate(every):
+            if their_problem is not None:
+                raise ValueError(f"rank {rank}: {their_problem}")
+        numbers = [theirs for _, theirs, _ in every if theirs is not None]
+        if 0 < len(numbers) < len(every):
+            having = [rank for rank, (_, theirs, _) in enumerate(every) if theirs is not None]
+            raise ValueError(
+                f"{self._key or NUM_TOKENS}: expected it on every rank or on none, got it on ranks "
+                f"{having} of {len(every)}."
+            )
+        self._is_weighed = bool(numbers)
+        if numbers:
+            mean = torch.tensor(max(sum(numbers) / len(every), 1.0), dtype=torch.float64)
+            self._unit = _power_of_two(mean * num_micro_batches).to(self._device)
+        else:
+            _warn_of_labels([theirs for _, _, theirs in every])
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    return torch.exp2(torch.log2(number).round())
+
+
+def _count_labels(batch: Any) -> int | None:
+    """How many labels of a batch count, if some are left out."""
+    found: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        counts = tensor != _IGNORED
+        if tensor.dtype == torch.int64 and not counts.all():
+            found.append(int(counts.sum()))
+        return tensor
+
+    apply_to_collection(batch, Tensor, count)
+    return found[0] if found else None
+
+
+def _warn_of_labels(counts: list[int | None]) -> None:
+    known = [count for count in counts if count is not None]
+    if len(known) == len(counts) and min(known) < max(known):
+        rank_zero_warn(
+            f"Ranks have {min(known)} to {max(known)} labels that are not {_IGNORED} in their "
+            "first micro-batch, and each rank's mean loss counts alike: a token on one rank weighs "
+            f"{max(known) / max(min(known), 1):.1f} times one on another. Return "
+            '{"loss": loss, "num_tokens": number of labels that count} from training_step for the '
+            "mean over all tokens."
+        )
