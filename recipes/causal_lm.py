@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from types import NoneType
 from typing import Any, ClassVar
 
 import lightning as L
@@ -22,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
+from recipes.answers import IGNORED
 from recipes.data import TextData
 from recipes.errors import RecipeError
 from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_factor
@@ -115,6 +117,13 @@ class CausalLM(L.LightningModule):
             RecipeError: Too long sequences, or a tokenizer that is not the model's.
         """
         assert data.tokens is not None, "the data is open"
+        strategy = None if self._trainer is None else self.trainer.strategy
+        if data.answer_field is not None and not isinstance(strategy, (*_SHARDED, NoneType)):
+            raise RecipeError(
+                "answer_field: expected a strategy of lightning_fsdp, which takes the mean over "
+                f"the answers' tokens of all ranks, got {type(strategy).__name__}. Set "
+                "--trainer.strategy scratch_fsdp."
+            )
         if data.seq_len > self.max_seq_len:
             raise RecipeError(
                 f"seq_len: expected at most the model's {self.max_seq_len} positions, got "
@@ -182,22 +191,27 @@ class CausalLM(L.LightningModule):
         """Mean cross entropy of the next tokens, in nats, 0-d, float32.
 
         Args:
-            batch: ``input_ids`` and ``labels``, both ``(batch, seq_len)``, int64.
+            batch: ``input_ids`` and ``labels``, both ``(batch, seq_len)``, int64; of labels of
+                -100 there is none.
         """
         logits = self(batch["input_ids"])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
     @override
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The loss of one micro-batch."""
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:
+        """The loss of one micro-batch; where not every position counts, with how many do."""
         loss = self.loss(batch)
         self._micro_batch_losses.append(loss.detach())
+        if "num_tokens" in batch:
+            return {"loss": loss, "num_tokens": batch["num_tokens"]}
         return loss
 
     @override
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Log the loss of the whole step: all its micro-batches, all ranks."""
-        loss = torch.stack(self._micro_batch_losses).mean()
+        loss = getattr(self.trainer.strategy, "mean_loss", None)
+        if loss is None:
+            loss = torch.stack(self._micro_batch_losses).mean()
         self._micro_batch_losses.clear()
         self.log("train/loss", loss, prog_bar=True, sync_dist=True)
         self.log("train/lr", optimizer.param_groups[0]["lr"])
@@ -205,7 +219,8 @@ class CausalLM(L.LightningModule):
     @override
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Keep the loss, weighed by its tokens."""
-        self.val_loss.update(self.loss(batch), weight=batch["labels"].numel())
+        num_tokens = (batch["labels"] != IGNORED).sum()
+        self.val_loss.update(self.loss(batch), weight=num_tokens)
 
     @override
     def on_validation_epoch_end(self) -> None:

@@ -14,9 +14,16 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_fsdp.data import DealtSampler, ResumableLoader
+from recipes.answers import Answers, prepare_answers, split_answers
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
-from recipes.packing import TokenFile, describe_difference, prepare, split_at_document
+from recipes.packing import (
+    PackedSequences,
+    TokenFile,
+    describe_difference,
+    prepare,
+    split_at_document,
+)
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
 
@@ -25,13 +32,17 @@ class TextData(L.LightningDataModule):
     """Text for language models: packed to full sequences, sharded by rank without overlap.
 
     A batch is a dict of ``input_ids`` and ``labels``, both ``(batch_size, seq_len)``, int64;
-    ``labels`` are the next tokens. Nothing is padded, so every position counts.
+    ``labels`` are the next tokens. Nothing is padded, so every position counts. With an
+    ``answer_field`` there is one prompt with its answer to a sequence; the labels of the rest are
+    -100, and ``num_tokens``, ``(batch_size,)``, counts those of the answers.
 
     Args:
         path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, or with tables (``.csv``,
             ``.parquet``); or one such file. Without it the sources of Python's standard library are
             read.
         text_field: The field of a JSON object, or the column of a table, that holds the text.
+        answer_field: The field of the same object or row that holds the answer to it: the loss is
+            that of the answers alone, its mean over all their tokens.
         max_object_size: Characters of a JSON object, or of a cell of a ``.csv``, at most; several
             times as many bytes are in memory while it is read.
         skip_unreadable: Leave out files, lines, objects and rows that cannot be read, and say how
@@ -57,6 +68,7 @@ class TextData(L.LightningDataModule):
 
     path: Path | None = None
     text_field: str = "text"
+    answer_field: str | None = None
     max_object_size: int = 8_000_000
     skip_unreadable: bool = False
     tokenizer: str | None = None
@@ -85,6 +97,8 @@ class TextData(L.LightningDataModule):
                 f"Correct --data.val_fraction."
             )
         self.tokens: TokenFile | None = None
+        self.train: PackedSequences | Answers
+        self.val: PackedSequences | Answers
         self._train_loader: ResumableLoader[dict[str, Tensor]] | None = None
 
     @override
@@ -118,13 +132,19 @@ class TextData(L.LightningDataModule):
         """
         if self.tokens is not None:
             return self.tokens
-        self.tokens = prepare(
-            self._corpus(),
-            self.tokenizer,
-            vocab_size=self.vocab_size,
-            end_of_text=self.end_of_text,
-            cache_dir=Path(self.cache_dir),
-        )
+        options: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "end_of_text": self.end_of_text,
+            "cache_dir": Path(self.cache_dir),
+        }
+        if self.answer_field is not None:
+            corpus, field = self._corpus(), self.answer_field
+            prompts, self.tokens = prepare_answers(corpus, field, self.tokenizer, **options)
+            self.train, self.val = split_answers(
+                prompts, self.tokens, self.seq_len, self.val_fraction
+            )
+            return self.tokens
+        self.tokens = prepare(self._corpus(), self.tokenizer, **options)
         if self.tokens.num_skipped:
             rank_zero_warn(
                 f"Corpus: {self.tokens.num_skipped:,} files, lines, objects or rows could not be "

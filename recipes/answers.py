@@ -1,0 +1,157 @@
+"""Prompts with answers: the model reads both and learns the answers alone.
+
+A file of objects or a table, with one field for the prompt and one for the answer, is read as two
+corpora, each tokenised and kept as any other. Their documents belong together one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from recipes.corpus import Corpus
+from recipes.documents import mistake
+from recipes.packing import TokenFile, prepare
+
+_SEARCHED_AT_ONCE = 2**20
+_WITH_FIELDS = frozenset({".json", ".jsonl", ".csv", ".parquet"})
+IGNORED = -100
+"""A label that cross_entropy leaves out."""
+
+
+@dataclass(frozen=True)
+class Answers(Dataset[dict[str, Tensor]]):
+    """A stretch of prompts with answers, one to a sequence, filled up to equal length.
+
+    Attributes:
+        prompts: Their tokens.
+        answers: Theirs.
+        prompt_ends: Place of the end-of-text token of each prompt, behind one of -1.
+        answer_ends: Likewise.
+        begin: Number of the first.
+        end: One past the last.
+        seq_len: Tokens in a sequence.
+    """
+
+    prompts: TokenFile
+    answers: TokenFile
+    prompt_ends: NDArray[np.int64]
+    answer_ends: NDArray[np.int64]
+    begin: int
+    end: int
+    seq_len: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """One sequence. Of what is too long, the prompt loses its beginning and the answer its end.
+
+        Returns:
+            ``input_ids`` and ``labels``, each ``(seq_len,)``, int64, labels -100 but for the
+            answer and its end; and ``num_tokens``, 0-d, how many those are.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index}: expected 0 to {len(self) - 1}")
+        number = self.begin + index
+        before, last = map(int, self.prompt_ends[number : number + 2])
+        prompt = self.prompts.read(before + 1, last)
+        before, last = map(int, self.answer_ends[number : number + 2])
+        answer = self.answers.read(before + 1, last + 1)[: self.seq_len]
+        prompt = prompt[-(self.seq_len + 1 - len(answer)) :]
+        ids = np.concatenate([prompt, answer]).astype(np.int64)
+        sequence = np.full(self.seq_len, self.answers.end_of_text, np.int64)
+        sequence[: len(ids) - 1] = ids[:-1]
+        labels = np.full(self.seq_len, IGNORED, np.int64)
+        labels[len(prompt) - 1 : len(ids) - 1] = answer
+        return {
+            "input_ids": torch.from_numpy(sequence),
+            "labels": torch.from_numpy(labels),
+            "num_tokens": torch.tensor(len(answer)),
+        }
+
+
+def prepare_answers(
+    corpus: Corpus,
+    answer_field: str,
+    tokenizer: str | None,
+    *,
+    vocab_size: int,
+    end_of_text: str,
+    cache_dir: Path,
+) -> tuple[TokenFile, TokenFile]:
+    """Tokenise prompts and answers, or find them tokenised.
+
+    Args:
+        corpus: What to tokenise; its ``text_field`` holds the prompts.
+        answer_field: The field that holds the answers.
+        tokenizer: As of :func:`~recipes.tokenizer.load_tokenizer`; ``None``: one is trained on the
+            answers.
+        vocab_size: As of :func:`~recipes.packing.prepare`, like the rest.
+        end_of_text: Likewise.
+        cache_dir: Likewise.
+
+    Returns:
+        Prompts and answers.
+
+    Raises:
+        CorpusError: Files without fields, or prompts and answers that do not belong together.
+    """
+    if corpus.text_field == answer_field:
+        expected = f"another field for the answers than that of the prompts, '{answer_field}'"
+        raise mistake(corpus.root, expected, "the same", "Set --data.text_field to the prompts'.")
+    for path in corpus.files:
+        if path.suffix not in _WITH_FIELDS:
+            expected = f"files with fields ({', '.join(sorted(_WITH_FIELDS))})"
+            raise mistake(path, expected, "plain text", "Leave out --data.answer_field.")
+    both = []
+    for field in (answer_field, corpus.text_field):
+        found = prepare(
+            replace(corpus, text_field=field),
+            tokenizer,
+            vocab_size=vocab_size,
+            end_of_text=end_of_text,
+            cache_dir=cache_dir,
+        )
+        if found.num_empty or found.num_skipped:
+            got = f"{found.num_empty} empty ones and {found.num_skipped} that cannot be read"
+            cure = "Take out those lines."
+            raise mistake(corpus.root, f"text in each '{field}'", got, cure)
+        tokenizer = str(found.folder / "tokenizer.json")  # of the answers, for the prompts
+        both.append(found)
+    answers, prompts = both
+    if answers.num_documents != prompts.num_documents:
+        expected, got = f"{prompts.num_documents} answers", str(answers.num_documents)
+        raise mistake(corpus.root, expected, got, "Give every prompt one answer.")
+    return prompts, answers
+
+
+def split_answers(
+    prompts: TokenFile, answers: TokenFile, seq_len: int, val_fraction: float
+) -> tuple[Answers, Answers]:
+    """Sequences to train on and, after them, to validate on.
+
+    Args:
+        prompts: Prepared, like the next.
+        answers: One to each.
+        seq_len: Tokens in a sequence.
+        val_fraction: Share of the sequences for validation; 0 for none.
+    """
+    num, ends = answers.num_documents, (_ends(prompts), _ends(answers))
+    cut = num - round(num * val_fraction)
+    train = Answers(prompts, answers, *ends, 0, cut, seq_len)
+    return train, Answers(prompts, answers, *ends, cut, num, seq_len)
+
+
+def _ends(tokens: TokenFile) -> NDArray[np.int64]:
+    found = [np.array([-1])]
+    for begin in range(0, tokens.num_tokens, _SEARCHED_AT_ONCE):
+        part = tokens.read(begin, min(begin + _SEARCHED_AT_ONCE, tokens.num_tokens))
+        found.append(begin + np.flatnonzero(part == tokens.end_of_text))
+    return np.concatenate(found)
