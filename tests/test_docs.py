@@ -17,6 +17,7 @@ import warnings
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -29,12 +30,15 @@ from tests.support.pages import PAGES, ROOT, blocks, python_blocks
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer import (
     Regressor,
+    fit,
     make_data,
     make_loader,
+    make_trainer,
     on_trainer_ranks,
     seeded,
     weights_of,
 )
+from tests.test_strategy_nonfinite import Broken
 
 _named: list[str] = []  # the blocks that tests of this file run
 
@@ -342,3 +346,68 @@ def test_the_resuming_snippet_begins_and_then_goes_on(tmp_path, code):
     folder = str(tmp_path)
     assert on_trainer_ranks(_run_resuming_snippet, 2, code, folder, 1) == [(0, 1)] * 2
     assert on_trainer_ranks(_run_resuming_snippet, 2, code, folder, 3) == [(1, 3)] * 2
+
+
+def _run_chat_snippet(rank, world_size, code, folder):
+    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=2, n_head=2)
+    names = {"L": L, "torch": torch, "F": F, "config": config}
+    names["GPT2LMHeadModel"] = GPT2LMHeadModel
+    exec(code, names)
+    tokens = torch.arange(8 * 16).view(8, 16) % 61
+    rows = []
+    for length, row in zip((16, 3, 9, 1, 12, 5, 2, 14), tokens, strict=True):
+        labels = row.roll(-1).where(torch.arange(16) < length, -100)
+        rows.append({"input_ids": row, "labels": labels})
+    model = seeded(names["Chat"]).eval()  # no dropout, here and there
+    logits = model.model(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, torch.stack([row["labels"] for row in rows]).flatten())
+    trainer = make_trainer("scratch_fsdp", folder, accumulate_grad_batches=2, logger=False)
+    trainer.fit(model, DataLoader(rows, batch_size=2))
+    assert trainer.global_step == 1
+    torch.testing.assert_close(trainer.callback_metrics["loss"], expected.detach())
+
+
+@runs("docs/numbers.md", "class Chat")
+def test_the_chat_snippet_logs_the_mean_over_all_tokens(tmp_path, code):
+    on_trainer_ranks(_run_chat_snippet, 2, code, tmp_path)
+
+
+def _run_divide_snippet(rank, world_size, code):
+    plain, model = causal_lm(), shard_model(causal_lm())
+    batches = [token_batch(0, 0, each)["tokens"] for each in range(world_size)]
+    joined = torch.cat([batch[:, :-1] for batch in batches])
+    labels = torch.cat([batch[:, 1:] for batch in batches]).flatten()
+    F.cross_entropy(plain(joined).flatten(0, 1), labels).backward()
+    mine = batches[rank]
+    names = {"model": lambda x: model(x).flatten(0, 1), "F": F, "num_tokens": labels.numel()}
+    names |= {"inputs": mine[:, :-1], "labels": mine[:, 1:].flatten()}
+    names["model"].modules = model.modules
+    exec(code, names)
+    for sharded, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad)
+
+
+@runs("docs/numbers.md", "set_gradient_divide_factor")
+def test_the_snippet_with_a_number_of_ones_own_divides_by_it(code):
+    run_on_ranks(_run_divide_snippet, 2, code)
+
+
+def _run_nonfinite_snippet(rank, world_size, code, folder):
+    names = {"ScratchFSDPStrategy": lightning_fsdp.ScratchFSDPStrategy}
+    exec(code, names)
+    with pytest.raises(lightning_fsdp.NonfiniteGradient) as caught:
+        fit(
+            names["strategy"],
+            folder,
+            seeded(lambda: Broken("backward")),
+            make_loader(96),
+            accumulate_grad_batches=2,
+        )
+    return str(caught.value)
+
+
+@runs("docs/numbers.md", "on_nonfinite")
+def test_the_page_shows_what_is_said_of_a_step_that_is_not_finite(tmp_path, code):
+    (shown,) = [text for _, text in blocks("docs/numbers.md") if text.startswith("optimizer step")]
+    for said in on_trainer_ranks(_run_nonfinite_snippet, 2, code, tmp_path):
+        assert said.split() == shown.split()
