@@ -141,6 +141,28 @@ def test_every_rank_raises_and_names_where_it_began(tmp_path, where, clips):
     on_trainer_ranks(_raised, 2, tmp_path, where, clips)
 
 
+def _two_ranks(rank, world_size, folder):
+    """Rank 0 breaks one gradient that comes late in the backward, rank 1 one that comes early."""
+
+    class Both(AdamwRegressor):
+        def on_train_start(self):
+            self.trainer.strategy.gradients.on_local(self._break)
+
+        def _break(self, name, gradient, micro_batch):
+            if name == ("blocks.0.up.weight", "blocks.1.down.weight")[rank]:
+                gradient.view(-1)[0] = float("nan")
+
+    for name in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
+        with pytest.raises(
+            NonfiniteGradient, match=r"gradient of 'blocks\.1\.down\.weight' .* rank 1"
+        ):
+            fit(with_options(name, on_nonfinite="raise"), folder, seeded(Both), make_loader(8))
+
+
+def test_the_first_in_the_backward_is_named_whichever_rank_has_it(tmp_path):
+    on_trainer_ranks(_two_ranks, 2, tmp_path)
+
+
 def _activation(rank, world_size, folder):
     for name in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
         with pytest.raises(
@@ -232,8 +254,9 @@ def _scaled(rank, world_size, folder):
         torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)
         _, (trainer, _) = run("local", "skip", 8.0)
         assert trainer.strategy.num_skipped_steps == 1
-    with pytest.raises(NonfiniteGradient, match="The loss was not finite on rank 1"):
+    with pytest.raises(NonfiniteGradient, match="The loss was not finite on rank 1") as caught:
         run("loss", "raise", 8.0)
+    assert "in micro-batches 1." in str(caught.value)  # of this step, not of those before
     with pytest.raises(NonfiniteGradient, match=r"a loss scale of 1\.0.*'blocks\.0\.up\.weight'"):
         run("local", "raise", 1.0)
 

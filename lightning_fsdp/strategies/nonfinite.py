@@ -37,11 +37,15 @@ _NUM_NAMED = 4  # of what else was not finite
 
 @dataclasses.dataclass
 class _Found:
-    """What was not finite on one rank: micro-batch and name, in the order in which it happened."""
+    """What was not finite on one rank: micro-batch and name, in the order in which it happened.
+
+    Attributes:
+        local: With the place of each among all gradients that arrived, in between.
+    """
 
     losses: list[int]
     activations: list[tuple[int, str]]
-    local: list[tuple[int, str]]
+    local: list[tuple[int, int, str]]
     reduced: list[str]
     weights: list[str]
 
@@ -122,7 +126,7 @@ class NonfiniteGuard:
         """Likewise, from the norm that clipping took, or from one that is taken now. Collective."""
         if id(optimizer) not in self._is_finite:
             self.allows_clipping(optimizer, parameters)
-        self._forget()
+        self.forget()
         return self._is_finite.pop(id(optimizer))
 
     def note_skipped(self, loss_scale: float) -> None:
@@ -135,7 +139,6 @@ class NonfiniteGuard:
         is_hopeless = loss_scale <= 1 or any(theirs.losses or theirs.weights for theirs in found)
         if is_hopeless or not self._raises:
             self._refuse(f"got others with a loss scale of {loss_scale}", found)
-        self._forget()
 
     def _refuse(self, got: str, found: Sequence[_Found] | None = None) -> None:
         found = found or self._of_all_ranks()
@@ -144,13 +147,14 @@ class NonfiniteGuard:
             "No weight and no optimizer state was written."
         )
         if self._raises:
-            self._forget()
+            self.forget()
             raise NonfiniteGradient(message)
         self.num_skipped += 1
         rank_zero_warn(f"Skipped (skip {self.num_skipped} of this fit): {message}")
         self._log(self.num_skipped)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """A step was taken, or left out: what comes belongs to the next one."""
         self._losses.clear()
         self._local.clear()
         self._activations.clear()
@@ -173,7 +177,11 @@ class NonfiniteGuard:
         mine = _Found(
             losses=[micro_batch for micro_batch, t in enumerate(self._losses) if t.isnan()],
             activations=[(micro_batch, n) for micro_batch, n, t in self._activations if t.isnan()],
-            local=[(micro_batch, n) for micro_batch, n, t in self._local if t.isnan()],
+            local=[
+                (micro_batch, place, name)
+                for place, (micro_batch, name, trace) in enumerate(self._local)
+                if trace.isnan()
+            ],
             reduced=[n for n, s in self._engine.gradients.shards().items() if not _is_finite(s)],
             weights=[n for n, w in self._engine.weights.items() if not _is_finite(w.shard)],
         )
@@ -210,7 +218,7 @@ def _describe(found: Sequence[_Found], unit_of: Mapping[str, str]) -> str:
     local = [
         (micro_batch, place, rank, name)
         for rank, theirs in ranks
-        for place, (micro_batch, name) in enumerate(theirs.local)
+        for micro_batch, place, name in theirs.local
     ]
     others = dict.fromkeys(name for _, _, _, name in sorted(local))
     others.update(dict.fromkeys(reduced))

@@ -209,8 +209,10 @@ class ShardedPrecision(Precision):
         before = self.scaler.get_scale() if self.nonfinite is not None else 0.0
         self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
-        if self.nonfinite is not None and self.scaler.get_scale() < before:
-            self.nonfinite.note_skipped(before)
+        if self.nonfinite is not None and self._scales:
+            if self.scaler.get_scale() < before:
+                self.nonfinite.note_skipped(before)
+            self.nonfinite.forget()
 
     def _allows_step(self, optimizer: Steppable) -> bool:
         if self.nonfinite is None:
