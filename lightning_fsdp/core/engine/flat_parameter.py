@@ -32,7 +32,7 @@ from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
 from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.unreduced_gradient import Arrival, UnreducedGradient, stand_in_of
+from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient, sparse, stand_in_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
 
@@ -232,11 +232,7 @@ class FlatParameter:
             RuntimeError: It is sparse.
         """
         if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "
-                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
-                "the embedding with sparse=False, or pass the parameter in ignored_params."
-            )
+            raise sparse(self.name, self.parameters[slot].spec, gradient.layout)
         alive = [call for call in (reference() for reference in self._on_arrival) if call]
         if alive:
             alive[-1](self)
@@ -329,7 +325,7 @@ class FlatParameter:
         """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once, for all the times at which it trains: frozen leaves take no hook.
-        torch_internals.call_after_accumulation(leaf, Arrival(self.receive, slot))
+        torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
         leaf.requires_grad_(False)
         return leaf
 
@@ -361,3 +357,21 @@ class FlatParameter:
             parameter.grad = total
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
+
+
+class _GradientHook:
+    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
+
+    def __init__(self, flat_param: FlatParameter, slot: int) -> None:
+        self._flat_param = weakref.ref(flat_param)  # which owns the leaf, which owns this hook
+        self._slot = slot
+
+    def __call__(self, leaf: Tensor) -> None:
+        flat_param, gradient = self._flat_param(), leaf.grad
+        leaf.grad = None
+        if flat_param is not None and gradient is not None:
+            with torch.no_grad():
+                # With create_graph=True it has a graph, which a reduction would hold for nothing.
+                flat_param.receive(
+                    self._slot, gradient.detach() if gradient.requires_grad else gradient
+                )

@@ -7,7 +7,6 @@ or a value taken from it would differ between the ranks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -116,24 +115,10 @@ def stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
     return present if isinstance(present, UnreducedGradient) else None
 
 
-class Arrival:
-    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete.
-
-    Args:
-        receive: A method that takes the leaf's slot and gradient. Referred to weakly: what it
-            belongs to owns the leaf, which owns this.
-        slot: Of the leaf.
-    """
-
-    def __init__(self, receive: Callable[[int, Tensor], None], slot: int) -> None:
-        self._receive = weakref.WeakMethod(receive)
-        self._slot = slot
-
-    def __call__(self, leaf: Tensor) -> None:
-        """The leaf has its gradient."""
-        receive, gradient = self._receive(), leaf.grad
-        leaf.grad = None
-        if receive is not None and gradient is not None:
-            with torch.no_grad():
-                # With create_graph=True it has a graph, which a reduction would hold for nothing.
-                receive(self._slot, gradient.detach() if gradient.requires_grad else gradient)
+def sparse(unit_name: str, spec: ShardSpec, layout: torch.layout) -> RuntimeError:
+    """What to raise for a gradient that is not dense."""
+    return RuntimeError(
+        f"unit {unit_name!r} (rank {spec.communicator.mesh_rank}): expected a dense gradient of "
+        f"{spec.name!r}, got {layout}. Build the embedding with sparse=False, or pass the "
+        "parameter in ignored_params."
+    )
