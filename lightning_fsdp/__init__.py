@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.access.gradients import gradients as gradients
     from lightning_fsdp.core.access.weights import weights as weights
-    from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     )
     from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
     from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
+    from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
@@ -81,7 +81,7 @@ _HOME = {
     "NonfiniteGradient": "core.access.grad_norm",
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedEMA": "callbacks.weight_averaging",
-    "ShardedTensor": "core.engine.sharded_tensor",
+    "ShardedTensor": "core.tensors.sharded_tensor",
     "async_save_sharded": "checkpoint.sharded",
     "elementwise_optimizer": "core.optimizers.optimizer_classes",
     "full_optimizer_state_dict": "core.optimizers.optimizer_state",

@@ -5,7 +5,7 @@ import torch
 
 from lightning_fsdp import gradients
 from lightning_fsdp.core.engine.hooks import unit_of
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.pages import PAGES, python_blocks
 from tests.support.ranks import run_on_ranks
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_fsdp import fully_shard, gradients, shard_model
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.models import TASKS, causal_lm, mlp, mlp_batch, mlp_loss
 from tests.support.parity import PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks

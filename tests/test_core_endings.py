@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_fsdp import fully_shard, register_forward_method, shard_model
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 
 

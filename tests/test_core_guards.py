@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import fully_shard, register_forward_method, shard_model
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
 
 

@@ -23,9 +23,9 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.memory import (
     StorageTracker,
     bytes_of,

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fsdp import fully_shard, gradients, shard_model
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.models import tiny_gpt2
 from tests.support.parity import PLANS

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_fsdp.core.engine.flat_chunks import Box, boxes
 from lightning_fsdp.core.engine.layout import (
     ALIGNMENT,
     SHARD_ALIGNMENT,
@@ -14,6 +13,8 @@ from lightning_fsdp.core.engine.layout import (
     complement,
     plan_layout,
 )
+from lightning_fsdp.core.ranks.pairs import cut_into_runs
+from lightning_fsdp.core.tensors.flat_chunks import Box, boxes
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
 world_sizes = st.integers(1, 9)
@@ -91,7 +92,7 @@ def test_padding_stays_below_one_percent_at_1024_ranks():
 @given(shapes, world_sizes, st.integers(1, 60))
 def test_runs_hold_every_slot_once_and_large_ones_alone(list_of_shapes, world_size, min_numel):
     layout = plan(list_of_shapes, world_size)
-    runs = layout.runs(min_numel)
+    runs = cut_into_runs(layout, min_numel)
     assert [index for run in runs for index in run] == list(range(len(layout.slots)))
     for run in runs:
         assert len(run) == 1 or all(layout.slots[i].numel < min_numel for i in run)

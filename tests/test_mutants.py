@@ -84,16 +84,16 @@ def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
     inside = "yield from within_row(last, start, stop)\n        return"
     harmless = Mutant(
         "says it otherwise",
-        "engine/flat_chunks.py",
+        "tensors/flat_chunks.py",
         inside,
         inside.replace("last", "first - 1"),
         [LAYOUT],
     )
-    harmful = Mutant("cuts a row too early", "engine/flat_chunks.py", inside, "return")
+    harmful = Mutant("cuts a row too early", "tensors/flat_chunks.py", inside, "return")
     monkeypatch.setattr(command, "load_mutants", lambda: [harmless, harmful])
     assert command.main(["--only", "says it"]) == 1
     assert re.search(
-        r"^\| engine/flat_chunks.py \| says it otherwise \| survived",
+        r"^\| tensors/flat_chunks.py \| says it otherwise \| survived",
         capsys.readouterr().out,
         re.MULTILINE,
     )

@@ -34,9 +34,9 @@ from lightning_fsdp.checkpoint.safetensors_folder import (
     SafetensorsWriter,
     bytes_of,
 )
-from lightning_fsdp.core.engine.flat_chunks import Box, FlatChunks
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.native import NativeEngine

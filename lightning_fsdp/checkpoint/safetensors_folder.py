@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_fsdp.amounts import parse_bytes
 from lightning_fsdp.checkpoint.files import DiskFile, naming
-from lightning_fsdp.core.engine.flat_chunks import Box
+from lightning_fsdp.core.tensors.flat_chunks import Box
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

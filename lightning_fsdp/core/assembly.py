@@ -16,8 +16,7 @@ from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, make_parameter
-from lightning_fsdp.core.engine.torch_internals import swap_tensors
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.unit import Site, Unit
 from lightning_fsdp.core.engine.watcher import Watcher, Watchers
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
@@ -29,7 +28,9 @@ from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.tensors.slices import support_slices
+from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_whole_values
 
 
@@ -198,10 +199,17 @@ def _make_flat_param(
         sharded = make_parameter(local, spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         _refuse_backward_of_older_graphs(parameter, spec)
-        swap_tensors(parameter, sharded)
+        torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
     return FlatParameter(
-        plan.users[0].name, region.layout, region.shard, parameters, communicator, policy, home
+        plan.users[0].name,
+        region.layout,
+        region.shard,
+        parameters,
+        communicator,
+        policy,
+        home,
+        UnreducedGradient,
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Site
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
@@ -123,7 +123,7 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     users: dict[Tensor, list[UnitPlan]] = {}
     for plan in plans:
         for parameter in plan.sites:
-            if not isinstance(parameter, ShardedTensor):
+            if not isinstance(parameter, Sharded):
                 users.setdefault(parameter, []).append(plan)
     flat_params: dict[object, FlatParameterPlan] = {}
     for parameter, plans_of_parameter in users.items():

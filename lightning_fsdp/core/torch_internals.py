@@ -213,3 +213,15 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     except (RuntimeError, AttributeError):  # a backend without options
         return timedelta(minutes=30)
     return timeout
+
+
+def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
+    """Exchange the contents of two tensor objects, which keep their identity.
+
+    As ``torch.utils.swap_tensors``, which also counts who refers to them from C++, and raises for
+    one that does so for a moment only: a transport's thread that has just sent a tensor. Such a one
+    goes on to hold the old content. No public names.
+    """
+    ours.__class__, theirs.__class__ = theirs.__class__, ours.__class__
+    ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
+    torch._C._swap_tensor_impl(ours, theirs)

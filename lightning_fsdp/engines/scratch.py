@@ -16,7 +16,6 @@ from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients
 from lightning_fsdp.core.access.weights import weights
 from lightning_fsdp.core.engine.hooks import hooks_of
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grouping import UnitSelector
@@ -24,6 +23,7 @@ from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_s
 from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.state.full_state import load_full_state_dict
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.engine.flat_chunks import FlatChunks
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 
 class ShardedState:

@@ -7,8 +7,8 @@ from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import detach
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _OWN_OF_TENSOR = ("_local", "spec", "_is_param", "micro_batches", "gradient_hooks", "_aliases")
 

@@ -22,11 +22,11 @@ from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support import late_copies
 
 FAULTS: dict[str, Callable[[], None]] = {}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support import parity, ranks
 from tests.support.parity import Trace
 

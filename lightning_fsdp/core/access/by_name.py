@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class ByName:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 
 _ROW_NUMEL = 1024
 

@@ -24,11 +24,12 @@ from lightning_fsdp.core.access.by_name import ByName, schedules_in
 from lightning_fsdp.core.access.grad_norm import global_norm, partial_dot
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.engine.watcher import GradientWatcher
 from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "reduced"]
@@ -362,10 +363,10 @@ class _KeepingApart(GradientWatcher):
     """Keeps what each micro-batch adds, beside the sum."""
 
     def on_added(
-        self, flat_param: FlatParameter, slot: int, gradient: ShardedTensor, total: ShardedTensor
+        self, flat_param: FlatParameter, slot: int, gradient: Sharded, total: Sharded
     ) -> None:
         # The first one is added to.
-        part = cast(ShardedTensor, gradient.clone()) if total is gradient else gradient
-        kept = total.micro_batches.setdefault(flat_param.micro_batch, part)
+        part = cast(ShardedTensor, gradient.clone() if total is gradient else gradient)
+        kept = cast(ShardedTensor, total).micro_batches.setdefault(flat_param.micro_batch, part)
         if kept is not part:  # it came late, after the first of its micro-batch was reduced
             kept.add_(part)

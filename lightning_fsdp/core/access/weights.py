@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import Tensor, nn
 
 from lightning_fsdp.core.access.by_name import ByName
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class Weight:

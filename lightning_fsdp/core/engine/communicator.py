@@ -17,10 +17,10 @@ waits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import hashlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Pending:
             return False
         name, unit_name, stage = self.stages.pop(0)
         with torch_internals.profiled(name, unit_name):
-            following = stage(self._end())
+            following = stage(self._end(), unit_name)
         self.what, self.works = following.what, following.works
         self.finish, self.keeps = following.finish, following.keeps
         return True
@@ -117,28 +117,38 @@ class Pending:
     def _join(self) -> None:
         works, self.works = self.works, ()
         for work, ranks in works:
-            try:
+            with collective(self.what, ranks):
                 work.wait()
-            except RuntimeError as error:
-                raise left_alone(self.what, ranks) from error
         self.keeps = ()
 
 
-Stage = Callable[[Tensor], Pending]
+Stage = Callable[[Tensor, str], Pending]
+"""Starts from a result, in the name of a unit."""
 
 
-def left_alone(what: str, ranks: str) -> RuntimeError:
-    """The error for a collective in which others did not take part, and which of them.
+@contextlib.contextmanager
+def collective(what: str, ranks: str) -> Iterator[None]:
+    """Say in which collective others did not take part, and which of them.
 
     They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
     connections closed.
+
+    Args:
+        what: The operation and this rank.
+        ranks: On which it depends.
+
+    Raises:
+        RuntimeError: What is inside raised one.
     """
-    return RuntimeError(
-        f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
-        "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
-        "the first error on the other ranks; make all ranks run the same units in the same "
-        "order."
-    )
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
+            "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
+            "the first error on the other ranks; make all ranks run the same units in the same "
+            "order."
+        ) from error
 
 
 class Communicator:
@@ -157,8 +167,7 @@ class Communicator:
         where: Which of them this is, for messages.
         device: Of the tensors that the group moves; the one that was current at the sharding.
             Which is current is each thread's own affair, so it is not asked again.
-        after_reduction: What follows each reduction: names, and what makes a stage of a result and
-            the name of a unit.
+        after_reduction: What follows each reduction: names and stages.
         any_rank: Asks which flags are set on any rank; the answer comes when it is called.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
@@ -172,7 +181,7 @@ class Communicator:
         self.device = torch.device("cpu")
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.after_reduction: tuple[tuple[str, Callable[[Tensor, str], Pending]], ...] = ()
+        self.after_reduction: tuple[tuple[str, Stage], ...] = ()
         self.any_rank: Callable[[Flags], Callable[[], Flags]] = _this_rank
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
@@ -231,53 +240,8 @@ class Communicator:
         if self.world_size == 1:
             self.count("reduce_scatter", 0)
             region = pack(gradients, layout, empty, sent_dtype)
-            reduction = Pending(what, (), lambda: region.to(dtype))
-        else:
-            reduction = self._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
-        for name, stage in self.after_reduction:
-            reduction.then(name, unit_name, functools.partial(_of_unit, stage, unit_name))
-        return reduction
-
-    def broadcast_each(self, parts: Sequence[Tensor], what: str) -> None:
-        """Every rank's part to all ranks, in place. Synchronous.
-
-        Args:
-            parts: ``(n,)`` per rank; this rank's has its values.
-            what: The operation, for the message if it fails.
-
-        Raises:
-            RuntimeError: Another rank did not take part within the group's timeout.
-        """
-        group = self.group
-        try:
-            for rank, part in enumerate(parts):
-                if part.numel() and self.world_size > 1:
-                    # As bytes: gloo does not know every dtype.
-                    dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
-        except RuntimeError as error:
-            raise left_alone(f"{what} {self.where}", "every rank") from error
-
-    def collect_each(self, parts: Mapping[int, Tensor], what: str) -> None:
-        """Every rank's part to rank 0 of the group, in place. Synchronous.
-
-        Args:
-            parts: ``(n,)`` by rank: on rank 0 those of all, on the others their own.
-            what: The operation, for the message if it fails.
-
-        Raises:
-            RuntimeError: Another rank did not take part within the group's timeout.
-        """
-        group, tag = self.group, tag_of(what, reduces=False)
-        try:
-            for rank, part in parts.items():
-                if rank == 0 or not part.numel():
-                    continue
-                if self.rank == 0:
-                    dist.recv(part.view(torch.uint8), group=group, group_src=rank, tag=tag)
-                else:
-                    dist.send(part.view(torch.uint8), group=group, group_dst=0, tag=tag)
-        except RuntimeError as error:
-            raise left_alone(f"{what} {self.where}", "every rank") from error
+            return Pending(what, (), lambda: region.to(dtype))
+        return self._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""
@@ -286,13 +250,9 @@ class Communicator:
         traffic.sent_bytes += sent_bytes
 
     def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
-        group = self.group
-        try:
-            work = torch_internals.all_gather_single(
-                whole, slots[self.rank], group=group, async_op=True
-            )
-        except RuntimeError as error:
-            raise left_alone(what, "every rank") from error
+        group, mine = self.group, slots[self.rank]
+        with collective(what, "every rank"):
+            work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
         return [(work, "every rank")]
 
     def _reduce(
@@ -309,7 +269,7 @@ class Communicator:
         self.count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
         finish: Callable[[], Tensor]
         keeps: Sequence[Tensor]
-        try:
+        with collective(what, "every rank"):
             if sent_dtype != dtype or may_overflow(dtype):
                 received = torch.empty_like(region)
                 rows = received.view(self.world_size, layout.shard_numel)
@@ -321,8 +281,6 @@ class Communicator:
                     shard, region, group=group, async_op=True
                 )
                 finish, keeps = functools.partial(shard.div_, self.world_size), (region, shard)
-        except RuntimeError as error:
-            raise left_alone(what, "every rank") from error
         return Pending(what, [(work, "every rank")], finish, keeps)
 
 
@@ -332,10 +290,6 @@ Flags = list[Any]
 
 def _this_rank(flags: Flags) -> Callable[[], Flags]:
     return lambda: flags
-
-
-def _of_unit(stage: Callable[[Tensor, str], Pending], unit_name: str, shard: Tensor) -> Pending:
-    return stage(shard, unit_name)
 
 
 def pack(
@@ -393,18 +347,6 @@ def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
         block = slice(start, start + step)
         torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
     return mean.to(dtype)
-
-
-@functools.cache
-def tag_of(name: str, *, reduces: bool) -> int:
-    """A tag of its own for each name and operation; odd for reductions.
-
-    Messages between two ranks that they enter with different intentions then never meet: they end
-    in the group's timeout, and move nothing into the wrong place. It keeps them apart from the
-    user's own, too.
-    """
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") >> 2 << 1 | reduces
 
 
 def may_overflow(dtype: torch.dtype) -> bool:

@@ -1,7 +1,7 @@
 """Parameters of one dtype laid end to end: the shard that stays, the whole copy that does not.
 
                      main dtype                        compute dtype
-    optimizer <-> parameters (ShardedTensor)      leaves (nn.Parameter) <-> module's forward
+    optimizer <-> parameters (Sharded)            leaves (nn.Parameter) <-> module's forward
                      |  slices of                      |  views of
                      shard  ------ all-gather ------>  buffer
                      ^  slices of                      |  post-accumulate hook moves
@@ -17,6 +17,7 @@ sum.
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -31,9 +32,11 @@ from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
-from lightning_fsdp.core.engine.unreduced_gradient import UnreducedGradient, sparse, stand_in_of
+from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, local_gradient_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
+
+KeepLocal = Callable[[Sharded, Tensor, Sharded | None], LocalGradient]
+"""Of a parameter, its local gradient, and a reduced one that was there before."""
 
 
 class FlatParameter:
@@ -45,6 +48,8 @@ class FlatParameter:
         shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
         home: Where the shard lives, and the way from and to it.
+        keep_local: Makes what stands in ``.grad`` for a parameter's local gradient, and a reduced
+            one beside it.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         holders: Who does.
         divide_factor: What the sum over all ranks is divided by; ``None``: their number.
@@ -61,20 +66,18 @@ class FlatParameter:
         name: str,
         layout: FlatLayout,
         shard: Tensor,
-        parameters: Sequence[ShardedTensor],
+        parameters: Sequence[Sharded],
         communicator: Communicator,
         policy: PrecisionPolicy,
         home: Home,
+        keep_local: KeepLocal,
     ) -> None:
-        self.name = name
-        self.layout = layout
-        self.parameters = tuple(parameters)
-        self.communicator = communicator
-        self.policy = policy
-        self.home = home
+        self.name, self.layout, self.parameters = name, layout, tuple(parameters)
+        self.communicator, self.policy = communicator, policy
+        self.home, self.keep_local = home, keep_local
         self.micro_batch = 0
         self.divide_factor: float | None = None
-        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()
+        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
         self._watchers = Watchers()
         self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
         self.take_in(shard)
@@ -105,15 +108,16 @@ class FlatParameter:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
+        copied = copy.copy(self)
+        copied.micro_batch = 0
+        copied.gradient_watchers, copied._watchers = OrderedDict(), Watchers()
+        copied._on_arrival = []
+        copied.parameters = tuple(copy.deepcopy(p, memo) for p in self.parameters)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
-        parameters: list[ShardedTensor] = [copy.deepcopy(p, memo) for p in self.parameters]
-        for parameter in parameters:
+        for parameter in copied.parameters:
             parameter._local = parameter.spec.part_of(shard)
-        copied = FlatParameter(
-            self.name, self.layout, shard, parameters, self.communicator, self.policy, self.home
-        )
-        copied.divide_factor = self.divide_factor
+        copied.take_in(shard)
         return copied
 
     def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
@@ -199,7 +203,7 @@ class FlatParameter:
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced and not dropped."""
         return bool(self._arrived) or any(
-            stand_in_of(parameter) is not None for parameter in self.parameters
+            local_gradient_of(parameter) is not None for parameter in self.parameters
         )
 
     @property
@@ -232,7 +236,11 @@ class FlatParameter:
             RuntimeError: It is sparse.
         """
         if gradient.layout is not torch.strided:
-            raise sparse(self.name, self.parameters[slot].spec, gradient.layout)
+            raise RuntimeError(
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a dense "
+                f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
+                "the embedding with sparse=False, or pass the parameter in ignored_params."
+            )
         alive = [call for call in (reference() for reference in self._on_arrival) if call]
         if alive:
             alive[-1](self)
@@ -240,9 +248,9 @@ class FlatParameter:
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        stand_in = stand_in_of(self.parameters[slot])
-        if stand_in is not None:  # of earlier backwards
-            stand_in.part.add_(gradient)
+        local = local_gradient_of(self.parameters[slot])
+        if local is not None:  # of earlier backwards
+            local.part.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
         else:
@@ -262,7 +270,7 @@ class FlatParameter:
                 sent_dtype=self.sent_dtype,
                 dtype=self._reduce_dtype,
             )
-        for name, stage in self.home.after_reduction:
+        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
             self._reduction.then(name, self.name, stage)
         self.sends_sums = False
         return has_one
@@ -292,8 +300,8 @@ class FlatParameter:
         while self._arrived:
             slot, gradient = self._arrived.popitem()
             parameter = self.parameters[slot]
-            prior = cast("ShardedTensor | None", parameter.grad)
-            parameter.grad = UnreducedGradient(parameter, prior, gradient.to(self._reduce_dtype))
+            prior = cast(Sharded | None, parameter.grad)
+            parameter.grad = self.keep_local(parameter, gradient.to(self._reduce_dtype), prior)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -316,16 +324,17 @@ class FlatParameter:
         """The local gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
         for slot, parameter in enumerate(self.parameters):
-            stand_in = stand_in_of(parameter)
-            if stand_in is not None:
-                gradients[slot], parameter.grad = stand_in.part, stand_in.prior
+            local = local_gradient_of(parameter)
+            if local is not None:
+                gradients[slot], parameter.grad = local.part, local.prior
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
         """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once, for all the times at which it trains: frozen leaves take no hook.
-        torch_internals.call_after_accumulation(leaf, _GradientHook(self, slot))
+        owner = weakref.ref(self)  # which owns the leaf, which owns the hook
+        torch_internals.call_after_accumulation(leaf, functools.partial(_take_over, owner, slot))
         leaf.requires_grad_(False)
         return leaf
 
@@ -346,32 +355,23 @@ class FlatParameter:
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
-        gradient = total = ShardedTensor(shard, parameter.spec)
-        stand_in = stand_in_of(parameter)
-        present = parameter.grad if stand_in is None else stand_in.prior
+        gradient = total = type(parameter)(shard, parameter.spec)
+        local = local_gradient_of(parameter)
+        present = parameter.grad if local is None else local.prior
         if present is not None:
-            total = cast(ShardedTensor, present.add_(gradient))
-        elif stand_in is not None:
-            stand_in.prior = total
+            total = cast(Sharded, present.add_(gradient))
+        elif local is not None:
+            local.prior = total
         else:
             parameter.grad = total
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 
 
-class _GradientHook:
-    """Moves a leaf's gradient out of ``.grad`` as soon as it is complete."""
-
-    def __init__(self, flat_param: FlatParameter, slot: int) -> None:
-        self._flat_param = weakref.ref(flat_param)  # which owns the leaf, which owns this hook
-        self._slot = slot
-
-    def __call__(self, leaf: Tensor) -> None:
-        flat_param, gradient = self._flat_param(), leaf.grad
-        leaf.grad = None
-        if flat_param is not None and gradient is not None:
-            with torch.no_grad():
-                # With create_graph=True it has a graph, which a reduction would hold for nothing.
-                flat_param.receive(
-                    self._slot, gradient.detach() if gradient.requires_grad else gradient
-                )
+def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
+    """Move a leaf's gradient out of ``.grad`` as soon as it is complete."""
+    owner, gradient, leaf.grad = flat_param(), leaf.grad, None
+    if owner is not None and gradient is not None:
+        with torch.no_grad():
+            # With create_graph=True it has a graph, which a reduction would hold for nothing.
+            owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)

@@ -133,22 +133,6 @@ class FlatLayout:
         last = self.slots[slots[-1]]
         return self.slots[slots[0]].offset, last.offset + last.numel
 
-    def runs(self, min_numel: int) -> list[range]:
-        """Cut the slots into runs of neighbours: large ones alone, small ones together.
-
-        Args:
-            min_numel: Elements from which on a slot is a run of its own.
-
-        Returns:
-            Indices of ``slots``, per run, in order.
-        """
-        firsts = [
-            index
-            for index, slot in enumerate(self.slots)
-            if slot.numel >= min_numel or index == 0 or self.slots[index - 1].numel >= min_numel
-        ]
-        return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(self.slots)], strict=True)]
-
 
 def plan_layout(
     named_shapes: Sequence[tuple[str, tuple[int, ...]]], shard_world_size: int

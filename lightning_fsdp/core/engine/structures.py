@@ -14,15 +14,9 @@ def tensors_in(structure: Any) -> Iterator[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(structure, Tensor):
         yield structure
-    elif isinstance(structure, Mapping):
-        for value in structure.values():
+    else:
+        for _, value in _items(structure):
             yield from tensors_in(value)
-    elif isinstance(structure, (list, tuple)):
-        for value in structure:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        for field in dataclasses.fields(structure):
-            yield from tensors_in(getattr(structure, field.name, None))
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -32,42 +26,36 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(structure, Tensor):
         return function(structure)
+    items = _items(structure)
+    mapped = [(key, map_tensors(value, function)) for key, value in items]
+    if all(new is old for (_, new), (_, old) in zip(mapped, items, strict=True)):
+        return structure
+    return _with_items(structure, mapped)
+
+
+def _items(structure: Any) -> list[tuple[Any, Any]]:
+    """What a structure holds, by key, index or field; nothing where it is none."""
     if isinstance(structure, Mapping):
-        items = {key: map_tensors(value, function) for key, value in structure.items()}
-        return _with_items(structure, items)
+        return list(structure.items())
     if isinstance(structure, (list, tuple)):
-        return _with_values(structure, [map_tensors(value, function) for value in structure])
+        return list(enumerate(structure))
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         names = [field.name for field in dataclasses.fields(structure)]
-        fields = {name: getattr(structure, name) for name in names if hasattr(structure, name)}
-        mapped = {name: map_tensors(value, function) for name, value in fields.items()}
-        return _with_fields(structure, fields, mapped)
-    return structure
+        return [(name, getattr(structure, name)) for name in names if hasattr(structure, name)]
+    return []
 
 
-def _with_items(structure: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if all(items[key] is value for key, value in structure.items()):
-        return structure
-    if type(structure) is dict:
-        return items
-    copied: Any = copy.copy(structure)
-    for key, value in items.items():
-        copied[key] = value
-    return copied
-
-
-def _with_values(structure: list[Any] | tuple[Any, ...], values: list[Any]) -> Any:
-    if all(new is old for new, old in zip(values, structure, strict=True)):
-        return structure
-    if hasattr(structure, "_fields"):  # a named tuple takes its values one by one
-        return type(structure)(*values)
-    return type(structure)(values)
-
-
-def _with_fields(structure: Any, fields: dict[str, Any], mapped: dict[str, Any]) -> Any:
-    if all(mapped[name] is value for name, value in fields.items()):
-        return structure
+def _with_items(structure: Any, items: list[tuple[Any, Any]]) -> Any:
+    if isinstance(structure, (list, tuple)):
+        values = [value for _, value in items]
+        # A named tuple takes its values one by one.
+        return (
+            type(structure)(*values) if hasattr(structure, "_fields") else type(structure)(values)
+        )
     copied = copy.copy(structure)
-    for name, value in mapped.items():
-        object.__setattr__(copied, name, value)  # frozen dataclasses too
+    for key, value in items:
+        if isinstance(structure, Mapping):
+            copied[key] = value
+        else:
+            object.__setattr__(copied, key, value)  # frozen dataclasses too
     return copied

@@ -18,7 +18,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.engine.sharded import Sharded
 
 _log = logging.getLogger(__name__)
 
@@ -143,19 +143,14 @@ class Unit:
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forward needs the parameters, as far as they are alive."""
-        modules = []
-        for reference in self._modules:
-            module = reference()
-            if module is not None:
-                modules.append(module)
-        return tuple(modules)
+        return tuple(module for reference in self._modules if (module := reference()) is not None)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
         """What is whole at once."""
         return iter(self.sites)
 
-    def parameters(self) -> Iterator[ShardedTensor]:
+    def parameters(self) -> Iterator[Sharded]:
         """The sharded parameters that the unit uses."""
         for flat_param, slots in self.sites.items():
             for slot in slots:
@@ -240,7 +235,7 @@ class Unit:
             except RuntimeError as error:  # that a collective never ended may be what happened
                 _log.warning("while recovering: %s", error)
 
-    def _describe_replaced(self, parameter: ShardedTensor, site: Site) -> str:
+    def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (
             f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter "
             f"that was sharded at {parameter.spec.name!r}, got another object: somebody assigned a "

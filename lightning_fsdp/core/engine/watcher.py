@@ -9,7 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-    from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
+    from lightning_fsdp.core.engine.sharded import Sharded
     from lightning_fsdp.core.engine.unit import Unit
 
 
@@ -100,6 +100,6 @@ class GradientWatcher:
         """The mean over ranks has landed: this rank's slice, main dtype; likewise."""
 
     def on_added(
-        self, flat_param: FlatParameter, slot: int, gradient: ShardedTensor, total: ShardedTensor
+        self, flat_param: FlatParameter, slot: int, gradient: Sharded, total: Sharded
     ) -> None:
         """It was added to ``total``; which is the same object where there was none before."""

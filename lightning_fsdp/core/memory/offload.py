@@ -39,7 +39,7 @@ class OffloadedHome(Home):
         self._there = there
         self.device = _HOST
         self.policy = policy
-        self.after_reduction = (("bring_home", self.to_host),)
+        self.after_reduction = (("bring_home", lambda shard, unit_name: self.to_host(shard)),)
         self._pins = policy.pin_memory
 
     def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:

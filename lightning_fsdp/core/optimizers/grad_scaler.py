@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, handle
-from lightning_fsdp.core.engine.unreduced_gradient import UNSCALE, UnreducedGradient
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle
+from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 
 
 def support_grad_scaler(then: Callable[[Collection[ShardSpec]], None]) -> None:

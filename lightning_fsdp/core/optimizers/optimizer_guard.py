@@ -25,17 +25,18 @@ from torch.optim.optimizer import (
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec
-from lightning_fsdp.core.engine.unreduced_gradient import (
-    UnreducedGradient,
-    unreduced,
-    zero_gradient,
-)
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import is_known, whole_tensors_of
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.tensors.slices import slices_beside
+from lightning_fsdp.core.tensors.unreduced_gradient import (
+    UnreducedGradient,
+    unreduced,
+    zero_gradient,
+)
 
 # Per optimizer, which state it had when that was last looked through, and its entries: how many,
 # and how many of them sharded.

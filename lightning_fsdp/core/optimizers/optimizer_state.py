@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.whole_state import (
     Owned,
@@ -19,6 +18,7 @@ from lightning_fsdp.core.optimizers.whole_state import (
     state_of_all,
 )
 from lightning_fsdp.core.state.full_state import mesh_rank_of, whole_of
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:

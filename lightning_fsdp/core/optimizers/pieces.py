@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.blocks import Blocks, blocks_of
 from lightning_fsdp.core.optimizers.fingerprints import Fingerprint
 from lightning_fsdp.core.optimizers.owners import Cut
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.torch_internals import has_values
 
 NOBODY = -1

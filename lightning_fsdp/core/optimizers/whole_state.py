@@ -16,6 +16,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.owners import Cut, Load
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
+from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
 from lightning_fsdp.core.ranks.groups import control_of
 
 
@@ -50,13 +51,13 @@ class Owned:
             whole.copy_(value)
         flat = whole.view(-1)
         if rank0_only:
-            communicator.collect_each({self.owner: flat}, "optimizer state")
+            collect_each(communicator, {self.owner: flat}, "optimizer state")
         else:
             none = flat[:0]
             parts = [
                 flat if rank == self.owner else none for rank in range(communicator.world_size)
             ]
-            communicator.broadcast_each(parts, "optimizer state")
+            broadcast_each(communicator, parts, "optimizer state")
         return whole.to("meta") if rank0_only and me != 0 else whole
 
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.optimizers.blocks import blocks_in
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
 from lightning_fsdp.core.optimizers.optimizer_classes import (
@@ -41,6 +40,7 @@ from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, ShardedTensors,
 from lightning_fsdp.core.optimizers.travel import from_owners, grouped, to_owners
 from lightning_fsdp.core.optimizers.twin import Twin
 from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class WholeTensors:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, Pending, left_alone, may_overflow
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective, may_overflow
 from lightning_fsdp.core.engine.torch_internals import alive, all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
@@ -82,10 +82,8 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
         return rows.copy_(mine)
     if mine.numel():
         group = communicator.group
-        try:
+        with collective(f"{what} {communicator.where}", "every rank"):
             all_gather_single(rows.view(-1), mine.contiguous(), group=group)
-        except RuntimeError as error:
-            raise left_alone(f"{what} {communicator.where}", "every rank") from error
     return rows
 
 
@@ -108,10 +106,8 @@ class _Replicas:
         dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
         communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
         group = alive(self._group)
-        try:
+        with collective(what, "every replica"):
             work = dist.all_reduce(shard, group=group, async_op=True)
-        except RuntimeError as error:
-            raise left_alone(what, "every replica") from error
         works = [(work, "every replica")]
         return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
 

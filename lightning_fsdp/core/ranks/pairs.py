@@ -8,6 +8,7 @@ whichever rank owns a shard.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +21,9 @@ from lightning_fsdp.core.engine.communicator import (
     Empty,
     Pending,
     Works,
-    left_alone,
+    collective,
     may_overflow,
     pack,
-    tag_of,
 )
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 
@@ -83,7 +83,7 @@ class PairCommunicator(Communicator):
     ) -> Pending:
         pieces = [
             Piece(layout.extent(slots)[0], pack(gradients, layout, empty, sent_dtype, slots))
-            for slots in layout.runs(_LARGE_NUMEL)
+            for slots in cut_into_runs(layout, _LARGE_NUMEL)
         ]
         shard_numel = layout.shard_numel
         shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
@@ -114,7 +114,7 @@ class PairCommunicator(Communicator):
         works: Works = []
         group = self.group
         for peer in self._peers():
-            try:
+            with collective(what, f"rank {peer}"):
                 for data in into(peer):
                     receive = dist.irecv(data, group=group, group_src=peer, tag=tag)
                     assert receive is not None, "this rank is in the group"
@@ -123,8 +123,6 @@ class PairCommunicator(Communicator):
                     send = dist.isend(data, group=group, group_dst=peer, tag=tag)
                     assert send is not None, "this rank is in the group"
                     works.append((send, f"rank {peer}"))
-            except RuntimeError as error:
-                raise left_alone(what, f"rank {peer}") from error
         return works
 
     def _peers(self) -> list[int]:
@@ -167,3 +165,30 @@ def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
         if low < high:
             cut.append(Piece(low - start, piece.data[low - piece.offset : high - piece.offset]))
     return cut
+
+
+@functools.cache
+def tag_of(name: str, *, reduces: bool) -> int:
+    """A tag of its own for each name and operation; odd for reductions.
+
+    Messages between two ranks that they enter with different intentions then never meet: they end
+    in the group's timeout, and move nothing into the wrong place. It keeps them apart from the
+    user's own, too.
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 2 << 1 | reduces
+
+
+def cut_into_runs(layout: FlatLayout, min_numel: int) -> list[range]:
+    """Cut the slots of a layout into runs of neighbours: large ones alone, small ones together.
+
+    Args:
+        layout: Of a region.
+        min_numel: Elements from which on a slot is a run of its own.
+
+    Returns:
+        Indices of slots, per run, in order.
+    """
+    is_large = [slot.numel >= min_numel for slot in layout.slots]
+    firsts = [i for i, large in enumerate(is_large) if large or i == 0 or is_large[i - 1]]
+    return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(is_large)], strict=True)]

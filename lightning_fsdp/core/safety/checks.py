@@ -19,10 +19,10 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _DEVICE_TYPES = "cpu", "cuda"
 

@@ -16,8 +16,8 @@ from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, flatten
 from lightning_fsdp.core.engine.watcher import Watcher
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter

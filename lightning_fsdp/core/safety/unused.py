@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, cast
 
 from lightning_fsdp.core.engine.communicator import Flags
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.engine.watcher import Watcher
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -43,7 +43,8 @@ class UnusedParameters(Watcher):
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
-        for parameter, is_used in zip(flat_param.parameters, has_one, strict=True):
+        parameters = cast(Sequence[ShardedTensor], flat_param.parameters)
+        for parameter, is_used in zip(parameters, has_one, strict=True):
             usage = self._usage.setdefault(
                 parameter, _Usage(False, parameter.grad is not None, flat_param.micro_batch)
             )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, make_parameter
-from lightning_fsdp.core.engine.torch_internals import swap_tensors
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
+from lightning_fsdp.core.torch_internals import swap_tensors
 
 
 def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
@@ -17,7 +20,7 @@ def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
         dtype: The one to be.
     """
     shard = flat_param.home.new_shard(flat_param.shard.numel(), dtype).copy_(flat_param.shard)
-    for parameter in flat_param.parameters:
+    for parameter in cast(Sequence[ShardedTensor], flat_param.parameters):
         gradient, parameter.grad = parameter.grad, None
         spec, marks = parameter.spec, dict(parameter.__dict__)
         converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)

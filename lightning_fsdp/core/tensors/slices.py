@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.engine.sharded_tensor import (
+from lightning_fsdp.core.tensors.sharded_tensor import (
     Handler,
     ShardedTensor,
     flatten,

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, handle
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle
 from lightning_fsdp.core.tensors.slices import slices_beside
 
 aten = torch.ops.aten

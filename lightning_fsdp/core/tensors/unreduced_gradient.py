@@ -12,28 +12,27 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from lightning_fsdp.core.engine.sharded_tensor import ShardedTensor, ShardSpec, flatten
+from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, ShardSpec
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
 
 aten = torch.ops.aten
 
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradient scaler
 
 
-class UnreducedGradient(ShardedTensor):
+class UnreducedGradient(ShardedTensor, LocalGradient):
     """Owns the sum of a parameter's local gradients, which goes when this is dropped."""
 
-    prior: ShardedTensor | None  # reduced gradient of earlier micro-batches, to be added to
-    part: Tensor  # the sum: original shape, reduce dtype
-    _parameter: weakref.ref[ShardedTensor]
+    _parameter: weakref.ref[Sharded]
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034
-        cls, parameter: ShardedTensor, prior: ShardedTensor | None, part: Tensor
+        cls, parameter: Sharded, part: Tensor, prior: Sharded | None
     ) -> UnreducedGradient:
         stand_in: UnreducedGradient = super().__new__(  # type: ignore[assignment]
             cls, parameter.to_local().new_empty(0), parameter.spec
         )
-        stand_in.prior, stand_in.part = prior, part
+        stand_in.part, stand_in.prior = part, prior
         stand_in._parameter = weakref.ref(parameter)
         return stand_in
 
@@ -104,21 +103,6 @@ def unreduced(spec: ShardSpec, what: str) -> RuntimeError:
     )
 
 
-def zero_gradient(parameter: ShardedTensor) -> ShardedTensor:
+def zero_gradient(parameter: Sharded) -> ShardedTensor:
     """A reduced gradient of zeros."""
     return ShardedTensor(torch.zeros_like(parameter.to_local()), parameter.spec)
-
-
-def stand_in_of(parameter: ShardedTensor) -> UnreducedGradient | None:
-    """What waits in ``.grad``, the one truth: what was set to None or zeroed there is gone."""
-    present = parameter.grad
-    return present if isinstance(present, UnreducedGradient) else None
-
-
-def sparse(unit_name: str, spec: ShardSpec, layout: torch.layout) -> RuntimeError:
-    """What to raise for a gradient that is not dense."""
-    return RuntimeError(
-        f"unit {unit_name!r} (rank {spec.communicator.mesh_rank}): expected a dense gradient of "
-        f"{spec.name!r}, got {layout}. Build the embedding with sparse=False, or pass the "
-        "parameter in ignored_params."
-    )

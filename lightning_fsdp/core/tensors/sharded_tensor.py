@@ -2,7 +2,7 @@
 
 A :class:`ShardedTensor` stands for a whole tensor of which this rank owns the elements
 ``[start, stop)`` in row-major order. Sharded parameters, their gradients, their optimizer state and
-the values of ``state_dict()`` are of this one class.
+the values of ``state_dict()`` are of this one class. What the engine needs of it is in ``Sharded``.
 
 What an operation does with them hangs on it from outside (:func:`handle`); one that nothing handles
 raises, and names the cure.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -21,54 +21,19 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.flat_chunks import FlatChunks
-from lightning_fsdp.core.engine.home import Home
-from lightning_fsdp.core.engine.layout import FlatLayout, FlatSlice, Slot
+from lightning_fsdp.core.engine.layout import FlatSlice
+from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
+from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 
-@dataclass(eq=False)
-class ShardSpec:
-    """Which slice of which region a sharded tensor is. One per parameter, shared by its gradient.
-
-    Attributes:
-        name: Original name of the parameter; kept up to date when an outer module is sharded.
-        slot: Its place in the flat parameter's region.
-        layout: The layout of that region.
-        communicator: The sharding group.
-        home: Where shards live, and the way from and to it.
-        slice: The elements that this rank owns.
-    """
-
-    name: str
-    slot: Slot
-    layout: FlatLayout
-    communicator: Communicator = field(repr=False)
-    home: Home = field(repr=False)
-    slice: FlatSlice = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
-
-    def slice_of(self, whole: Tensor) -> Tensor:
-        """This rank's ``(slice.numel,)`` elements of a whole tensor of the original shape."""
-        return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
-
-    def part_of(self, shard: Tensor) -> Tensor:
-        """This rank's ``(slice.numel,)`` elements in its shard of the region, sharing memory."""
-        offset = self.layout.offset_in_shard(self.slot, self.communicator.rank)
-        return shard.narrow(0, offset, self.slice.numel)
-
-
-class ShardedTensor(FlatChunks, Tensor):
+class ShardedTensor(Sharded, FlatChunks):
     """A tensor of which this rank holds one slice.
 
     Made by :func:`~lightning_fsdp.fully_shard`, not by hand. ``shape``, ``dtype`` and ``device``
     are those of the whole tensor. ``torch.distributed.checkpoint`` saves and loads it in place.
     """
 
-    _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
-    spec: ShardSpec
     micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
     gradient_hooks: OrderedDict[int, Callable[..., Any]] | None  # of a parameter: see below
     _aliases: weakref.WeakSet[ShardedTensor] | None  # what detach() and .data gave, over its memory
@@ -77,11 +42,9 @@ class ShardedTensor(FlatChunks, Tensor):
     def __new__(  # noqa: D102, PYI034
         cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False
     ) -> ShardedTensor:
-        sharded: ShardedTensor = torch_internals.wrap_without_storage(  # type: ignore[assignment]
-            cls, spec.slot.shape, local, requires_grad
+        sharded: ShardedTensor = super().__new__(  # type: ignore[assignment]
+            cls, local, spec, requires_grad=requires_grad
         )
-        sharded._local = local
-        sharded.spec = spec
         sharded.micro_batches = {}
         sharded.gradient_hooks = None
         sharded._aliases = None
@@ -98,10 +61,6 @@ class ShardedTensor(FlatChunks, Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _handlers[func](func, args, kwargs or {})
-
-    def to_local(self) -> Tensor:
-        """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
-        return self._local
 
     @property
     def flat_slice(self) -> FlatSlice:
@@ -123,16 +82,17 @@ class ShardedTensor(FlatChunks, Tensor):
         what, local = f"full_tensor of {spec.name!r}", self._local.detach()
         with torch.no_grad():
             if rank0_only and communicator.rank != 0:
-                communicator.collect_each({communicator.rank: local.to(home.compute_device)}, what)
+                mine = {communicator.rank: local.to(home.compute_device)}
+                collect_each(communicator, mine, what)
                 return torch.empty(slot.shape, dtype=local.dtype, device="meta")
             pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
             whole = home.empty(slot.numel, local.dtype)
             home.to_device(local, whole[spec.slice.start : spec.slice.stop])
             parts = [whole[piece.start : piece.stop] for piece in pieces]
             if rank0_only:
-                communicator.collect_each(dict(enumerate(parts)), what)
+                collect_each(communicator, dict(enumerate(parts)), what)
             else:
-                communicator.broadcast_each(parts, what)
+                broadcast_each(communicator, parts, what)
             whole = home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
 

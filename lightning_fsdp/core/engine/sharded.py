@@ -1,0 +1,84 @@
+"""A tensor of which this rank holds one slice: a parameter, its gradient, its optimizer state.
+
+The engine knows where the slice lies and what it belongs to. What a user may do with such a tensor
+is the business of the class that derives from it (``tensors/sharded_tensor.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.layout import FlatLayout, FlatSlice, Slot
+
+
+@dataclass(eq=False)
+class ShardSpec:
+    """Which slice of which region a sharded tensor is. One per parameter, shared by its gradient.
+
+    Attributes:
+        name: Original name of the parameter; kept up to date when an outer module is sharded.
+        slot: Its place in the flat parameter's region.
+        layout: The layout of that region.
+        communicator: The sharding group.
+        home: Where shards live, and the way from and to it.
+        slice: The elements that this rank owns.
+    """
+
+    name: str
+    slot: Slot
+    layout: FlatLayout
+    communicator: Communicator = field(repr=False)
+    home: Home = field(repr=False)
+    slice: FlatSlice = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
+
+    def slice_of(self, whole: Tensor) -> Tensor:
+        """This rank's ``(slice.numel,)`` elements of a whole tensor of the original shape."""
+        return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
+
+    def part_of(self, shard: Tensor) -> Tensor:
+        """This rank's ``(slice.numel,)`` elements in its shard of the region, sharing memory."""
+        offset = self.layout.offset_in_shard(self.slot, self.communicator.rank)
+        return shard.narrow(0, offset, self.slice.numel)
+
+
+class Sharded(Tensor):
+    """Shape, dtype and device of the whole tensor outside; this rank's slice inside."""
+
+    _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
+    spec: ShardSpec
+
+    @staticmethod
+    def __new__(cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> Sharded:  # noqa: D102, PYI034
+        sharded: Sharded = torch_internals.wrap_without_storage(  # type: ignore[assignment]
+            cls, spec.slot.shape, local, requires_grad
+        )
+        sharded._local, sharded.spec = local, spec
+        return sharded
+
+    def to_local(self) -> Tensor:
+        """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
+        return self._local
+
+
+class LocalGradient(Sharded):
+    """What stands in ``.grad`` while only this rank's own, not yet reduced gradient exists.
+
+    ``.grad`` is the one truth: whoever sets it to ``None`` or zeroes it drops the gradient.
+    """
+
+    part: Tensor  # the sum of this rank's own: original shape, reduce dtype
+    prior: Sharded | None  # reduced gradient of earlier micro-batches, to be added to
+
+
+def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
+    """What waits in ``.grad`` to be reduced."""
+    present = parameter.grad
+    return present if isinstance(present, LocalGradient) else None
