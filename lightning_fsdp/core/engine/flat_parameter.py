@@ -90,6 +90,8 @@ class FlatParameter:
         layout, home = self.layout, self.home
         self.shard = shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
+        own = slice(*layout.shard_range(self.communicator.rank))
+        self._own = self.buffer.flat[own]  # what a gather sends
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy = ParameterState.UNSHARDED
         self._gather: Pending | None = None
@@ -149,9 +151,8 @@ class FlatParameter:
             for call in self._watchers.before_whole:
                 call(self)
             self.buffer.allocate()
-            start, stop = self.layout.shard_range(self.communicator.rank)
             with torch.no_grad():
-                self.home.to_device(self.shard, self.buffer.flat[start:stop])  # casts on the way
+                self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.gather(self.buffer.flat, self.name)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
             self.holders.discard(holder)
@@ -248,8 +249,7 @@ class FlatParameter:
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        local = local_gradient_of(self.parameters[slot])
-        if local is not None:  # of earlier backwards
+        if (local := local_gradient_of(self.parameters[slot])) is not None:  # of backwards before
             local.part.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
@@ -324,8 +324,7 @@ class FlatParameter:
         """The local gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
         for slot, parameter in enumerate(self.parameters):
-            local = local_gradient_of(parameter)
-            if local is not None:
+            if (local := local_gradient_of(parameter)) is not None:
                 gradients[slot], parameter.grad = local.part, local.prior
         return gradients
 

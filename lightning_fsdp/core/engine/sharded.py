@@ -7,6 +7,7 @@ is the business of the class that derives from it (``tensors/sharded_tensor.py``
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from torch import Tensor
 
@@ -56,8 +57,8 @@ class Sharded(Tensor):
     spec: ShardSpec
 
     @staticmethod
-    def __new__(cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> Sharded:  # noqa: D102, PYI034
-        sharded: Sharded = torch_internals.wrap_without_storage(  # type: ignore[assignment]
+    def __new__(cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> Self:  # noqa: D102
+        sharded: Self = torch_internals.wrap_without_storage(  # type: ignore[assignment]
             cls, spec.slot.shape, local, requires_grad
         )
         sharded._local, sharded.spec = local, spec

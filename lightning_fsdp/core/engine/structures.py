@@ -27,6 +27,8 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(structure, Tensor):
         return function(structure)
     items = _items(structure)
+    if not items:
+        return structure
     mapped = [(key, map_tensors(value, function)) for key, value in items]
     if all(new is old for (_, new), (_, old) in zip(mapped, items, strict=True)):
         return structure

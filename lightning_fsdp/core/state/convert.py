@@ -24,8 +24,7 @@ def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
         gradient, parameter.grad = parameter.grad, None
         spec, marks = parameter.spec, dict(parameter.__dict__)
         converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)
-        converted.__dict__.update({**marks, **converted.__dict__})
-        converted.gradient_hooks = parameter.gradient_hooks
+        converted.__dict__.update({**marks, **converted.__dict__, "_aliases": None})
         swap_tensors(parameter, converted)
         if isinstance(gradient, ShardedTensor):
             parameter.grad = ShardedTensor(gradient.to_local().to(dtype), spec)

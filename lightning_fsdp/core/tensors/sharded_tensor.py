@@ -34,21 +34,10 @@ class ShardedTensor(Sharded, FlatChunks):
     are those of the whole tensor. ``torch.distributed.checkpoint`` saves and loads it in place.
     """
 
-    micro_batches: dict[int, ShardedTensor]  # of a gradient: what each added, where kept apart
-    gradient_hooks: OrderedDict[int, Callable[..., Any]] | None  # of a parameter: see below
-    _aliases: weakref.WeakSet[ShardedTensor] | None  # what detach() and .data gave, over its memory
-
-    @staticmethod
-    def __new__(  # noqa: D102, PYI034
-        cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False
-    ) -> ShardedTensor:
-        sharded: ShardedTensor = super().__new__(  # type: ignore[assignment]
-            cls, local, spec, requires_grad=requires_grad
-        )
-        sharded.micro_batches = {}
-        sharded.gradient_hooks = None
-        sharded._aliases = None
-        return sharded
+    # Of a parameter: see register_post_accumulate_grad_hook.
+    gradient_hooks: OrderedDict[int, Callable[..., Any]] | None = None
+    # What detach() and .data gave, over its memory.
+    _aliases: weakref.WeakSet[ShardedTensor] | None = None
 
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
 
@@ -61,6 +50,12 @@ class ShardedTensor(Sharded, FlatChunks):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return _handlers[func](func, args, kwargs or {})
+
+    @property
+    def micro_batches(self) -> dict[int, ShardedTensor]:
+        """Of a gradient: what each micro-batch added, where they are kept apart."""
+        kept: dict[int, ShardedTensor] = self.__dict__.setdefault("_micro_batches", {})
+        return kept
 
     @property
     def flat_slice(self) -> FlatSlice:

@@ -7,7 +7,7 @@ or a value taken from it would differ between the ranks.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -26,12 +26,8 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
     _parameter: weakref.ref[Sharded]
 
     @staticmethod
-    def __new__(  # noqa: D102, PYI034
-        cls, parameter: Sharded, part: Tensor, prior: Sharded | None
-    ) -> UnreducedGradient:
-        stand_in: UnreducedGradient = super().__new__(  # type: ignore[assignment]
-            cls, parameter.to_local().new_empty(0), parameter.spec
-        )
+    def __new__(cls, parameter: Sharded, part: Tensor, prior: Sharded | None) -> Self:  # noqa: D102
+        stand_in = super().__new__(cls, parameter.to_local().new_empty(0), parameter.spec)
         stand_in.part, stand_in.prior = part, prior
         stand_in._parameter = weakref.ref(parameter)
         return stand_in
