@@ -20,7 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 if it is written.
     """
     args = make_parser().parse(arguments)
-    with tqdm(unit="B", unit_scale=True, desc=str(args.target), leave=False) as bar:
+    bar = tqdm(  # shown once the size is known: an error stands alone
+        unit="B", unit_scale=True, desc=str(args.target), leave=False, delay=1e-9
+    )
+    with bar:
 
         def on_total(num_bytes: int) -> None:
             bar.reset(total=num_bytes)
