@@ -7,7 +7,7 @@ corpora, each tokenised and kept as any other. Their documents belong together o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from recipes import documents
 from recipes.corpus import Corpus
-from recipes.documents import mistake
+from recipes.documents import CorpusError
 from recipes.packing import TokenFile, prepare
 
 _SEARCHED_AT_ONCE = 2**20
-_WITH_FIELDS = frozenset({".json", ".jsonl", ".csv", ".parquet"})
 IGNORED = -100
 """A label that cross_entropy leaves out."""
 
@@ -78,13 +78,7 @@ class Answers(Dataset[dict[str, Tensor]]):
 
 
 def prepare_answers(
-    corpus: Corpus,
-    answer_field: str,
-    tokenizer: str | None,
-    *,
-    vocab_size: int,
-    end_of_text: str,
-    cache_dir: Path,
+    corpus: Corpus, answer_field: str, tokenizer: str | None, **options: Any
 ) -> tuple[TokenFile, TokenFile]:
     """Tokenise prompts and answers, or find them tokenised.
 
@@ -93,9 +87,7 @@ def prepare_answers(
         answer_field: The field that holds the answers.
         tokenizer: As of :func:`~recipes.tokenizer.load_tokenizer`; ``None``: one is trained on the
             answers.
-        vocab_size: As of :func:`~recipes.packing.prepare`, like the rest.
-        end_of_text: Likewise.
-        cache_dir: Likewise.
+        options: Of :func:`~recipes.packing.prepare`.
 
     Returns:
         Prompts and answers.
@@ -105,30 +97,26 @@ def prepare_answers(
     """
     if corpus.text_field == answer_field:
         expected = f"another field for the answers than that of the prompts, '{answer_field}'"
-        raise mistake(corpus.root, expected, "the same", "Set --data.text_field to the prompts'.")
+        cure = "Set --data.text_field to the prompts'."
+        raise CorpusError.at(corpus.root, expected, "the same", cure)
+    with_fields = sorted(documents.READERS.keys() - {".txt"})
     for path in corpus.files:
-        if path.suffix not in _WITH_FIELDS:
-            expected = f"files with fields ({', '.join(sorted(_WITH_FIELDS))})"
-            raise mistake(path, expected, "plain text", "Leave out --data.answer_field.")
+        if path.suffix.lower() not in with_fields:
+            expected = f"files with fields ({', '.join(with_fields)})"
+            raise CorpusError.at(path, expected, "plain text", "Leave out --data.answer_field.")
     both = []
     for field in (answer_field, corpus.text_field):
-        found = prepare(
-            replace(corpus, text_field=field),
-            tokenizer,
-            vocab_size=vocab_size,
-            end_of_text=end_of_text,
-            cache_dir=cache_dir,
-        )
+        found = prepare(replace(corpus, text_field=field), tokenizer, **options)
         if found.num_empty or found.num_skipped:
             got = f"{found.num_empty} empty ones and {found.num_skipped} that cannot be read"
             cure = "Take out those lines."
-            raise mistake(corpus.root, f"text in each '{field}'", got, cure)
+            raise CorpusError.at(corpus.root, f"text in each '{field}'", got, cure)
         tokenizer = str(found.folder / "tokenizer.json")  # of the answers, for the prompts
         both.append(found)
     answers, prompts = both
     if answers.num_documents != prompts.num_documents:
         expected, got = f"{prompts.num_documents} answers", str(answers.num_documents)
-        raise mistake(corpus.root, expected, got, "Give every prompt one answer.")
+        raise CorpusError.at(corpus.root, expected, got, "Give every prompt one answer.")
     return prompts, answers
 
 

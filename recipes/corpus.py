@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,11 +18,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recipes import documents
-from recipes.documents import CorpusError, Piece, mistake, opened, unreadable
+from recipes.documents import CorpusError, Piece, opened, unreadable
 
-_SKIPPED = frozenset(
-    {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"}
-)
+_SKIPPED = re.compile("__pycache__|config-.*|(dist|site)-packages|idlelib|lib2to3|tests?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +94,12 @@ def open_corpus(path: Path, **options: Any) -> Corpus:
     if not files:
         kinds = f"at least one file of {', '.join(sorted(documents.READERS))}"
         cure = "Put text there, or leave --data.path out to use Python's own sources."
-        raise mistake(path, kinds, f"{len(found)} other files" if found else "nothing", cure)
+        raise CorpusError.at(path, kinds, f"{len(found)} other files" if found else "nothing", cure)
     examples = {entry.suffix.lower() in documents.TABLES: entry for entry in files}
     if len(examples) > 1:
         got = f"'{examples[True]}' beside '{examples[False]}'"
         cure = "Name the one or the other, or a folder that has one kind alone, with --data.path."
-        raise mistake(path, "tables or files of text", got, cure)
+        raise CorpusError.at(path, "tables or files of text", got, cure)
     root = path if is_folder else path.parent
     return Corpus(root=root, files=tuple(files), **options)
 
@@ -120,9 +119,7 @@ def standard_library(max_bytes: int) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name for name in subfolders if not name.startswith("config-") and name not in _SKIPPED
-        ]
+        subfolders[:] = [name for name in subfolders if not _SKIPPED.fullmatch(name)]
         found.extend(Path(folder, name) for name in names if name.endswith(".py"))
     found.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
     files: list[Path] = []
@@ -136,7 +133,8 @@ def standard_library(max_bytes: int) -> Corpus:
             files.append(path)
     if not files:
         cure = "Name a folder with --data.path, or raise --data.standard_library_mb."
-        raise mistake(root, f"this Python's source files within {max_bytes:,} bytes", "none", cure)
+        expected = f"this Python's source files within {max_bytes:,} bytes"
+        raise CorpusError.at(root, expected, "none", cure)
     return Corpus(root=root, files=tuple(files))
 
 

@@ -86,16 +86,13 @@ class TextData(L.LightningDataModule):
         super().__init__()
         least = {"vocab_size": MIN_VOCAB_SIZE, "num_workers": 0}
         for name in ("vocab_size", "max_object_size", "seq_len", "batch_size", "num_workers"):
-            if getattr(self, name) < least.get(name, 1):
-                raise RecipeError(
-                    f"{name}: expected {least.get(name, 1)} or more, got {getattr(self, name)}. "
-                    f"Correct --data.{name}."
-                )
+            wanted, value = least.get(name, 1), getattr(self, name)
+            if value < wanted:
+                raise RecipeError.at(name, f"{wanted} or more", value, f"Correct --data.{name}.")
         if not 0 <= self.val_fraction < 1:
-            raise RecipeError(
-                f"val_fraction: expected 0 or more and less than 1, got {self.val_fraction}. "
-                f"Correct --data.val_fraction."
-            )
+            expected, cure = "0 or more and less than 1", "Correct --data.val_fraction."
+            raise RecipeError.at("val_fraction", expected, self.val_fraction, cure)
+        self.cache_dir = Path(self.cache_dir)
         self.tokens: TokenFile | None = None
         self.train: PackedSequences | Answers
         self.val: PackedSequences | Answers
@@ -115,15 +112,11 @@ class TextData(L.LightningDataModule):
                 rank a batch.
         """
         self._open_together()
-        self.require_enough(self._shard()["num_replicas"], for_training=stage == "fit")
-        if stage == "fit":
-            self._train_loader = ResumableLoader(
-                self.train,
-                seed=self.seed,
-                persistent_workers=self.num_workers > 0,
-                **self._shard(),
-                **self._loading(),
-            )
+        ranks, is_training = self._shard(), stage == "fit"
+        self.require_enough(ranks["num_replicas"], for_training=is_training)
+        if is_training:
+            options = {"persistent_workers": self.num_workers > 0, **self._loading()}
+            self._train_loader = ResumableLoader(self.train, seed=self.seed, **ranks, **options)
 
     def open(self) -> TokenFile:
         """Prepare the corpus if need be, split it, and return it. Needs no Trainer.
@@ -132,29 +125,24 @@ class TextData(L.LightningDataModule):
         """
         if self.tokens is not None:
             return self.tokens
-        options: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "end_of_text": self.end_of_text,
-            "cache_dir": Path(self.cache_dir),
-        }
+        options = self._chosen("tokenizer", "vocab_size", "end_of_text", "cache_dir")
+        shape = (self.seq_len, self.val_fraction)
         if self.answer_field is not None:
-            corpus, field = self._corpus(), self.answer_field
-            prompts, self.tokens = prepare_answers(corpus, field, self.tokenizer, **options)
-            self.train, self.val = split_answers(
-                prompts, self.tokens, self.seq_len, self.val_fraction
-            )
-            return self.tokens
-        self.tokens = prepare(self._corpus(), self.tokenizer, **options)
-        if self.tokens.num_skipped:
+            prompts, tokens = prepare_answers(self._corpus(), self.answer_field, **options)
+            self.train, self.val = split_answers(prompts, tokens, *shape)
+        else:
+            tokens = prepare(self._corpus(), **options)
+            self.train, self.val = split_at_document(tokens, *shape)
+        if tokens.num_skipped:
             rank_zero_warn(
-                f"Corpus: {self.tokens.num_skipped:,} files, lines, objects or rows could not be "
-                f"read and are left out. All of them are in {self.tokens.folder / 'skipped.txt'}; "
-                f"the first: {self.tokens.first_skipped()}"
+                f"Corpus: {tokens.num_skipped:,} files, lines, objects or rows could not be read "
+                f"and are left out. All of them are in {tokens.folder / 'skipped.txt'}; the first: "
+                f"{tokens.first_skipped()}"
             )
-        if self.tokens.num_empty:
-            rank_zero_info(f"Corpus: {self.tokens.num_empty:,} empty documents, which add nothing")
-        self.train, self.val = split_at_document(self.tokens, self.seq_len, self.val_fraction)
-        return self.tokens
+        if tokens.num_empty:
+            rank_zero_info(f"Corpus: {tokens.num_empty:,} empty documents, which add nothing")
+        self.tokens = tokens
+        return tokens
 
     def require_enough(self, num_ranks: int, *, for_training: bool) -> None:
         """Check that every rank gets a whole training batch and a validation sequence.
@@ -167,20 +155,19 @@ class TextData(L.LightningDataModule):
             RecipeError: There are too few sequences, or none are kept to validate on.
         """
         if not for_training and not self.val_fraction:
-            raise RecipeError(
-                "val_fraction: expected more than 0 to validate, got 0. Raise --data.val_fraction."
-            )
+            cure = "Raise --data.val_fraction."
+            raise RecipeError.at("val_fraction", "more than 0 to validate", 0, cure)
         wanted = [
             ("training", self.train, num_ranks * self.batch_size if for_training else 0),
             ("validation", self.val, num_ranks if self.val_fraction else 0),
         ]
         for name, sequences, needed in wanted:
             if len(sequences) < needed:
-                raise RecipeError(
-                    f"{name} data: expected at least {needed} sequences of {self.seq_len} tokens "
-                    f"for {num_ranks} ranks, got {len(sequences)}. Add text, lower --data.seq_len "
-                    f"or --data.batch_size, or change --data.val_fraction."
-                )
+                shape = f"sequences of {self.seq_len} tokens for {num_ranks} ranks"
+                options = "lower --data.seq_len or --data.batch_size, or change --data.val_fraction"
+                cure = f"Add text, {options}."
+                got = len(sequences)
+                raise RecipeError.at(f"{name} data", f"at least {needed} {shape}", got, cure)
 
     @override
     def train_dataloader(self) -> ResumableLoader[dict[str, Tensor]]:
@@ -193,12 +180,9 @@ class TextData(L.LightningDataModule):
         """This rank's validation batches, as many on every rank; the last may be smaller."""
         if not self.val_fraction:
             return []
-        return DataLoader(
-            self.val,
-            sampler=DealtSampler(self.val, **self._shard(), shuffle=False),
-            generator=torch.Generator(),  # or else validating would shift what training draws
-            **self._loading(),
-        )
+        sampler = DealtSampler(self.val, **self._shard(), shuffle=False)
+        own = torch.Generator()  # or else validating would shift what training draws
+        return DataLoader(self.val, sampler=sampler, generator=own, **self._loading())
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -216,19 +200,16 @@ class TextData(L.LightningDataModule):
         """
         if self._train_loader is None:
             return
-        before, now = Path(self.cache_dir, state_dict["corpus"]), self.open().folder
+        before, now = self.cache_dir / state_dict["corpus"], self.open().folder
         if before.name != now.name:
-            raise RecipeError(
-                f"checkpoint: expected the corpus that it was written with, got another one: "
-                f"{describe_difference(before, now)}. Restore it, or start from the weights alone."
-            )
+            got = f"another one: {describe_difference(before, now)}"
+            cure = "Restore it, or start from the weights alone."
+            raise RecipeError.at("checkpoint", "the corpus that it was written with", got, cure)
         try:
             self._train_loader.load_state_dict(state_dict)
         except ValueError as error:
-            raise RecipeError(
-                f"checkpoint: {error} That is --data.path, --data.seq_len, --data.seed and "
-                "--data.batch_size."
-            ) from error
+            options = "--data.path, --data.seq_len, --data.seed and --data.batch_size"
+            raise RecipeError(f"checkpoint: {error} That is {options}.") from error
 
     @override
     def teardown(self, stage: str) -> None:
@@ -238,15 +219,15 @@ class TextData(L.LightningDataModule):
     def _corpus(self) -> Corpus:
         if self.path is None:
             return standard_library(round(self.standard_library_mb * 1e6))
-        return open_corpus(
-            Path(self.path),
-            text_field=self.text_field,
-            max_object_size=self.max_object_size,
-            skip_unreadable=self.skip_unreadable,
-        )
+        options = self._chosen("text_field", "max_object_size", "skip_unreadable")
+        return open_corpus(Path(self.path), **options)
+
+    def _chosen(self, *names: str) -> dict[str, Any]:
+        """Options, to be handed on by name."""
+        return {name: getattr(self, name) for name in names}
 
     def _open_together(self) -> None:
-        """:meth:`open` on every rank, or the same failure on every rank."""
+        """:meth:`open` on every rank, or an error on every rank."""
         failure, found = None, None
         try:
             found = self.open().folder.name
@@ -273,4 +254,4 @@ class TextData(L.LightningDataModule):
     def _loading(self) -> dict[str, Any]:
         """What both loaders have in common."""
         pin = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        return {"batch_size": self.batch_size, "num_workers": self.num_workers, "pin_memory": pin}
+        return {**self._chosen("batch_size", "num_workers"), "pin_memory": pin}

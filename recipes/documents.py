@@ -100,16 +100,11 @@ def opened(path: Path) -> BufferedReader:
     return path.open("rb")
 
 
-def mistake(place: Path | str, expected: str, got: str, cure: str) -> CorpusError:
-    """The error for a place, a file or a line of it, that does not hold what it should."""
-    return CorpusError(f"{place}: expected {expected}, got {' '.join(got.split())}. {cure}")
-
-
 def unreadable(path: Path | str, error: Exception) -> CorpusError:
     """The error for what the system, or a library, will not read."""
     got = f"'{getattr(error, 'strerror', None) or error}'"
     cure = "Make it readable, or take it away."
-    return mistake(path, "a file or folder that can be read", got, cure)
+    return CorpusError.at(path, "a file or folder that can be read", got, cure)
 
 
 def cut(texts: Iterable[str]) -> Iterator[Piece]:
@@ -281,22 +276,22 @@ def _read_parquet(
     import pyarrow as pa  # 37 MB of memory
     from pyarrow.parquet import ParquetFile
 
-    name, number = reading.text_field, 0
+    name = reading.text_field
     try:
         # By default all of a row group is read at once.
         table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
         _require_column(path, table.schema_arrow.names, reading)
         kind = str(table.schema_arrow.field(name).type)
         if not re.match(r"(dictionary<values=)?(large_)?string", kind):
-            raise mistake(path, f"strings in the column '{name}'", kind, _CURE)
-        for batch in table.iter_batches(64, columns=[name]):
-            for text in batch.column(name):
-                number += 1
-                source = f"{path}, row {number}"
-                try:
-                    yield from _document(source, {name: text.as_py()}, reading)
-                except UnicodeDecodeError as error:
-                    yield mistake(source, "UTF-8", str(error), "Repair or remove it.")
+            raise CorpusError.at(path, f"strings in the column '{name}'", kind, _CURE)
+        batches = table.iter_batches(64, columns=[name])
+        texts = (text for batch in batches for text in batch.column(name))
+        for number, text in enumerate(texts, 1):
+            source = f"{path}, row {number}"
+            try:
+                yield from _document(source, {name: text.as_py()}, reading)
+            except UnicodeDecodeError as error:
+                yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
     except pa.ArrowException as error:
         raise unreadable(path, error) from error
 
@@ -304,7 +299,7 @@ def _read_parquet(
 def _require_column(path: Path, columns: list[str], reading: Reading) -> None:
     name = reading.text_field
     if columns.count(name) != 1:
-        raise mistake(path, f"a table with one column '{name}'", _names(columns), _CURE)
+        raise CorpusError.at(path, f"a table with one column '{name}'", _names(columns), _CURE)
 
 
 READERS: dict[str, Callable[[Path, TextIOWrapper, Reading], Iterator[Piece | CorpusError]]] = {
@@ -322,12 +317,13 @@ def _document(source: str, value: object, reading: Reading) -> Iterator[Piece | 
     name = reading.text_field
     if not isinstance(value, dict) or name not in value:
         found = _names(value) if isinstance(value, dict) else json.dumps(value)[:40]
-        yield mistake(source, f"an object with the field '{name}'", found, _CURE)
+        yield CorpusError.at(source, f"an object with the field '{name}'", found, _CURE)
     elif not isinstance(text := value[name], str):
-        yield mistake(source, f"a string in the field '{name}'", json.dumps(text)[:40], _CURE)
+        found = json.dumps(text)[:40]
+        yield CorpusError.at(source, f"a string in the field '{name}'", found, _CURE)
     elif half := _half_of_a_pair(text):
         code = f"half of a surrogate pair (\\u{ord(text[half.start]):04x})"
-        yield mistake(source, f"text in the field '{name}'", code, _CURE)
+        yield CorpusError.at(source, f"text in the field '{name}'", code, _CURE)
     else:
         yield from cut([text])
 
@@ -350,16 +346,16 @@ def _require_utf8(text: str, path: Path, line: int) -> None:
         line += text.count("\n", 0, half.start)
         byte = f"byte 0x{ord(text[half.start]) & 0xFF:02x}"
         cure = "Convert the file, for example with iconv."
-        raise mistake(f"{path}:{line}", "UTF-8", byte, cure)
+        raise CorpusError.at(f"{path}:{line}", "UTF-8", byte, cure)
 
 
 def _broken(source: str, why: Exception | str, kind: str = "JSON") -> CorpusError:
     if isinstance(why, json.JSONDecodeError):
         why = f"{why.msg}, column {why.colno}"
     why = str(why).partition(": ")[0]  # what follows is advice for another program
-    return mistake(source, kind, f"a broken line ({why})", "Repair or remove it.")
+    return CorpusError.at(source, kind, f"a broken line ({why})", "Repair or remove it.")
 
 
 def _too_large(source: str, most: int) -> CorpusError:
     cure = "Split it, put its text into a .txt file, or raise --data.max_object_size."
-    return mistake(source, f"an object of at most {most:,} characters", "a longer one", cure)
+    return CorpusError.at(source, f"an object of at most {most:,} characters", "a longer one", cure)

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 
 class RecipeError(ValueError):
     """An option or an input that cannot work; the message names it and says what to do."""
+
+    @classmethod
+    def at(cls, place: object, expected: str, got: object, cure: str) -> Self:
+        """The error for a place that does not hold what it should.
+
+        Args:
+            place: An option, a file, or a line of a file.
+            expected: What it should hold.
+            got: What it holds; told in one line.
+            cure: What to do, as a sentence.
+        """
+        return cls(f"{place}: expected {expected}, got {' '.join(str(got).split())}. {cure}")
 
 
 def find_recipe_error(error: BaseException) -> RecipeError | None:

@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from recipes.corpus import Corpus
-from recipes.documents import CorpusError, mistake
+from recipes.documents import CorpusError
 from recipes.tokenizer import encode, end_of_text_id, load_tokenizer, train_tokenizer
 
 ReadTokens: TypeAlias = Callable[[int, int], NDArray[Any]]  # from a place to another
@@ -117,7 +117,7 @@ def prepare(
                     if changed := _changed_files(sums, corpus.sums()):
                         expected = "files that stay as they are while they are read"
                         cure = "Start again when nothing writes to them."
-                        raise mistake(corpus.root, expected, changed, cure)
+                        raise CorpusError.at(corpus.root, expected, changed, cure)
                     (partial / "files.json").write_bytes(json.dumps(sums, indent=0).encode())
                     partial.rename(folder)
                 finally:
@@ -128,7 +128,7 @@ def prepare(
     actual = path.stat().st_size if path.is_file() else 0
     if actual != num_bytes:
         cure = f"Delete {folder} to have it prepared again."
-        raise mistake(path, f"{num_bytes:,} bytes", f"{actual:,}", cure)
+        raise CorpusError.at(path, f"{num_bytes:,} bytes", f"{actual:,}", cure)
     return found
 
 
@@ -167,7 +167,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path)
     if not counts["num_documents"]:
         skipped = f" ({counts['num_skipped']} times something was left out)"
         got = f"{len(corpus.files)} files without any{skipped if counts['num_skipped'] else ''}"
-        raise mistake(corpus.root, "text", got, "Put text there.")
+        raise CorpusError.at(corpus.root, "text", got, "Put text there.")
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {**counts, "vocab_size": vocab_size, "end_of_text": end, "dtype": dtype}
     (folder / "corpus.json").write_text(json.dumps(described, indent=2), encoding="utf-8")

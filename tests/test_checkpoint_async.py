@@ -20,8 +20,8 @@ from tests.support.checkpoints import (
     make_state,
     whole_state,
 )
+from tests.support.engine_runs import ENGINES, Run, assert_equal, copied
 from tests.support.ranks import errors_on_ranks, run_on_ranks, run_snippet
-from tests.test_checkpoint_matrix import ENGINES, Run, assert_equal, copied
 
 
 def _overwrite(state):

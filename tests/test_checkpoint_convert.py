@@ -1,37 +1,26 @@
-"""Checkpoints in another form, without a process group: nothing lost, nothing changed, or told."""
+"""One form of checkpoint into another: every value, every name, and what is wrong is told."""
 
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import lightning.pytorch as pl
-import peft
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
-import lightning_fsdp
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.checkpoint.convert import convert
 from lightning_fsdp.convert.__main__ import main
 from recipes.gpt2 import GPT2
+from tests.support.converted import assert_identical, load_plainly
 from tests.support.ranks import REPOSITORY
-from tests.support.trainer import (
-    AdamwRegressor,
-    make_loader,
-    make_trainer,
-    on_trainer_ranks,
-    seeded,
-    weights_of,
-    with_options,
-)
+from tests.support.trainer import make_trainer, on_trainer_ranks, seeded
 
 
 class _Run(GPT2):
@@ -77,43 +66,15 @@ def full(trained):
     return trained["scratch_fsdp"]
 
 
-def _same(found, expected, where=""):
-    """Equal in every bit, type and order, with the same ties."""
-    if not isinstance(expected, dict):
-        assert type(found) is type(expected), where
-    if isinstance(expected, dict):
-        assert isinstance(found, dict), where
-        assert list(found) == list(expected), where
-        for key in expected:
-            _same(found[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected), where
-        for index, pair in enumerate(zip(found, expected, strict=True)):
-            _same(*pair, f"{where}[{index}]")
-    elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype, where
-        assert found.shape == expected.shape, where
-        assert found.tolist() == expected.tolist(), where
-    else:
-        assert found == expected, where
-
-
-def _load(path):
-    return torch.load(path, weights_only=True)
-
-
-# -- round trips -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("engine", _ENGINES[:3])
 def test_a_full_checkpoint_comes_back_from_shards_bit_for_bit(trained, tmp_path, engine):
     assert not dist.is_initialized()
     assert convert(trained[engine], tmp_path / "sharded", to="sharded") == []
     assert convert(tmp_path / "sharded", tmp_path / "full.ckpt", to="full") == []
-    found, expected = _load(tmp_path / "full.ckpt"), _load(trained[engine])
+    found, expected = load_plainly(tmp_path / "full.ckpt"), load_plainly(trained[engine])
     assert set(found) == set(expected)
     assert found["optimizer_states"][0]["state"]
-    _same({key: found[key] for key in expected}, expected)
+    assert_identical({key: found[key] for key in expected}, expected)
     tied = [found["state_dict"][f"model.{name}.weight"] for name in ("transformer.wte", "lm_head")]
     assert tied[0].data_ptr() == tied[1].data_ptr()
 
@@ -121,7 +82,7 @@ def test_a_full_checkpoint_comes_back_from_shards_bit_for_bit(trained, tmp_path,
 def test_shards_have_the_names_of_the_module(full, tmp_path):
     convert(full, tmp_path / "sharded", to="sharded")
     shapes = folder.read_shapes(tmp_path / "sharded")
-    expected = _load(full)
+    expected = load_plainly(full)
     names = [name for name in expected["state_dict"] if name != "model.lm_head.weight"]
     of_model = {key for key in shapes if key.startswith("model.")}
     assert of_model == {f"model.{name}" for name in names}
@@ -150,15 +111,18 @@ def test_weights_come_back_from_safetensors_bit_for_bit(full, tmp_path, start, s
         convert(tmp_path / "again", tmp_path / "again.ckpt", to="full")
         (tmp_path / "again").rename(tmp_path / "shards")
         (tmp_path / "again.ckpt").rename(tmp_path / "again")
-    found, expected = _load(tmp_path / "again")["state_dict"], _load(full)["state_dict"]
-    _same({name: found[name] for name in expected}, expected)
+    found, expected = (
+        load_plainly(tmp_path / "again")["state_dict"],
+        load_plainly(full)["state_dict"],
+    )
+    assert_identical({name: found[name] for name in expected}, expected)
     assert set(found) == set(expected)
 
 
 def test_transformers_and_lightning_read_what_was_converted(full, tmp_path):
     model = seeded(_Run)
     model.configure_model()
-    model.load_state_dict(_load(full)["state_dict"])
+    model.load_state_dict(load_plainly(full)["state_dict"])
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         expected = model.eval().model(ids).logits
@@ -187,60 +151,6 @@ class _Plain(pl.LightningModule):
         self.model = run.model
 
 
-# -- checkpoints of a Trainer ----------------------------------------------------------------------
-
-
-def _options(folder, at_step):
-    keep = ModelCheckpoint(folder, every_n_train_steps=at_step, save_top_k=-1, filename="kept")
-    average = lightning_fsdp.ShardedEMA(decay=0.5)
-    return {"callbacks": [keep, average], "enable_checkpointing": True, "max_epochs": 2}
-
-
-def _train_with_average(rank, world_size, folder, strategy):
-    found = {}
-    for checkpoint in ("sharded", "full"):
-        run = seeded(AdamwRegressor)
-        options = _options(folder / checkpoint, at_step=4)
-        chosen = with_options(strategy, checkpoint=checkpoint)
-        make_trainer(chosen, folder, **options).fit(run, make_loader())
-        found = weights_of(run)
-    return found
-
-
-def _go_on(rank, world_size, folder, strategy, paths):
-    results = []
-    for path in paths:
-        run = seeded(AdamwRegressor, seed=9)
-        trainer = make_trainer(strategy, folder, **_options(folder / "unused", at_step=100))
-        trainer.fit(run, make_loader(), ckpt_path=folder / path)
-        results.append(weights_of(run))
-    weights = seeded(AdamwRegressor, seed=8)
-    trainer = make_trainer(strategy, folder)
-    trainer.validate(weights, make_loader(), ckpt_path=folder / "from_weights", verbose=False)
-    return results, weights_of(weights)
-
-
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp1_zero3"])
-def test_a_run_goes_on_from_what_its_checkpoints_were_converted_to(tmp_path, strategy):
-    expected = on_trainer_ranks(_train_with_average, 2, tmp_path, strategy)[0]
-    kept = {kind: tmp_path / kind / "kept.ckpt" for kind in ("sharded", "full")}
-    assert convert(kept["sharded"], tmp_path / "file", to="full") == []
-    assert convert(kept["full"], tmp_path / "folder", to="sharded") == []
-    assert convert(tmp_path / "file", tmp_path / "back", to="sharded") == []
-    convert(kept["sharded"], tmp_path / "weights", to="safetensors")
-    convert(tmp_path / "weights", tmp_path / "from_weights", to="sharded")
-
-    found, file = _load(tmp_path / "file"), _load(kept["full"])
-    del found["callbacks"], file["callbacks"]  # their paths differ
-    _same({key: found[key] for key in file}, file)
-    assert found["current_model_state"]["head.bias"].tolist()
-    names = ("file", "folder", "back")
-    for results, weights in on_trainer_ranks(_go_on, 2, tmp_path, strategy, names):
-        for result in results:
-            _same(result, expected)
-        _same(weights, {name: file["state_dict"][name] for name in weights})
-
-
 def test_a_folder_of_tensors_without_a_state_dict_is_told(tmp_path):
     folder.save(tmp_path / "tensors", {"weight": torch.ones(2)}, {})
     with pytest.raises(ValueError, match=r"got tensors that belong to no state dict. Load them"):
@@ -252,74 +162,18 @@ def test_optimizer_state_of_a_file_without_names_is_left_out_and_told(trained, t
     (told,) = convert(trained["ddp"], tmp_path / "sharded", to="sharded")
     assert told.startswith("optimizer state: the file has numbers where a sharded")
     assert not any(key.startswith("optimizer") for key in folder.read_shapes(tmp_path / "sharded"))
-    file = _load(trained["ddp"])
+    file = load_plainly(trained["ddp"])
     file["optimizer_states"][0]["param_groups"] = [
         {**group, "param_names": names}
         for group, names in zip(
             file["optimizer_states"][0]["param_groups"],
-            _load(trained["scratch_fsdp"])[NAMES][0],
+            load_plainly(trained["scratch_fsdp"])[NAMES][0],
             strict=True,
         )
     ]
     torch.save(file, tmp_path / "named.ckpt")
     assert convert(tmp_path / "named.ckpt", tmp_path / "named", to="sharded") == []
     assert any(key.startswith("optimizer") for key in folder.read_shapes(tmp_path / "named"))
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_adapters_of_peft_are_not_written_under_names_that_nobody_knows(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11))
-    adapted = peft.get_peft_model(model, peft.LoraConfig(fan_in_fan_out=True))
-    torch.save({"state_dict": adapted.state_dict()}, tmp_path / "full")
-    with pytest.raises(NotImplementedError, match=r"base_layer.*expected the names of a model"):
-        convert(tmp_path / "full", tmp_path / "out", to="safetensors")
-    assert {path.name for path in tmp_path.iterdir()} == {"full"}
-
-
-# -- memory ----------------------------------------------------------------------------------------
-
-
-def _own_bytes():
-    """Memory of this process that no file stands behind."""
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", text)[1])
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
-@pytest.mark.parametrize(
-    ("start", "to"),
-    [
-        ("full", "safetensors"),
-        ("sharded", "safetensors"),
-        ("full", "sharded"),
-        ("sharded", "full"),
-    ],
-)
-def test_a_conversion_holds_a_few_tensors_of_many(tmp_path, start, to):
-    state = {f"weight {n}": torch.full((2**20,), float(n)) for n in range(32)}  # 128 MiB
-    torch.save({"state_dict": state}, tmp_path / "full")
-    if start == "sharded":
-        convert(tmp_path / "full", tmp_path / "sharded", to="sharded")
-    del state
-    seen, is_done = [], threading.Event()
-
-    def watch():
-        while not is_done.wait(0.001):
-            seen.append(_own_bytes())
-
-    before = _own_bytes()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        convert(tmp_path / start, tmp_path / "out", to=to, max_shard_size="16MB")
-    finally:
-        is_done.set()
-        watcher.join()
-    assert len(seen) > 10
-    assert max(seen) - before <= 56 * 2**20  # two files, and what the allocator keeps
-
-
-# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_command_converts_and_tells_what_is_left_out(full, tmp_path):

@@ -16,10 +16,10 @@ from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from lightning_fsdp.engines.scratch import ScratchEngine
 from tests.support.cases import each_on_ranks
 from tests.support.checkpoints import verified_files
+from tests.support.engine_runs import ENGINES, NUM_STEPS, Run, assert_equal, copied
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
-from tests.test_checkpoint_matrix import ENGINES, NUM_STEPS, Run, assert_equal, copied
 
 SHARDING = {"scratch": ScratchEngine, "fsdp1": FSDP1Engine, "fsdp2": FSDP2Engine}
 

@@ -7,38 +7,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.gpu import __main__ as gpu_command
-from benchmarks.gpu import jobs, measure, table
-from benchmarks.gpu.cases import ARMS, Case, Setting, all_cases, network_of, small_cases
-from benchmarks.gpu.jobs import end_of, run_job
+from benchmarks.gpu import measure
+from benchmarks.gpu.cases import ARMS, small_cases
 from benchmarks.gpu.recipes import NAMES
-from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY, Record
-from benchmarks.gpu.speed import run_speed
-from benchmarks.gpu.suite import run_suite
-from lightning_fsdp.plan.models import build, config_of
+from benchmarks.gpu.record import DONE, Record
+from tests.support.gpu_records import CONFTEST, ROOT, SESSION, begun, results_in, soon
 from tests.support.ranks import run_forked
 from tests.support.warm import fork_always
 
-ROOT = Path(__file__).parent.parent
-SESSION = {
-    "device": {"type": "cuda", "name": "NVIDIA H200", "driver": "580"},
-    "versions": {"torch": "2.11.0"},
-    "commit": "0123456789abcdef",
-    "date": "2026-11-22T00:00:00+00:00",
-    "peak_tflops": 989.0,
-    "missing": [],
-}
 COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
+
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -88,23 +73,6 @@ def few_cases():
     return small_cases()[: len(ARMS)]
 
 
-def results_in(folder, part):
-    return json.loads((folder / f"{part}.json").read_text())["results"]
-
-
-def begun(path):
-    record = Record(path)
-    record.begin(SESSION)
-    return record
-
-
-def soon(seconds=200.0):
-    return time.monotonic() + seconds
-
-
-# -- the command -----------------------------------------------------------------------------------
-
-
 def plain_losses(num_steps):
     """Of the model that stands for GPT-2 124M, in a loop of plain torch."""
     torch.manual_seed(0)
@@ -139,12 +107,6 @@ def whole_run(tmp_path_factory):
     out = folder / "out"
     printed = run("--out", out, "--tests", folder / "suite")
     return out, printed
-
-
-CONFTEST = """
-def pytest_addoption(parser):
-    parser.addoption("--device")
-"""
 
 
 @pytest.mark.timeout(500)
@@ -268,9 +230,6 @@ def test_an_option_of_nothing_is_refused(option, tmp_path):
     assert f"{option}: expected more than 0" in run_warm(option, 0, "--out", tmp_path, code=2)
 
 
-# -- records ---------------------------------------------------------------------------------------
-
-
 def test_a_record_is_of_one_device_and_one_torch(tmp_path):
     begun(tmp_path / "speed.json")
     other = {**SESSION, "versions": {"torch": "2.13.0"}}
@@ -290,361 +249,3 @@ def test_each_result_says_of_which_session_it_is(tmp_path):
     begun(tmp_path / "speed.json").put("two", state=DONE)
     found = Record(tmp_path / "speed.json").results
     assert {name: result["session"] for name, result in found.items()} == {"one": 0, "two": 1}
-
-
-# -- processes -------------------------------------------------------------------------------------
-
-
-def abort():
-    os.abort()
-
-
-def sleep_in_a_child(path):
-    child = subprocess.Popen(["sleep", "60"])
-    path.write_text(str(child.pid))
-    child.wait()
-
-
-def is_alive(pid):
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
-def say(text):
-    print(text)
-
-
-def test_a_job_that_crashes_or_hangs_is_a_failure_with_a_reason(tmp_path):
-    log = tmp_path / "log.txt"
-    failure = run_job(abort, log=log, limit_s=60.0, method="forkserver")
-    assert failure.says.startswith("killed by SIGABRT")
-    assert end_of(log)[0] == "Fatal Python error: Aborted"
-    path = tmp_path / "pid"
-    failure = run_job(sleep_in_a_child, path, log=log, limit_s=5.0, method="forkserver")
-    assert failure.kind == "timed out"
-    deadline = soon(10.0)
-    while is_alive(path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(path.read_text())
-    assert run_job(say, "hello", log=log, limit_s=60.0, method="forkserver") is None
-    assert end_of(log) == ["hello"]
-
-
-def test_a_failed_case_is_recorded_and_the_rest_goes_on(tmp_path):
-    good, *_ = small_cases()
-    bad = replace(good, arm="nonsense")
-    record = begun(tmp_path / "speed.json")
-    run_speed(record, [bad, good], device="cpu", method="forkserver", deadline=soon())
-    results = results_in(tmp_path, "speed")
-    assert results[bad.name]["state"] == FAILED
-    assert results[bad.name]["says"] == "KeyError: 'nonsense'"
-    assert "KeyError: 'nonsense'" in results[bad.name]["log"]
-    assert results[good.name]["state"] == DONE
-
-
-def test_what_does_not_fit_is_a_result_of_its_own(tmp_path, monkeypatch):
-    def measured(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(measure, "_measure", measured)
-    out = tmp_path / "result.json"
-    with pytest.raises(torch.OutOfMemoryError):
-        measure.run_case(small_cases()[0], "cpu", str(out))
-    assert json.loads(out.read_text())["state"] == OUT_OF_MEMORY
-
-
-def test_what_did_not_fit_and_what_is_done_is_not_tried_again(tmp_path):
-    record = begun(tmp_path / "speed.json")
-    cases = small_cases()[:2]
-    for case, state in zip(cases, (DONE, OUT_OF_MEMORY), strict=True):
-        record.put(case.name, state=state)
-    run_speed(record, cases, device="cpu", method="neither is started", deadline=soon())
-
-
-# -- the suite -------------------------------------------------------------------------------------
-
-SUITE = """
-import os, time, pytest
-
-def test_good(): pass
-
-def test_bad(): assert 1 == 2
-
-def test_crash(): os.abort()
-
-def test_hang(): time.sleep(60)
-
-@pytest.mark.skip(reason="not here")
-def test_skipped(): pass
-
-def test_last(): pass
-"""
-# As this project's own, on a machine without the plugin that has the option.
-INI = """
-[tool.pytest.ini_options]
-addopts = ["--strict-config", "--strict-markers"]
-filterwarnings = ["error"]
-timeout = 120
-"""
-
-
-@pytest.fixture
-def suite(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:timeout")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "pyproject.toml").write_text(INI)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_it.py").write_text(SUITE)
-    return tmp_path
-
-
-def run_tests(suite, **options):
-    record = begun(suite / "tests.json")
-    deadline = options.pop("deadline", soon())
-    record = run_suite(record, suite, device="cpu", deadline=deadline, **options)
-    return {name.rpartition("::")[2]: result for name, result in record.results.items()}
-
-
-def test_every_test_has_a_result_whatever_others_do(suite):
-    found = run_tests(suite, limit_s=5.0)
-    states = {name: result["state"] for name, result in found.items()}
-    assert states == {
-        "test_good": DONE, "test_bad": FAILED, "test_crash": FAILED, "test_hang": FAILED,
-        "test_skipped": "skipped", "test_last": DONE,
-    }  # fmt: skip
-    assert "assert 1 == 2" in found["test_bad"]["says"]
-    assert found["test_crash"]["says"] == "Fatal Python error: Aborted"
-    assert found["test_hang"]["says"].startswith("Timeout (0:00:05)")
-    assert any("test_hang" in line for line in found["test_hang"]["log"])
-    assert found["test_skipped"]["says"] == "Skipped: not here"
-
-    mended = SUITE.replace("os.abort()", "pass").replace("time.sleep(60)", "pass")
-    (suite / "test_it.py").write_text(mended.replace("1 == 2", "1 == 1"))
-    found = run_tests(suite)
-    assert {name: result["state"] for name, result in found.items()} == {
-        name: "skipped" if name == "test_skipped" else DONE for name in states
-    }
-    again = {name for name, result in found.items() if result["session"] == 1}
-    assert again == {"test_bad", "test_crash", "test_hang", "test_skipped"}
-
-
-def test_a_suite_that_cannot_start_is_a_failure_until_it_can(suite):
-    (suite / "test_it.py").write_text("import nothing_like_this")
-    found = run_tests(suite)
-    assert found["test_it.py"]["state"] == FAILED
-    assert "nothing_like_this" in found["test_it.py"]["says"]
-    (suite / "conftest.py").unlink()
-    as_whole = run_tests(suite)["as a whole"]
-    assert as_whole["state"] == FAILED
-    assert "--device" in "".join(as_whole["log"])
-    (suite / "conftest.py").write_text(CONFTEST)
-    (suite / "test_it.py").write_text("def test_good(): pass")
-    for _ in range(2):  # the second time there is nothing left to run
-        found = run_tests(suite)
-        assert {name: result["state"] for name, result in found.items()} == {"test_good": DONE}
-
-
-# -- cases and figures -----------------------------------------------------------------------------
-
-
-def test_every_arm_meets_every_setting_and_the_goals_come_first():
-    cases = all_cases()
-    assert len({case.name for case in cases}) == len(cases) == 3 * 2 * 2 * (8 + 7 + 7)
-    first = cases[:9]
-    assert {case.arm for case in first} == {"unsharded", "scratch_zero3", "fsdp2_zero3"}
-    assert {(case.setting.name, case.world_size) for case in first} == {
-        ("qwen2.5-1.5b compiled", 1), ("gpt2-small eager", 1), ("gpt2-xl compiled", 1),
-    }  # fmt: skip
-    assert {case.arm for case in small_cases()} == set(ARMS)
-
-
-def test_networks_are_as_asked_for():
-    within, between = network_of(8), network_of(64)
-    assert within.slowest_gb_s(8) == 400.0
-    assert between.slowest_gb_s(64) == 50.0
-    assert between.slowest_gb_s(8) == 400.0
-
-
-def test_a_network_that_is_made_free_takes_no_time_and_sends_as_much():
-    network = measure.SwitchedNetwork(**vars(network_of(64)))
-    before = network.cost("all_gather", 10**9, 64)
-    assert before == network_of(64).cost("all_gather", 10**9, 64)
-    network.is_free.append(True)
-    after = network.cost("all_gather", 10**9, 64)
-    assert (after.duration_s, after.sent_bytes) == (0.0, before.sent_bytes)
-
-
-@pytest.mark.parametrize("model", ["gpt2-nano", "gpt2-small"])
-def test_operations_per_token_are_those_that_torch_counts(model):
-    config = config_of(model)
-    config.vocab_size, config._attn_implementation = 2048, "eager"
-    built, seq_len = build(config), 64
-    with FlopCounterMode(display=False) as counter:
-        built(input_ids=torch.zeros(1, seq_len, dtype=torch.long)).logits.sum().backward()
-    expected = counter.get_total_flops() / seq_len
-    assert measure.flops_of(built, config, seq_len) == pytest.approx(expected, rel=0.01)
-
-
-# -- on a device that keeps only a clock -----------------------------------------------------------
-
-
-class Cuda:
-    """What is used of ``torch.cuda``; time passes in optimizer steps, 3 ms in each."""
-
-    def __init__(self):
-        self.now_ms, self.num_captures, self.capture_fails = 0.0, 0, False
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self, stream):
-            self.at_ms = stream.now_ms
-
-        def elapsed_time(self, other):
-            return other.at_ms - self.at_ms
-
-    def current_stream(self, device=None):
-        return self
-
-    def Stream(self):
-        return SimpleNamespace(wait_stream=lambda other: None)
-
-    def wait_stream(self, other):
-        pass
-
-    def synchronize(self, device):
-        pass
-
-    def stream(self, stream):
-        return nullcontext()
-
-    def CUDAGraph(self):
-        return SimpleNamespace(replay=self.work)
-
-    @contextmanager
-    def graph(self, graph, capture_error_mode):
-        assert capture_error_mode == "thread_local"
-        if self.capture_fails:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        self.num_captures += 1
-        before = self.now_ms
-        yield
-        self.now_ms = before  # what is captured does not run
-
-    def work(self):
-        self.now_ms += 3.0
-
-
-@pytest.fixture
-def on_cuda(monkeypatch):
-    cuda, model = Cuda(), build(measure.config_for(config_of("gpt2-nano"), is_small=True))
-    monkeypatch.setattr(torch, "cuda", cuda)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    monkeypatch.setattr(optimizer, "step", lambda: cuda.work())
-    clock = measure.Clock(SimpleNamespace(type="cuda"))
-    return cuda, measure.Stepper(model, optimizer, torch.zeros(2, 8, dtype=torch.long), clock)
-
-
-def test_time_is_that_of_the_device(on_cuda):
-    _, stepper = on_cuda
-    step_s, optimizer_s, losses = stepper.timed(10)
-    assert step_s == optimizer_s == pytest.approx([0.003] * 10)
-    assert losses[0] > 0
-
-
-def test_an_optimizer_step_is_captured_once_and_replayed(on_cuda):
-    cuda, stepper = on_cuda
-    seconds, failure = measure._captured(stepper)
-    assert failure is None
-    assert seconds == pytest.approx([0.003] * measure.GRAPH_STEPS)
-    assert cuda.num_captures == 1
-    assert all(group["capturable"] for group in stepper.optimizer.param_groups)
-
-
-def test_a_step_that_cannot_be_captured_says_why(on_cuda):
-    cuda, stepper = on_cuda
-    cuda.capture_fails = True
-    assert measure._captured(stepper) == (
-        None, "RuntimeError: operation not permitted when stream is capturing"
-    )  # fmt: skip
-
-
-def test_a_device_is_described_by_what_torch_and_the_driver_say(monkeypatch):
-    found = SimpleNamespace(
-        name="NVIDIA H200", total_memory=150 * 10**9, multi_processor_count=132, major=9, minor=0
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    monkeypatch.setattr(torch, "ones", lambda *size, device: torch.zeros(*size))
-    described = jobs._cuda()
-    assert described["name"] == "NVIDIA H200"
-    assert described["capability"] == "9.0"
-    assert described["nccl"] == "2.28.9"
-    assert json.loads(json.dumps(described)) == described
-
-
-# -- the table -------------------------------------------------------------------------------------
-
-
-def measured(step_s, **more):
-    return {
-        "state": DONE, "step_s": [step_s] * 20, "optimizer_s": [step_s / 10] * 20,
-        "host_s": [step_s / 2] * 5, "batch": 8, "seq_len": 1000, "flops_per_token": 1e10,
-        "peak_allocated_bytes": 123 * 2**30, "peak_reserved_bytes": 130 * 2**30,
-        "losses": [2.0, 1.0], "exposed_s": 0.1234, "captured_optimizer_s": [0.001] * 20, **more,
-    }  # fmt: skip
-
-
-def test_goals_stand_beside_what_was_found(tmp_path):
-    setting = Setting(model="gpt2-xl", is_compiled=True, is_recomputed=False)
-    arm_to_s = {"scratch_zero3": 0.16, "fsdp2_zero3": 0.2, "unsharded": 0.152}
-    record = begun(tmp_path / "speed.json")
-    for arm, step_s in arm_to_s.items():
-        losses = [2.0, 1.0 + step_s]
-        name = Case(setting=setting, arm=arm, world_size=1).name
-        record.put(name, **measured(step_s, losses=losses))
-    found = {goal.of.rpartition(": ")[2]: goal for goal in table.goals(record.results, 1000.0)}
-    assert found["tokens/s of fsdp2_zero3's"].found == pytest.approx(1.25)
-    assert found["tokens/s of unsharded's"].found == pytest.approx(0.95)
-    assert found["MFU"].found == pytest.approx(8000 / 0.16 * 1e10 / 1e15)
-    assert {goal.wanted for goal in found.values()} == {1.05, 0.98, 0.5}
-    lines = table.write_table(tmp_path).splitlines()
-    assert "goals: 2 of 3 met (assumed peak: 989 TFLOP/s in bfloat16)" in lines
-    (missed,) = [line for line in lines if "MISSED" in line]
-    assert "0.950 (goal 0.98): gpt2-xl compiled, scratch_zero3 of 1" in missed
-    assert "speed: 3 done, 261 not reached" in lines
-    (apart,) = [line for line in lines if line.startswith("losses at one rank: 0.048 from")]
-    assert apart.endswith("(gpt2-xl compiled, fsdp2_zero3 of 1)")
-
-
-def test_the_table_has_at_most_100_lines_and_fits_what_comes_back(tmp_path):
-    speed = begun(tmp_path / "speed.json")
-    for index, case in enumerate(all_cases()):
-        speed.results[case.name] = measured(1.2345678, session=0)
-        if index % 10 == 0:
-            speed.results[case.name] = {"state": FAILED, "says": "a\n" + 500 * "x", "session": 0}
-        if index % 10 == 1:
-            speed.results[case.name] = {"state": OUT_OF_MEMORY, "session": 0}
-    speed.put("last", state=FAILED, says="")
-    tests, recipes = begun(tmp_path / "tests.json"), begun(tmp_path / "recipes.json")
-    for number in range(100):
-        tests.put(f"test_{number}", state=FAILED, says="assert 1 == 2")
-    logged = {"train/loss": [2.0, 1.0], "tokens/s": [1.0], "memory/rank0_GiB": [100.0]}
-    for name in NAMES:
-        recipes.put(
-            name, state=DONE, fit=logged, checkpoint_bytes=10**10, most_apart=0.0, text=["é" * 99]
-        )
-    text = table.write_table(tmp_path)
-    assert 90 <= len(text.splitlines()) <= 100
-    assert len(text) < 12_000
-    assert text == (tmp_path / "table.txt").read_text().rstrip("\n")
-    assert "tests: 100 failed" in text
-    assert "and 88 more, in tests.json" in text
-    assert "FAILED test_0: assert 1 == 2" in text
-    assert "more, in speed.json" in text.splitlines()[-1]
-    shown = " ".join(text.split())
-    assert "qwen2.5-1.5b compiled fsdp2_zero3 1 6,480 6.6 1235 1235..1235 123 130 123.4" in shown
-    assert table.count_failures(tmp_path) == 100 + 27 + 1

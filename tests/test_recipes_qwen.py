@@ -1,6 +1,5 @@
 """Qwen2.5 of the recipes: its shapes, its loss, and weights that exist, under every engine."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,11 @@ from transformers import GPT2Config, Qwen2Config, Qwen2ForCausalLM
 from recipes import qwen
 from recipes.errors import RecipeError
 from recipes.qwen import Qwen
+from tests.support.recipe_models import (
+    assert_fused_attention_sees_no_later_token,
+    compile_eagerly,
+    loss_and_gradients,
+)
 from tests.support.trainer import SHARDED, make_trainer, on_trainer_ranks, seeded
 
 VOCAB_SIZE = 61
@@ -94,21 +98,7 @@ def test_the_loss_is_that_of_transformers_on_the_whole_window(tiny: None) -> Non
 
 
 def test_attention_is_the_fused_one_and_sees_no_later_token(tiny: None) -> None:
-    module, batch = _built(), _batch()
-    assert module.config._attn_implementation == "sdpa"
-    changed = batch["input_ids"].clone()
-    changed[:, 8:] = (changed[:, 8:] + 1) % VOCAB_SIZE
-    before, after = module(batch["input_ids"]), module(changed)
-    torch.testing.assert_close(before[:, :8], after[:, :8])
-    assert not torch.allclose(before[:, 8:], after[:, 8:])
-
-
-def _loss_and_gradients(module: Qwen) -> list[Tensor]:
-    module.zero_grad()
-    loss = module.loss(_batch())
-    loss.backward()
-    gradients = [parameter.grad for parameter in module.parameters()]
-    return [loss.detach(), *[grad.clone() for grad in gradients if grad is not None]]
+    assert_fused_attention_sees_no_later_token(_built(), _batch())
 
 
 def test_checkpointed_blocks_are_computed_twice_and_change_no_value(tiny: None) -> None:
@@ -121,7 +111,10 @@ def test_checkpointed_blocks_are_computed_twice_and_change_no_value(tiny: None) 
     plain, checkpointed = _built(), _built(activation_checkpointing=True)
     for block in checkpointed.blocks():
         block.get_submodule("mlp").register_forward_pre_hook(count)
-    expected, found = _loss_and_gradients(plain), _loss_and_gradients(checkpointed)
+    expected, found = (
+        loss_and_gradients(plain, _batch()),
+        loss_and_gradients(checkpointed, _batch()),
+    )
     assert num_calls == 2 * 3
     assert len(expected) == len(found) > 30
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -131,16 +124,10 @@ def test_checkpointed_blocks_are_computed_twice_and_change_no_value(tiny: None) 
 def test_each_block_is_compiled_and_nothing_else(
     tiny: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = []
-
-    def compile_eagerly(forward: Any) -> Any:
-        compiled.append(forward.__self__)
-        return functools.partial(forward)
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    compiled = compile_eagerly(monkeypatch)
     module = _built(compile_blocks=True, activation_checkpointing=True)
     assert [id(block) for block in compiled] == [id(block) for block in module.blocks()]
-    expected, found = _loss_and_gradients(_built()), _loss_and_gradients(module)
+    expected, found = loss_and_gradients(_built(), _batch()), loss_and_gradients(module, _batch())
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp import ResumableLoader
 from lightning_fsdp.checkpoint import is_checkpoint, wait_for_saving
+from tests.support.checkpointed import Adamw
 from tests.support.checkpoints import disk_stops
 from tests.support.trainer import (
     SHARDED,
@@ -24,7 +25,6 @@ from tests.support.trainer import (
     weights_of,
     with_options,
 )
-from tests.test_strategy_checkpoint import _Adamw
 
 STEPS_PER_EPOCH = 4
 
@@ -85,14 +85,14 @@ def _as_at_once(rank, world_size, folder, strategy):
     runs = {}
     for kind, callback in callbacks.items():
         torch.manual_seed(rank)
-        runs[kind] = seeded(_Adamw)
+        runs[kind] = seeded(Adamw)
         _trainer(strategy, folder, callback, is_async=kind == "later").fit(
             runs[kind], make_loader()
         )
     assert stop.seen is False, "training did not go on while it was saved"
     assert _files(paths["later"]) == _files(paths["at once"])
 
-    resumed = seeded(_Adamw, seed=9)
+    resumed = seeded(Adamw, seed=9)
     _trainer(strategy, folder).fit(resumed, make_loader(), ckpt_path=paths["later"])
     for run in (runs["later"], resumed):
         torch.testing.assert_close(weights_of(run), weights_of(runs["at once"]), atol=0, rtol=0)
@@ -125,14 +125,14 @@ def _save_in_each_step(rank, world_size, folder):
     keep = ModelCheckpoint(
         folder / "kept", every_n_train_steps=1, save_top_k=-1, save_last=True, filename="{step}"
     )
-    whole = seeded(_Adamw)
+    whole = seeded(Adamw)
     _trainer(SHARDED[0], folder, keep).fit(whole, _resumable_loader())
     num_steps = 2 * STEPS_PER_EPOCH
     names = {f"step={step}.ckpt" for step in range(1, num_steps + 1)} | {"last.ckpt"}
     # The end of the fit has waited: nothing is under way.
     assert {path.name for path in (folder / "kept").iterdir()} == names
     for name, num_left in (("step=3.ckpt", num_steps - 3), ("last.ckpt", 0)):
-        resumed = seeded(_Adamw, seed=9)
+        resumed = seeded(Adamw, seed=9)
         trainer = _trainer(SHARDED[4], folder)
         trainer.fit(resumed, _resumable_loader(), ckpt_path=folder / "kept" / name)
         assert len(resumed.losses) == num_left
@@ -152,7 +152,7 @@ def _name_alike(rank, world_size, folder):
         save_top_k=-1,
         filename="{epoch}",
     )
-    _trainer(SHARDED[0], folder, keep).fit(seeded(_Adamw), make_loader())
+    _trainer(SHARDED[0], folder, keep).fit(seeded(Adamw), make_loader())
     versions = ["", *(f"-v{number}" for number in range(1, STEPS_PER_EPOCH))]
     names = {f"epoch={epoch}{version}.ckpt" for epoch in range(2) for version in versions}
     assert {path.name for path in (folder / "kept").iterdir()} == names
@@ -165,7 +165,7 @@ def test_a_name_that_is_still_being_saved_to_is_not_given_twice(tmp_path):
 def _remove_late(rank, world_size, folder):
     keep = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
     stop = _DiskStops(4, lambda: sorted(path.name for path in folder.glob("*.ckpt")))
-    _trainer(SHARDED[0], folder, keep, stop).fit(seeded(_Adamw), make_loader())
+    _trainer(SHARDED[0], folder, keep, stop).fit(seeded(Adamw), make_loader())
     assert stop.seen == ["step=2.ckpt"]
     dist.barrier()  # rank 0 removes; the others do not wait for that
     assert [path.name for path in folder.glob("*.ckpt")] == ["step=8.ckpt"]
@@ -178,7 +178,7 @@ def test_a_checkpoint_stays_until_the_next_one_is_in_place(tmp_path):
 def _save_after_the_fit(rank, world_size, folder):
     _fsync_takes(0.05)
     trainer = _trainer(SHARDED[0], folder)
-    trainer.fit(seeded(_Adamw), make_loader())
+    trainer.fit(seeded(Adamw), make_loader())
     trainer.save_checkpoint(folder / "run.ckpt")
     assert is_checkpoint(folder / "run.ckpt")
 
@@ -210,15 +210,15 @@ def _fail(rank, world_size, folder, at_step):
     keep = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
     full = _DiskFull(at_step)
     with pytest.raises(OSError, match=r"rank 1 of 2.*could not write '__1_0.distcp'") as caught:
-        _trainer(SHARDED[0], folder, keep, full).fit(seeded(_Adamw), _resumable_loader())
+        _trainer(SHARDED[0], folder, keep, full).fit(seeded(Adamw), _resumable_loader())
     os.fsync = full.plain
     is_last = at_step == 2 * STEPS_PER_EPOCH
     assert ("the save before this one failed" in str(caught.value)) == (not is_last)
     assert [path.name for path in folder.glob("*.ckpt")] == [f"step={at_step - 2}.ckpt"]
-    resumed = seeded(_Adamw, seed=9)
+    resumed = seeded(Adamw, seed=9)
     path = folder / f"step={at_step - 2}.ckpt"
     _trainer(SHARDED[0], folder).fit(resumed, _resumable_loader(), ckpt_path=path)
-    whole = seeded(_Adamw)
+    whole = seeded(Adamw)
     _trainer(SHARDED[0], folder).fit(whole, _resumable_loader())
     torch.testing.assert_close(weights_of(resumed), weights_of(whole), atol=0, rtol=0)
 
@@ -243,7 +243,7 @@ def _interrupt(rank, world_size, folder, error):
     trainer = _trainer(SHARDED[0], folder, _Saves(folder / "run.ckpt", 3), _Stops(3, error))
     # Lightning turns Ctrl-C into the end of the process.
     with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else type(error)):
-        trainer.fit(seeded(_Adamw), make_loader())
+        trainer.fit(seeded(Adamw), make_loader())
     assert is_checkpoint(folder / "run.ckpt")
 
 
@@ -257,7 +257,7 @@ def _linked(rank, world_size, folder):
     with pytest.raises(
         NotImplementedError, match=r"save_last='link'\) with async_save=True.*=True"
     ):
-        _trainer(SHARDED[0], folder, keep).fit(seeded(_Adamw), make_loader())
+        _trainer(SHARDED[0], folder, keep).fit(seeded(Adamw), make_loader())
 
 
 def test_a_link_to_what_is_not_there_yet_is_refused(tmp_path):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.strategies.batches import _LockstepLoader
-from tests.support.ranks import errors_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -214,9 +214,8 @@ def _no_batch(rank, world_size, folder, stage):
 
 @pytest.mark.parametrize("stage", ["fit", "predict"])
 def test_a_rank_without_any_batch_is_refused_on_every_rank(tmp_path, stage):
-    for error in errors_on_ranks(_no_batch, 2, tmp_path, stage):
-        assert error.type_name == "ValueError"
-        assert "expected at least one on every rank, got 0 on rank 0, 3 on rank 1" in error.message
+    said = "expected at least one on every rank, got 0 on rank 0, 3 on rank 1"
+    assert_errors(errors_on_ranks(_no_batch, 2, tmp_path, stage), "ValueError", said)
 
 
 # -- training: every rank stops at the shortest ----------------------------------------------------

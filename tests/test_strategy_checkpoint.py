@@ -1,6 +1,4 @@
-"""Full checkpoints: what is in the file, who can read it, and training on from it."""
-
-import warnings
+"""Full checkpoints: what is in the file, who can read it, and what hooks make of it."""
 
 import lightning.pytorch as pl
 import pytest
@@ -9,6 +7,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import nn
 
+from tests.support.checkpointed import Adamw, NoOptimizer, PlainSgd, TwoOptimizers, comparable
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -22,62 +21,6 @@ from tests.support.trainer import (
 )
 
 
-class _Adamw(Regressor):
-    """State of two kinds per parameter, two groups, a schedule, a tied weight and a buffer."""
-
-    def __init__(self, lr=0.01):
-        super().__init__(lr=lr)
-        self.blocks[1].up.weight = self.blocks[0].up.weight
-        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
-
-    def training_step(self, batch, batch_idx):
-        self.seen += 1
-        return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self):
-        parameters = list(self.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
-class _PlainSgd(Regressor):
-    """An optimizer without state."""
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-class _NoOptimizer(Regressor):
-    """Lightning stands in with an optimizer whose state dict is empty."""
-
-    def configure_optimizers(self):
-        warnings.filterwarnings("ignore", ".*returned `None`, this fit will run with no optimizer")
-
-
-class _TwoOptimizers(Regressor):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-        self.losses.append(loss.detach())
-
-    def configure_optimizers(self):
-        blocks = list(self.blocks.parameters())
-        others = [*self.inlet.parameters(), *self.head.parameters()]
-        return [torch.optim.Adam(blocks, lr=0.01), torch.optim.SGD(others, 0.05, momentum=0.9)]
-
-
 def _whole(checkpoint):
     """A checkpoint file in comparable form."""
     return {
@@ -88,19 +31,6 @@ def _whole(checkpoint):
         ],
         "schedules": [{"last_epoch": s["last_epoch"]} for s in checkpoint.get("lr_schedulers", [])],
     }
-
-
-def _comparable(value):
-    """``assert_close`` knows numbers, tensors and containers of them; drop all else."""
-    if isinstance(value, dict):
-        return {
-            k: _comparable(v)
-            for k, v in value.items()
-            if not isinstance(v, (str, bool, type(None)))
-        }
-    if isinstance(value, (list, tuple)):
-        return [_comparable(v) for v in value]
-    return value
 
 
 def _saved(kind):
@@ -123,26 +53,26 @@ def _saved(kind):
             assert list(file["state_dict"]) == list(model.state_dict())
             for value in file["state_dict"].values():
                 assert type(value) is torch.Tensor
-        return {"files": [_comparable(_whole(file)) for file in files]}
+        return {"files": [comparable(_whole(file)) for file in files]}
 
     return scenario
 
 
 def _saved_adamw(strategy, folder, rank):
-    return _saved(_Adamw)(strategy, folder, rank)
+    return _saved(Adamw)(strategy, folder, rank)
 
 
 def _saved_sgd(strategy, folder, rank):
-    return _saved(_PlainSgd)(strategy, folder, rank)
+    return _saved(PlainSgd)(strategy, folder, rank)
 
 
 def _saved_none(strategy, folder, rank):
-    return _saved(_NoOptimizer)(strategy, folder, rank)
+    return _saved(NoOptimizer)(strategy, folder, rank)
 
 
 @not_under("fsdp1", reason="refuses two optimizers by hand")
 def _saved_two(strategy, folder, rank):
-    return _saved(_TwoOptimizers)(strategy, folder, rank)
+    return _saved(TwoOptimizers)(strategy, folder, rank)
 
 
 @pytest.mark.parametrize("scenario", [_saved_adamw, _saved_sgd, _saved_none, _saved_two])
@@ -154,15 +84,12 @@ def test_the_file_of_one_rank_where_fsdp1_shards_nothing_holds_what_ddp_saves(tm
     assert_like_ddp(_saved_adamw, tmp_path, world_size=1, atol=5e-6)
 
 
-# -- best checkpoint, plain torch ------------------------------------------------------------------
-
-
 def _best(strategy, folder, rank):
     keep = ModelCheckpoint(folder / "kept", monitor="val_loss", save_top_k=2, save_last=True)
     trainer = make_trainer(
         strategy, folder, max_epochs=3, callbacks=[keep], enable_checkpointing=True
     )
-    model = seeded(_Adamw)
+    model = seeded(Adamw)
     loader = make_loader(16, seed=1)
     trainer.fit(model, make_loader(), loader)
     tested = trainer.test(model, loader, ckpt_path="best", verbose=False)
@@ -171,7 +98,7 @@ def _best(strategy, folder, rank):
     validated = trainer.validate(ckpt_path="best", dataloaders=loader, verbose=False)
     assert len(list((folder / "kept").glob("*.ckpt"))) == 3
 
-    plain = _Adamw.load_from_checkpoint(keep.best_model_path)
+    plain = Adamw.load_from_checkpoint(keep.best_model_path)
     torch.testing.assert_close(weights_of(plain), best, atol=0, rtol=0)
     assert plain.blocks[1].up.weight is plain.blocks[0].up.weight
     batch = next(iter(make_loader(4, seed=3)))
@@ -187,113 +114,6 @@ def _best(strategy, folder, rank):
 
 def test_the_best_checkpoint_is_tested_and_loads_in_plain_torch(tmp_path):
     assert_like_ddp(_best, tmp_path, atol=5e-6)
-
-
-# -- resuming --------------------------------------------------------------------------------------
-
-
-def _resume(kind, *, at_step, accumulation=1, max_epochs=2):
-    def scenario(strategy, folder, rank):
-        keep = ModelCheckpoint(
-            folder / "kept", every_n_train_steps=at_step, save_top_k=-1, filename="{step}"
-        )
-        options = {"accumulate_grad_batches": accumulation, "max_epochs": max_epochs}
-        trainer = make_trainer(
-            strategy, folder, callbacks=[keep], enable_checkpointing=True, **options
-        )
-        uninterrupted = seeded(kind)
-        trainer.fit(uninterrupted, make_loader())
-        path = folder / "kept" / f"step={at_step}.ckpt"
-
-        resumed = seeded(kind, seed=9)
-        trainer = make_trainer(strategy, folder, **options)
-        trainer.fit(resumed, make_loader(), ckpt_path=path)
-        state = trainer.strategy.optimizer_state(trainer.optimizers[0])
-        outcome = {
-            "uninterrupted": weights_of(uninterrupted),
-            "resumed": weights_of(resumed),
-            "losses": resumed.losses,
-            "step": trainer.global_step,
-        }
-        if rank == 0:
-            outcome["state"] = {str(k): _comparable(v) for k, v in state["state"].items()}
-        if at_step % 4 == 0:  # at the end of an epoch: the same run, exactly
-            torch.testing.assert_close(outcome["resumed"], outcome["uninterrupted"], atol=0, rtol=0)
-        return outcome
-
-    return scenario
-
-
-def _resume_at_epoch_end(strategy, folder, rank):
-    return _resume(_Adamw, at_step=4)(strategy, folder, rank)
-
-
-def _resume_mid_epoch(strategy, folder, rank):
-    return _resume(_Adamw, at_step=6, max_epochs=3)(strategy, folder, rank)
-
-
-def _resume_without_state(strategy, folder, rank):
-    return _resume(_PlainSgd, at_step=4)(strategy, folder, rank)
-
-
-def _resume_without_optimizer(strategy, folder, rank):
-    trainer = make_trainer(strategy, folder)
-    trainer.fit(seeded(_NoOptimizer), make_loader())
-    trainer.save_checkpoint(folder / "none.ckpt")
-    model = seeded(_NoOptimizer, seed=2)
-    trainer = make_trainer(strategy, folder, max_epochs=2)
-    trainer.fit(model, make_loader(), ckpt_path=folder / "none.ckpt")
-    return {"weights": weights_of(model)}
-
-
-def _resume_momentum(strategy, folder, rank):
-    return _resume(Regressor, at_step=4)(strategy, folder, rank)
-
-
-def _resume_while_accumulating(strategy, folder, rank):
-    return _resume(_Adamw, at_step=3, accumulation=2)(strategy, folder, rank)
-
-
-@not_under("fsdp1", reason="refuses two optimizers by hand")
-def _resume_by_hand(strategy, folder, rank):
-    return _resume(_TwoOptimizers, at_step=8)(strategy, folder, rank)
-
-
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        _resume_at_epoch_end,
-        _resume_mid_epoch,
-        _resume_without_state,
-        _resume_without_optimizer,
-        _resume_momentum,
-        _resume_while_accumulating,
-        _resume_by_hand,
-    ],
-)
-def test_a_resumed_run_is_the_one_of_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=5e-6)
-
-
-def _across(rank, world_size, folder):
-    """Files of one strategy, resumed by another, end like a run that never changed."""
-    for writer, reader in (("ddp", SHARDED[0]), (SHARDED[0], "ddp"), (SHARDED[1], SHARDED[0])):
-        path = folder / f"{writer}-{reader}.ckpt"
-        trainer = make_trainer(writer, folder, max_epochs=1)
-        trainer.fit(seeded(_Adamw), make_loader())
-        trainer.save_checkpoint(path)
-        expected = seeded(_Adamw)
-        make_trainer(reader, folder, max_epochs=2).fit(expected, make_loader())
-        found = seeded(_Adamw, seed=5)
-        make_trainer(reader, folder, max_epochs=2).fit(found, make_loader(), ckpt_path=path)
-        torch.testing.assert_close(weights_of(found), weights_of(expected), atol=5e-6, rtol=1e-5)
-
-
-def test_a_run_may_change_its_strategy_at_a_checkpoint(tmp_path):
-    on_trainer_ranks(_across, 2, tmp_path)
-
-
-# -- hooks and options -----------------------------------------------------------------------------
 
 
 class _EditsCheckpoints(Regressor):
@@ -409,7 +229,7 @@ def test_the_users_checkpoint_io_writes_on_rank_0(tmp_path):
 def _wrong_file(rank, world_size, folder):
     path = folder / "two.ckpt"
     trainer = make_trainer(SHARDED[0], folder)
-    trainer.fit(seeded(_TwoOptimizers), make_loader())
+    trainer.fit(seeded(TwoOptimizers), make_loader())
     trainer.save_checkpoint(path)
     with pytest.raises(ValueError, match=r"expected the state of 1 optimizer\(s\).*got 2"):
         make_trainer(SHARDED[0], folder).fit(seeded(Regressor), make_loader(), ckpt_path=path)
@@ -447,10 +267,10 @@ class _WatchesDuringFit(pl.Callback):
 
 
 def _saved_by_hand(strategy, folder, rank):
-    model = seeded(_Adamw)
+    model = seeded(Adamw)
     make_trainer(strategy, folder, callbacks=[_WatchesDuringFit()]).fit(model, make_loader())
     file = torch.load(folder / "by_hand.ckpt", weights_only=True)
-    return {"file": _comparable(_whole(file)), "end": weights_of(model)}
+    return {"file": comparable(_whole(file)), "end": weights_of(model)}
 
 
 def test_saving_by_hand_in_the_middle_of_a_fit_disturbs_nothing(tmp_path):

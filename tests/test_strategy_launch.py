@@ -1,12 +1,9 @@
-"""Names, ways to start, ways to end: script, torchrun, exceptions, Ctrl-C; nothing is left."""
+"""Ways to start and to end: script, torchrun, notebook, exceptions, Ctrl-C; nothing is left."""
 
-import importlib
 import json
 import os
 import signal
 import socket
-import sys
-import textwrap
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,199 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import StrategyRegistry
 from torchmetrics import MeanSquaredError
 
-import lightning_fsdp
-from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
-from lightning_fsdp.config import ZERO2, ZERO3
+from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import lightning_internals, registry
 from tests.support.jobs import Job
 from tests.support.ranks import run_snippet
-from tests.support.trainer import (
-    Regressor,
-    make_loader,
-    make_trainer,
-    on_trainer_ranks,
-    seeded,
-    weights_of,
-)
-
-PLAN_OF_NAME = {
-    "scratch_fsdp": (ScratchFSDPStrategy, ZERO3),
-    "scratch_fsdp_zero3": (ScratchFSDPStrategy, ZERO3),
-    "scratch_fsdp_zero2": (ScratchFSDPStrategy, ZERO2),
-    "fsdp1_zero3": (FSDP1Strategy, ZERO3),
-    "fsdp1_zero2": (FSDP1Strategy, ZERO2),
-    "fsdp2_zero3": (FSDP2Strategy, ZERO3),
-    "fsdp2_zero2": (FSDP2Strategy, ZERO2),
-}
-
-
-# -- names -----------------------------------------------------------------------------------------
-
-
-def test_each_name_gives_its_strategy(tmp_path):
-    for name, (cls, plan) in PLAN_OF_NAME.items():
-        for spelling in (name, name.upper()):
-            strategy = make_trainer(spelling, tmp_path, devices=1).strategy
-            assert type(strategy) is cls
-            assert strategy.engine.plan == plan
-    assert set(PLAN_OF_NAME) == set(registry.NAMES)
-
-
-def test_names_are_registered_once_and_again_is_harmless():
-    before = {name: StrategyRegistry[name] for name in PLAN_OF_NAME}
-    registry.register()
-    importlib.reload(lightning_fsdp)
-    for name in PLAN_OF_NAME:
-        assert StrategyRegistry[name] is before[name]
-        assert StrategyRegistry[name]["description"]
-        assert not any(family in name for family in ("ddp", "deepspeed"))
-
-
-@pytest.mark.parametrize(
-    "imports",
-    ["import lightning_fsdp, lightning.pytorch", "import lightning.pytorch, lightning_fsdp"],
-)
-def test_importing_is_light_and_names_are_known_in_any_order(imports):
-    result = run_snippet(
-        f"""
-        import sys
-        first = "{imports}".split()[1].strip(",")
-        if first == "lightning_fsdp":
-            import lightning_fsdp, importlib
-            importlib.reload(lightning_fsdp)
-            assert "torch" not in sys.modules and "lightning" not in sys.modules
-        {imports}
-        from lightning.pytorch.strategies import StrategyRegistry
-        assert [n for n in StrategyRegistry if n in {set(PLAN_OF_NAME)}] == {list(PLAN_OF_NAME)}
-        ours = [f for f in sys.meta_path if type(f).__module__.startswith("lightning_fsdp")]
-        assert [f.name for f in ours] == ["pytorch_lightning.strategies"], "not imported yet"
-        assert "lightning_fsdp.strategies.scratch" not in sys.modules
-        assert lightning_fsdp.ScratchFSDPStrategy.__name__ == "ScratchFSDPStrategy"
-        """
-    )
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_fsdp, pytorch_lightning as pl",
-        "import pytorch_lightning as pl, lightning_fsdp",
-        "import lightning.pytorch, lightning_fsdp, pytorch_lightning as pl",
-    ],
-)
-def test_the_trainer_of_the_other_package_is_told_what_to_import(imports):
-    result = run_snippet(
-        f"""
-        import sys, warnings
-        {imports}
-        assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
-                       and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
-        for name in {list(PLAN_OF_NAME)}:
-            try:
-                pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
-            except TypeError as error:
-                assert "`import lightning.pytorch as pl` in place of" in str(error), error
-                assert repr(name) in str(error), error
-            else:
-                raise AssertionError("taken")
-        try:
-            strategy = lightning_fsdp.ScratchFSDPStrategy()
-            pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
-        except ValueError as error:
-            assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
-        else:
-            raise AssertionError("taken")
-        import lightning.pytorch
-        trainer = lightning.pytorch.Trainer(
-            strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
-        )
-        assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
-        """
-    )
-    assert result.returncode == 0, result.stderr
-
-
-def test_public_names_exist_and_unknown_ones_do_not():
-    for name in lightning_fsdp.__all__:
-        assert getattr(lightning_fsdp, name).__doc__ or name.startswith("ZERO")
-        assert name in dir(lightning_fsdp)
-    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
-        _ = lightning_fsdp.nothing
-
-
-@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
-def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        textwrap.dedent(
-            f"""
-            model:
-              class_path: tests.support.trainer.Regressor
-            trainer:
-              accelerator: cpu
-              devices: 1
-              logger: false
-              default_root_dir: {tmp_path}
-              strategy:
-                class_path: lightning_fsdp.ScratchFSDPStrategy
-                init_args:
-                  zero_stage: 2
-                  units: [Block, Linear]
-                  accumulation: sum
-                  timeout: "00:01:30"
-            """
-        )
-    )
-    strategy = _configured(["--config", str(config)])
-    assert strategy.engine.plan == ZERO2
-    assert strategy.engine.units == ["Block", "Linear"]
-    assert strategy._communicates_every_micro_batch
-    assert strategy._timeout == timedelta(seconds=90)
-    by_size = _configured(["--config", str(config), "--trainer.strategy.init_args.units=100"])
-    assert by_size.engine.units == 100
-    named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
-    assert type(named) is ScratchFSDPStrategy
-    assert named.engine.plan == ZERO2
-    torchs = "--trainer.strategy.class_path=lightning_fsdp.FSDP1Strategy"
-    assert _configured(["--config", str(config), torchs]).engine.units == ["Block", "Linear"]
-
-
-def _configured(args):
-    cli = LightningCLI(
-        run=False,
-        args=args,
-        save_config_callback=None,
-        auto_configure_optimizers=False,
-        seed_everything_default=False,
-    )
-    return cli.trainer.strategy
-
-
-# -- units -----------------------------------------------------------------------------------------
-
-
-def _units(rank, world_size, folder):
-    expected = {}
-    for units in (None, ["Block"], ["Linear", "LayerNorm"], 60, lambda m: hasattr(m, "up")):
-        model = seeded(Regressor)
-        trainer = make_trainer(ScratchFSDPStrategy(units=units), folder)
-        trainer.fit(model, make_loader())
-        expected = expected or weights_of(model)
-        torch.testing.assert_close(weights_of(model), expected, atol=1e-6, rtol=1e-5)
-
-
-def test_units_can_be_chosen_by_class_size_or_function(tmp_path):
-    on_trainer_ranks(_units, 2, tmp_path)
-
-
-# -- devices and backends --------------------------------------------------------------------------
 
 
 def test_cuda_takes_nccl_and_its_own_device(monkeypatch):
@@ -272,8 +83,6 @@ def test_two_hosts_count_ranks_over_both():
     lightning_internals.set_rank_zero(0)
 
 
-# -- starting and ending ---------------------------------------------------------------------------
-
 SCRIPT = """
 import atexit, json, os, sys, time
 
@@ -337,7 +146,7 @@ def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp
     status, output = job.wait(timeout_s=120)
     assert status == 0, output
     result = json.loads((tmp_path / "result.json").read_text())
-    for name in PLAN_OF_NAME:
+    for name in registry.NAMES:
         assert result[name] == pytest.approx(result["ddp"], abs=1e-4)
         assert result[name][2] == 2
     assert output.count("GROUP AT EXIT: False") == 2
@@ -378,8 +187,6 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
         assert status == 1, output
         assert "GROUP AT EXIT: False" in output
 
-
-# -- notebooks -------------------------------------------------------------------------------------
 
 _NOTEBOOK = """
     import sys

@@ -1,14 +1,12 @@
-"""Steps whose gradients are not finite: raised or left out on all ranks, and where it began."""
+"""Gradients that are not finite raise on every rank, with where they began."""
 
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_fsdp import GradientAccessProbe, NonfiniteGradient
+from tests.support.nonfinite import Broken, run_broken
 from tests.support.trainer import (
     SHARDED,
     AdamwRegressor,
@@ -19,86 +17,6 @@ from tests.support.trainer import (
     weights_of,
     with_options,
 )
-
-RANK, BATCH = 1, 3  # where something is broken; two micro-batches make a step
-
-
-class Broken(AdamwRegressor):
-    """One thing is not finite, once: on one rank, in one micro-batch."""
-
-    def __init__(self, where, value=float("nan")):
-        super().__init__()
-        self.where = where
-        self.value = value
-        self.batch = -1
-        self.before = self.after = None
-        self.numbers = set()  # of micro-batches
-
-    def training_step(self, batch, batch_idx):
-        self.batch = batch_idx
-        loss = super().training_step(batch, batch_idx)
-        return loss * self.value if self._breaks("loss") else loss
-
-    def forward(self, x):
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        if self._breaks("backward"):
-            x.register_hook(lambda g: g * self.value)
-        return self.head(x)
-
-    def _breaks(self, where):
-        return self.where == where and self.batch == BATCH and self.trainer.global_rank == RANK
-
-    def on_train_start(self):
-        access = self.trainer.strategy
-        access.gradients.on_local(lambda name, gradient, number: self.numbers.add(number))
-        if self.where == "local":
-            access.gradients.on_local(self._break_local)
-        if self.where == "reduced":
-            access.gradients.on_reduced(self._break_reduced)
-
-    def on_fit_start(self):
-        if self.where == "activation":
-            self.blocks[1].up.register_forward_hook(self._break_output)
-
-    def _break_output(self, module, args, output):
-        return output * self.value if self._breaks("activation") else None
-
-    def _break_local(self, name, gradient, micro_batch):
-        if self._breaks("local") and name == "blocks.0.up.weight":
-            gradient.view(-1)[3] = self.value
-
-    def _break_reduced(self, name, shard, micro_batch):
-        if self._breaks("reduced") and name == "blocks.0.down.weight" and shard.numel():
-            shard[0] = self.value
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if self.where == "weight" and batch_idx == BATCH - 1:
-            shard = self.trainer.strategy.weights["blocks.1.down.weight"].shard
-            if self.trainer.global_rank == RANK and shard.numel():
-                with torch.no_grad():
-                    shard[0] = self.value
-                self.trainer.strategy.engine.read_shards_again()
-            else:
-                self.trainer.strategy.engine.read_shards_again()
-
-    def on_before_optimizer_step(self, optimizer):
-        if self.batch == BATCH:
-            self.before = self._bits(optimizer)
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        if batch_idx == BATCH:
-            self.after = self._bits(self.optimizers().optimizer)
-
-    def _bits(self, optimizer):
-        weights = self.trainer.strategy.weights
-        bits = {name: weight.shard.clone() for name, weight in weights.items()}
-        for name, gradient in self.trainer.strategy.gradients.shards().items():
-            bits[f"gradient of {name}"] = gradient.clone()
-        state = self.trainer.strategy.engine.full_optimizer_state_dict(optimizer)["state"]
-        return bits, {name: dict(values) for name, values in state.items()}
-
 
 _MESSAGES = {
     "loss": r"local gradient of 'head\.(weight|bias)' \(unit 'head'\), on rank 1 in micro-batch 1, "
@@ -115,20 +33,12 @@ _MESSAGES = {
 }
 
 
-def _run(strategy, folder, where, mode, **options):
-    model = seeded(lambda: Broken(where))
-    strategy = with_options(strategy, on_nonfinite=mode)
-    options.setdefault("accumulate_grad_batches", 2)
-    loader = make_loader(96)
-    return model, fit(strategy, folder, model, loader, **options)
-
-
-def _raised(rank, world_size, folder, where, options):
+def raised_on_ranks(rank, world_size, folder, where, options):
     for name in (
         SHARDED if where in ("local", "loss") else (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero3")
     ):
         with pytest.raises(NonfiniteGradient, match=_MESSAGES[where]) as caught:
-            _run(name, folder, where, "raise", **options)
+            run_broken(name, folder, where, "raise", **options)
         if where == "loss":  # the same text on every rank
             texts = [None] * world_size
             torch.distributed.all_gather_object(texts, str(caught.value))
@@ -138,7 +48,7 @@ def _raised(rank, world_size, folder, where, options):
 @pytest.mark.parametrize("clips", [{}, {"gradient_clip_val": 0.1}], ids=["", "clipped"])
 @pytest.mark.parametrize("where", _MESSAGES)
 def test_every_rank_raises_and_names_where_it_began(tmp_path, where, clips):
-    on_trainer_ranks(_raised, 2, tmp_path, where, clips)
+    on_trainer_ranks(raised_on_ranks, 2, tmp_path, where, clips)
 
 
 def _two_ranks(rank, world_size, folder):
@@ -170,130 +80,13 @@ def _activation(rank, world_size, folder):
             match=r"first activation: the output of 'blocks\.1\.up' \(\w*Linear\), on rank 1 in "
             r"micro-batch 1\.",
         ):
-            _run(name, folder, "activation", "raise", callbacks=[GradientAccessProbe(steps=[99])])
+            run_broken(
+                name, folder, "activation", "raise", callbacks=[GradientAccessProbe(steps=[99])]
+            )
 
 
 def test_with_the_probe_the_activation_is_named_too(tmp_path):
     on_trainer_ranks(_activation, 2, tmp_path)
-
-
-_CLIPS = {
-    "none": {},
-    "norm": {"gradient_clip_val": 0.1},
-    "value": {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
-}
-
-
-def _skipped(rank, world_size, folder, clips, value):
-    for name in (*SHARDED[:2], "fsdp1_zero2", "fsdp2_zero3"):
-        logger = CSVLogger(folder, name=name)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = seeded(lambda: Broken("local", value))
-            trainer, model = fit(
-                with_options(name, on_nonfinite="skip"),
-                folder,
-                model,
-                make_loader(96),
-                accumulate_grad_batches=2,
-                logger=logger,
-                **_CLIPS[clips],
-            )
-        messages = [str(w.message) for w in caught if "Skipped" in str(w.message)]
-        assert len(messages) == (rank == 0)
-        assert trainer.strategy.num_skipped_steps == 1
-        torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)
-        assert trainer.global_step == 6
-        assert model.numbers == {0, 1}
-        assert all(w.isfinite().all() for w in weights_of(model).values())
-        if rank == 0:
-            logger.save()
-            text = Path(logger.experiment.metrics_file_path).read_text()
-            assert "skipped_steps" in text
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("clips", _CLIPS)
-def test_a_skipped_step_writes_no_bit_and_training_goes_on(tmp_path, clips, value):
-    on_trainer_ranks(_skipped, 2, tmp_path, clips, value)
-
-
-def _like_left_out(rank, world_size, folder):
-    class LeavesOut(AdamwRegressor):
-        """Does by hand what a skip does."""
-
-        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
-            if batch_idx == BATCH:
-                closure()
-            else:
-                optimizer.step(closure=closure)
-
-    for name in ("scratch_fsdp_zero3", "scratch_fsdp_zero2"):
-        _, expected = fit(
-            name, folder, seeded(LeavesOut), make_loader(96), accumulate_grad_batches=2
-        )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model, _ = _run(name, folder, "loss", "skip")
-        torch.testing.assert_close(weights_of(model), weights_of(expected), atol=0, rtol=0)
-
-
-def test_the_run_goes_on_as_if_the_step_had_been_left_out(tmp_path):
-    on_trainer_ranks(_like_left_out, 2, tmp_path)
-
-
-def _scaled(rank, world_size, folder):
-    def run(where, mode, scale):
-        plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-        return _run("scratch_fsdp_zero3", folder, where, mode, plugins=[plugin])
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _, (trainer, model) = run("local", "raise", 8.0)  # an overflow, for all it knows
-        assert trainer.precision_plugin.scaler.get_scale() == 4.0
-        torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)
-        _, (trainer, _) = run("local", "skip", 8.0)
-        assert trainer.strategy.num_skipped_steps == 1
-    with pytest.raises(NonfiniteGradient, match="The loss was not finite on rank 1") as caught:
-        run("loss", "raise", 8.0)
-    assert "in micro-batches 1." in str(caught.value)  # of this step, not of those before
-    with pytest.raises(NonfiniteGradient, match=r"a loss scale of 1\.0.*'blocks\.0\.up\.weight'"):
-        run("local", "raise", 1.0)
-
-
-def test_a_gradient_scaler_may_look_for_its_scale(tmp_path):
-    on_trainer_ranks(_scaled, 2, tmp_path)
-
-
-def _by_hand(rank, world_size, folder):
-    class ByHand(Broken):
-        def __init__(self):
-            super().__init__("local")
-            self.automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            self.batch = batch_idx
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            if batch_idx % 2:
-                self.clip_gradients(optimizer, 0.1, "norm")
-            optimizer.step()
-
-    for name in ("scratch_fsdp_zero3", "fsdp2_zero3"):
-        with pytest.raises(NonfiniteGradient, match=r"'blocks\.0\.up\.weight'.*micro-batch 0"):
-            fit(with_options(name, on_nonfinite="raise"), folder, seeded(ByHand), make_loader(96))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer, model = fit(
-                with_options(name, on_nonfinite="skip"), folder, seeded(ByHand), make_loader(96)
-            )
-        assert trainer.strategy.num_skipped_steps == 1
-        torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)
-
-
-def test_manual_optimization_is_looked_at_before_each_step(tmp_path):
-    on_trainer_ranks(_by_hand, 2, tmp_path)
 
 
 def _again(rank, world_size, folder):
@@ -343,7 +136,7 @@ def test_without_the_option_nothing_looks(tmp_path):
 
 def _no_anomaly(rank, world_size, folder):
     with pytest.raises(NonfiniteGradient, match=_MESSAGES["reduced"]):
-        _run("scratch_fsdp_zero3", folder, "reduced", "raise", detect_anomaly=True)
+        run_broken("scratch_fsdp_zero3", folder, "reduced", "raise", detect_anomaly=True)
 
 
 def test_detect_anomaly_goes_with_it(tmp_path):

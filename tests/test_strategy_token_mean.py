@@ -3,125 +3,14 @@
 Judged against one process that runs the joined, unpadded batch of the step through plain torch.
 """
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from tests.support.trainer import (
-    SHARDED,
-    Block,
-    fit,
-    on_trainer_ranks,
-    seeded,
-    weights_of,
-    with_options,
-)
-
-LENGTHS = [3, 17, 1, 9, 0, 0, 0, 2, 30, 4, 7, 0, 21, 6, 1, 8, 13, 2, 11, 5, 19, 3, 10, 4]
-WIDTH, LONGEST, VOCABULARY = 6, 30, 11
-
-
-class Sequences(Dataset):
-    """Padded sequences of very different lengths; of some, no token has a label."""
-
-    def __len__(self):
-        return len(LENGTHS)
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        x = torch.randn(LONGEST, WIDTH, generator=generator)
-        labels = torch.randint(VOCABULARY, (LONGEST,), generator=generator)
-        labels[LENGTHS[index] :] = -100
-        return {"x": x, "labels": labels, "counts": torch.tensor(LENGTHS[index])}
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inlet = nn.Linear(WIDTH, 8)
-        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, x):
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class Tokens(pl.LightningModule):
-    def __init__(self, says="num_tokens", lr=0.3):
-        super().__init__()
-        self.net = Net()
-        self.says = says
-        self.lr = lr
-        self.step_losses = []
-        self.seen = []
-
-    def training_step(self, batch, batch_idx):
-        logits = self.net(batch["x"].flatten(0, 1))
-        labels = batch["labels"]
-        loss = F.cross_entropy(logits.float(), labels.flatten())
-        num_tokens = (labels != -100).sum()
-        self.log(
-            "epoch_loss",
-            loss.nan_to_num(),
-            on_step=False,
-            on_epoch=True,
-            sync_dist=True,
-            batch_size=int(num_tokens),
-        )
-        if self.says is None:
-            return loss
-        return {"loss": loss, self.says: num_tokens} if self.says in _DICT else loss
-
-    def on_before_optimizer_step(self, optimizer):
-        self.step_losses.append(self.trainer.strategy.mean_loss)
-
-    def on_after_backward(self):
-        self.seen.append(self.trainer.strategy.gradients["net.head.bias"].state)
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
-
-
-_DICT = ("num_tokens", "weight")
-
-
-def _loader(batch_size=2):
-    # Dealt out in order: the Trainer's own sampler shuffles what is trained on.
-    sampler = DistributedSampler(Sequences(), shuffle=False)
-    return DataLoader(Sequences(), batch_size=batch_size, sampler=sampler)
-
-
-def _reference(world_size, accumulation, *, batch_size=2, clip=None, make=None, lr=0.3):
-    """Plain torch, one process: every step's tokens in one row, without padding."""
-    model = seeded(Tokens).net
-    optimizer = (make or torch.optim.SGD)(model.parameters(), lr=lr)
-    data, losses, norms = Sequences(), [], []
-    per_rank = len(LENGTHS) // world_size // batch_size  # batches of each rank; ranks alternate
-    for start in range(0, per_rank, accumulation):
-        rows = [
-            (start + micro) * batch_size * world_size + k
-            for micro in range(min(accumulation, per_rank - start))
-            for k in range(batch_size * world_size)
-        ]
-        x = torch.cat([data[r]["x"][: LENGTHS[r]] for r in rows])
-        labels = torch.cat([data[r]["labels"][: LENGTHS[r]] for r in rows])
-        loss = F.cross_entropy(model(x), labels) if len(labels) else model(x).sum() * 0
-        optimizer.zero_grad()
-        loss.backward()
-        if clip is not None:
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
-        optimizer.step()
-        losses.append(loss.detach())
-    return dict(model.state_dict()), losses
+from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
+from tests.support.trainer import SHARDED, fit, on_trainer_ranks, seeded, weights_of, with_options
 
 
 def _net_of(model):
@@ -131,7 +20,7 @@ def _net_of(model):
 def _compare(
     rank, world_size, folder, names, accumulation, options, trainer_options, says="num_tokens"
 ):
-    expected, losses = _reference(
+    expected, losses = reference(
         world_size, accumulation, clip=trainer_options.get("gradient_clip_val")
     )
     for name in names:
@@ -139,7 +28,7 @@ def _compare(
             with_options(name, **options),
             folder,
             seeded(lambda: Tokens(says)),
-            _loader(),
+            loader(),
             accumulate_grad_batches=accumulation,
             use_distributed_sampler=False,
             **trainer_options,
@@ -176,9 +65,6 @@ def test_the_number_comes_from_a_key_of_the_batch_or_of_the_dictionary(tmp_path,
     on_trainer_ranks(_compare, 2, tmp_path, names, 2, {"weigh_by": key}, {}, says)
 
 
-# -- with what else there is -----------------------------------------------------------------------
-
-
 class _Whole(Tokens):
     """Momentum that takes a step of the whole matrix: an optimizer that needs whole tensors."""
 
@@ -199,13 +85,13 @@ class _Normalised(torch.optim.Optimizer):
 
 
 def _whole_tensors(rank, world_size, folder):
-    expected, _ = _reference(world_size, 2, make=_Normalised)
+    expected, _ = reference(world_size, 2, make=_Normalised)
     for name in ("scratch_fsdp_zero3", "fsdp2_zero3"):
         _, model = fit(
             name,
             folder,
             seeded(_Whole),
-            _loader(),
+            loader(),
             accumulate_grad_batches=2,
             use_distributed_sampler=False,
         )
@@ -217,14 +103,14 @@ def test_optimizers_over_whole_tensors_get_the_weighed_gradient(tmp_path):
 
 
 def _narrow(rank, world_size, folder, precision):
-    expected, losses = _reference(world_size, 2)
+    expected, losses = reference(world_size, 2)
     for name in ("scratch_fsdp_zero3", "fsdp2_zero2"):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if precision == "16-mixed" else None
         _, model = fit(
             name,
             folder,
             seeded(Tokens),
-            _loader(),
+            loader(),
             accumulate_grad_batches=2,
             use_distributed_sampler=False,
             plugins=[MixedPrecision(precision, "cpu", scaler)],
@@ -262,7 +148,7 @@ def _apart(rank, world_size, folder):
             with_options(name, accumulation="sum"),
             folder,
             seeded(Tokens),
-            _loader(),
+            loader(),
             accumulate_grad_batches=2,
             use_distributed_sampler=False,
             callbacks=[keeps],
@@ -283,190 +169,3 @@ def _apart(rank, world_size, folder):
 
 def test_a_micro_batch_kept_apart_is_its_share_of_the_mean(tmp_path):
     on_trainer_ranks(_apart, 2, tmp_path)
-
-
-def _logged(rank, world_size, folder):
-    _, losses = _reference(world_size, 1, lr=0.0)
-    trainer, _ = fit(
-        "scratch_fsdp_zero3",
-        folder,
-        seeded(lambda: Tokens(lr=0.0)),
-        _loader(),
-        use_distributed_sampler=False,
-    )
-    counts = torch.tensor(LENGTHS).view(-1, 2 * world_size).sum(1)
-    expected = (torch.stack(losses) * counts).sum() / counts.sum()
-    torch.testing.assert_close(trainer.callback_metrics["epoch_loss"], expected)
-
-
-def test_what_is_logged_with_the_number_as_batch_size_is_the_mean_over_the_epochs_tokens(tmp_path):
-    on_trainer_ranks(_logged, 2, tmp_path)
-
-
-class _Saves(pl.Callback):
-    def on_train_epoch_end(self, trainer, module):
-        trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}.ckpt")
-
-
-def _resumed(rank, world_size, folder):
-    options = {
-        "use_distributed_sampler": False,
-        "accumulate_grad_batches": 2,
-        "max_epochs": 2,
-        "callbacks": [_Saves()],
-    }
-    _, straight = fit("scratch_fsdp_zero3", folder, seeded(Tokens), _loader(), **options)
-    _, resumed = fit(
-        "scratch_fsdp_zero3",
-        folder,
-        seeded(Tokens, seed=1),
-        _loader(),
-        ckpt_path=folder / "0.ckpt",
-        **options,
-    )
-    assert len(resumed.step_losses) == len(straight.step_losses) / 2
-    for name, value in weights_of(resumed).items():
-        assert torch.equal(value, weights_of(straight)[name]), name
-
-
-def test_a_resumed_run_comes_to_the_same_bits(tmp_path):
-    """Though it begins with the unit of its own first micro-batch."""
-    on_trainer_ranks(_resumed, 2, tmp_path)
-
-
-# -- without it, and wrong use ---------------------------------------------------------------------
-
-
-def _unweighed(rank, world_size, folder):
-    class Equal(Tokens):
-        def training_step(self, batch, batch_idx):
-            return self.net(batch.flatten(0, 1)).square().mean()
-
-        def on_before_optimizer_step(self, optimizer):
-            assert self.trainer.strategy.mean_loss is None
-
-    weights = []
-    for name in ("ddp", "scratch_fsdp_zero3"):
-        model = seeded(Equal)
-        if name == "ddp":
-            model.on_before_optimizer_step = model.on_after_backward = lambda *args: None
-        fit(
-            name,
-            folder,
-            model,
-            DataLoader([row["x"] for row in Sequences()], batch_size=2),
-            accumulate_grad_batches=2,
-            use_distributed_sampler=False,
-        )
-        weights.append(weights_of(model))
-    torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=1e-5)
-
-
-def test_without_a_number_nothing_changes(tmp_path):
-    on_trainer_ranks(_unweighed, 2, tmp_path)
-
-
-def _warned(rank, world_size, folder):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(
-            "scratch_fsdp_zero3",
-            folder,
-            seeded(lambda: Tokens(None)),
-            _loader(),
-            use_distributed_sampler=False,
-            max_steps=2,
-        )
-    return [str(w.message) for w in caught if "labels that are not -100" in str(w.message)]
-
-
-def test_labels_that_are_left_out_without_a_number_are_warned_of_once(tmp_path):
-    of_rank_0, of_rank_1 = on_trainer_ranks(_warned, 2, tmp_path)
-    # Rank 0 has the sequences 0 and 2, rank 1 those 1 and 3.
-    assert len(of_rank_0) == 1
-    assert not of_rank_1
-    assert "Ranks have 4 to 26 labels" in of_rank_0[0]
-    assert "6.5 times" in of_rank_0[0]
-    assert '"num_tokens"' in of_rank_0[0]
-
-
-class _Wrong(Tokens):
-    def __init__(self, how):
-        super().__init__()
-        self.how = how
-
-    def training_step(self, batch, batch_idx):
-        output = super().training_step(batch, batch_idx)
-        rank = self.trainer.global_rank
-        if self.how == "one rank" and rank == 1:
-            return output["loss"]
-        if self.how == "later" and batch_idx == 1:
-            return output["loss"]
-        if self.how == "labels" and rank == 1:
-            return {**output, "num_tokens": batch["labels"]}
-        if self.how == "text":
-            return {**output, "num_tokens": "12"}
-        return output
-
-
-def _wrong(rank, world_size, folder, how, message):
-    with pytest.raises(ValueError, match=message):
-        fit(
-            "scratch_fsdp_zero3",
-            folder,
-            seeded(lambda: _Wrong(how)),
-            _loader(),
-            use_distributed_sampler=False,
-        )
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("one rank", r"num_tokens: expected it on every rank or on none, got it on ranks \[0\]"),
-        ("later", "expected a number, as of the first micro-batch, got none"),
-        ("labels", r"rank 1: num_tokens: expected numbers of tokens, got -100.*\(labels != -100\)"),
-        ("text", "num_tokens: expected a number of tokens or a tensor"),
-    ],
-)
-def test_what_cannot_be_a_number_of_tokens_is_refused_on_every_rank(tmp_path, how, message):
-    on_trainer_ranks(_wrong, 2, tmp_path, how, message)
-
-
-def _missing(rank, world_size, folder):
-    with pytest.raises(ValueError, match=r"weigh_by='tokens'.*the batch: \['counts', 'labels'"):
-        fit(with_options("fsdp2_zero3", weigh_by="tokens"), folder, seeded(Tokens), _loader())
-
-
-def test_a_key_that_is_nowhere_is_named_with_those_that_are(tmp_path):
-    on_trainer_ranks(_missing, 2, tmp_path)
-
-
-class _ByHand(Tokens):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        return {"num_tokens": 3}
-
-
-def _by_hand(rank, world_size, folder):
-    with pytest.raises(NotImplementedError, match="'num_tokens' in training_step's dictionary"):
-        fit("scratch_fsdp_zero3", folder, seeded(_ByHand), _loader())
-    with pytest.raises(NotImplementedError, match=r"weigh_by='counts'.*automatic_optimization"):
-        fit(
-            with_options("scratch_fsdp_zero3", weigh_by="counts"),
-            folder,
-            seeded(_ByHand),
-            _loader(),
-        )
-
-
-def test_manual_optimization_weighs_by_itself(tmp_path):
-    on_trainer_ranks(_by_hand, 2, tmp_path)
-
-
-def test_a_key_that_is_no_text_is_refused_at_once():
-    with pytest.raises(TypeError, match="weigh_by: expected the key"):
-        with_options("scratch_fsdp_zero3", weigh_by=3)

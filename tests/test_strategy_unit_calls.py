@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import unit_calls
+from tests.support.access import separately, watched
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.inductor import needs_inductor
 from tests.support.trainer import (
@@ -28,7 +29,6 @@ from tests.support.trainer import (
     with_options,
 )
 from tests.support.versions import TORCH
-from tests.test_strategy_access import _separately, _watched
 
 
 class _Block(nn.Module):
@@ -135,11 +135,11 @@ def test_recomputed_units_run_twice_and_keep_nothing_inside(tmp_path):
 
 
 def test_gradients_of_recomputed_units_are_right_at_every_moment(tmp_path):
-    each_on_trainer_ranks(_recomputing, 2, SHARDED, _watched, ("32-true", str(tmp_path)))
+    each_on_trainer_ranks(_recomputing, 2, SHARDED, watched, ("32-true", str(tmp_path)))
 
 
 def test_micro_batches_of_recomputed_units_are_kept_apart(tmp_path):
-    each_on_trainer_ranks(_recomputing, 2, SHARDED, _separately, (str(tmp_path),))
+    each_on_trainer_ranks(_recomputing, 2, SHARDED, separately, (str(tmp_path),))
 
 
 def _recomputing(rank, world_size, strategy, check, arguments):

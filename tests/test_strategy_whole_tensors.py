@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
+from tests.support.checkpointed import TwoOptimizers
 from tests.support.optimizers import Normed
 from tests.support.parity import assert_same_tensors
 from tests.support.trainer import (
@@ -36,21 +37,7 @@ class Adafactor(Regressor):
         return torch.optim.Adafactor(self.parameters(), lr=0.02)
 
 
-class MuonBesideAdamW(Regressor):
-    """Two optimizers, which are stepped by hand."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-        self.losses.append(loss.detach().clone())
-
+class MuonBesideAdamW(TwoOptimizers):
     def configure_optimizers(self):
         matrices = [p for p in self.blocks.parameters() if p.ndim == 2]
         ids = set(map(id, matrices))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import errors_on_ranks, run_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 from tests.support.worst_case import WORST_CASES
 
 
@@ -46,7 +46,4 @@ def _misuse(rank, world_size, how):
 @pytest.mark.parametrize("how", ["freed before", "freed and allocated again", "never waited for"])
 @pytest.mark.parametrize("backend", WORST_CASES)
 def test_memory_that_travels_must_stay_and_be_waited_for(backend, how):
-    for error in errors_on_ranks(_misuse, 2, how, backend=backend):
-        assert error is not None
-        assert error.type_name == "AssertionError"
-        assert how in error.message
+    assert_errors(errors_on_ranks(_misuse, 2, how, backend=backend), "AssertionError", how)

@@ -8,24 +8,14 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-import lightning_fsdp
 from lightning_fsdp import ShardedTensor, optimizers_follow
+from tests.support.built_before import SHARDERS, params, shard
 from tests.support.cases import each_on_ranks
-from tests.support.models import (
-    TASKS,
-    causal_lm,
-    lm_loss,
-    mlp,
-    shard_lm_by_hand,
-    tiny_gpt2,
-    token_batch,
-)
+from tests.support.models import TASKS, causal_lm, lm_loss, token_batch
 from tests.support.parity import (
     OPTIMIZERS,
     assert_ranks_agree,
@@ -38,18 +28,9 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
-SHARDERS = {"fsdp2": fsdp.fully_shard, "core": lightning_fsdp.fully_shard}
 KINDS = {"fsdp2": DTensor, "core": ShardedTensor}
+
 STEPS = 3
-
-
-def _shard(model, engine, **options):
-    """As a script does: blocks, then the rest, in which tied weights meet."""
-    fully_shard = SHARDERS[engine]
-    for block in model.transformer.h if hasattr(model, "transformer") else model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
 
 
 def _batches(world_size, first=0, num_steps=STEPS):
@@ -58,21 +39,14 @@ def _batches(world_size, first=0, num_steps=STEPS):
     )[first:]
 
 
-def _params(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def _assert_holds(optimizer, model, kind):
     """Every parameter of the model once, and nothing else; state under them and sharded."""
-    assert sorted(map(id, _params(optimizer))) == sorted(map(id, model.parameters()))
+    assert sorted(map(id, params(optimizer))) == sorted(map(id, model.parameters()))
     assert {id(p) for p in optimizer.state} <= {id(p) for p in model.parameters()}
-    assert all(isinstance(p, kind) for p in _params(optimizer))
+    assert all(isinstance(p, kind) for p in params(optimizer))
     for state in optimizer.state.values():
         for key, value in state.items():
             assert isinstance(value, kind) or key == "step", (key, type(value))
-
-
-# -- what it holds afterwards ----------------------------------------------------------------------
 
 
 def _train(rank, world_size, case, name, meta):
@@ -89,7 +63,7 @@ def _train(rank, world_size, case, name, meta):
     optimizer = make_optimizer(model.parameters())
     groups = list(optimizer.param_groups)
     with optimizers_follow(model, optimizer):
-        _shard(model, engine)
+        shard(model, engine)
         if meta == "inside":
             model.to_empty(device="cpu")
     if meta == "outside":
@@ -157,7 +131,7 @@ def _continue(rank, world_size, engine, mesh_shape, offloads):
             if offloads:
                 options["offload_policy"] = fsdp.CPUOffloadPolicy(pin_memory=False)
             with optimizers_follow(model, optimizer):
-                _shard(model, engine, **options)
+                shard(model, engine, **options)
             _assert_holds(optimizer, model, KINDS[engine])
             assert [len(g["params"]) for g in optimizer.param_groups] == [len(decayed), len(others)]
             assert settings == [
@@ -226,7 +200,7 @@ def _several(rank, world_size):
 
     ours, theirs = build(model), build(reference)
     with optimizers_follow(model, *ours):
-        _shard(model, "fsdp2")
+        shard(model, "fsdp2")
     for step in _batches(world_size):
         lm_loss(model, step[0][rank]).backward()
         (sum(lm_loss(reference, batch) for batch in step[0]) / world_size).backward()
@@ -263,164 +237,3 @@ def _frees(rank, world_size):
 
 def test_whole_parameters_are_freed_while_sharding():
     run_on_ranks(_frees, 2)
-
-
-# -- what is refused -------------------------------------------------------------------------------
-
-
-def test_a_parameter_that_the_model_does_not_have_is_refused_before_anything_changes():
-    model, other = mlp(), nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(
-        [{"params": [model.mix]}, {"params": [model.bonus, other.weight]}], lr=0.1
-    )
-    with (
-        pytest.raises(
-            ValueError,
-            match=r"SGD: expected parameters of MLP only, got \(2, 3\) \(no name\) at position 1 "
-            r"of group 1\. .*nn.ModuleList",
-        ),
-        optimizers_follow(model, optimizer),
-    ):
-        pytest.fail("entered")
-    assert _params(optimizer)[0] is model.mix
-    optimizer.step()
-    named = torch.optim.SGD([("elsewhere", other.weight)], lr=0.1)
-    with pytest.raises(ValueError, match="elsewhere"), optimizers_follow(model, named):
-        pytest.fail("entered")
-    with optimizers_follow(nn.ModuleList([model, other]), optimizer):
-        pass
-    assert _params(optimizer)[2] is other.weight
-
-
-def test_something_else_than_an_optimizer_is_refused():
-    with pytest.raises(TypeError, match="expected an optimizer, got"), optimizers_follow(mlp(), 3):
-        pytest.fail("entered")
-
-
-def test_a_step_inside_raises_and_nothing_sharded_changes_nothing():
-    model = mlp()
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 7)).sum().backward()
-    optimizer.step()
-    before = list(model.parameters()), copy.copy(optimizer.state[model.mix])
-    with optimizers_follow(model, optimizer):
-        with pytest.raises(RuntimeError, match="'mix', 'bonus', 'scale' and 6 more as they were"):
-            optimizer.step()
-        optimizer.zero_grad()
-    assert all(a is b for a, b in zip(_params(optimizer), before[0], strict=True))
-    assert all(optimizer.state[model.mix][key] is value for key, value in before[1].items())
-    optimizer.step()
-
-
-def _stale(rank, world_size):
-    model = causal_lm(tied=True)
-    stale = torch.optim.AdamW(model.parameters())
-    blocks = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
-    with optimizers_follow(model, blocks):
-        _shard(model, "fsdp2")
-    lm_loss(model, token_batch(0, 0, rank)).backward()
-    with pytest.raises(
-        RuntimeError,
-        match=r"AdamW: expected parameters that train, got 'embedding.weight', 'positions.weight', "
-        r"'blocks.0.norm_1.weight' and \d+ more as they were before sharding.*optimizers_follow",
-    ):
-        stale.step()
-    blocks.step()
-
-
-def test_an_optimizer_that_was_left_behind_raises_at_its_first_step():
-    run_on_ranks(_stale, 2)
-
-
-def _untied(rank, world_size):
-    model = causal_lm(tied=True)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    with (
-        pytest.raises(
-            RuntimeError, match=r"expected 'embedding.weight' and 'head.weight' to be one parameter"
-        ),
-        optimizers_follow(model, optimizer),
-    ):
-        shard_lm_by_hand(model, fsdp.fully_shard)
-    with pytest.raises(RuntimeError, match="expected parameters that train"):
-        optimizer.step()
-
-
-def test_a_tied_weight_that_sharding_has_cut_in_two_is_named():
-    run_on_ranks(_untied, 2)
-
-
-def _unusual_state(rank, world_size):
-    with torch.device("meta"):
-        model = causal_lm()
-    with (
-        pytest.raises(ValueError, match=r"state 'sum' of 'embedding.weight': expected values"),
-        optimizers_follow(model, torch.optim.Adagrad(model.parameters())),
-    ):
-        _shard(model, "fsdp2")
-
-    model = causal_lm()
-    optimizer = torch.optim.Adafactor(model.parameters())
-    lm_loss(model, token_batch(0, 0, rank)).backward()
-    optimizer.step()
-    with (
-        pytest.raises(
-            NotImplementedError,
-            match=r"state 'row_var' of 'embedding.weight' to be a plain tensor .* got Tensor",
-        ),
-        optimizers_follow(model, optimizer),
-    ):
-        _shard(model, "fsdp2")
-
-    model = causal_lm()
-    optimizer = torch.optim.Adam(model.parameters())
-    lm_loss(model, token_batch(0, 0, rank)).backward()
-    optimizer.step()
-    with (
-        pytest.raises(NotImplementedError, match=r"state 'exp_avg' of .* for a Parameter"),
-        optimizers_follow(model, optimizer),
-    ):
-        FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-
-    model = causal_lm()
-    with (
-        pytest.raises(RuntimeError, match=r"expected a parameter where 'embedding.weight' was"),
-        optimizers_follow(model, torch.optim.Adam(model.parameters())),
-    ):
-        FullyShardedDataParallel(model, use_orig_params=False, device_id=torch.device("cpu"))
-
-
-def test_state_that_cannot_be_sharded_and_parameters_that_went_are_named():
-    run_on_ranks(_unusual_state, 2)
-
-
-def _meta_state_in_the_core(rank, world_size):
-    with torch.device("meta"):
-        model = causal_lm()
-    optimizer = torch.optim.Adagrad(model.parameters())
-    lightning_fsdp.shard_model(model)
-    lm_loss(model, token_batch(0, 0, rank)).backward()
-    with pytest.raises(ValueError, match=r"'sum' of 'embedding.weight': expected values"):
-        optimizer.step()
-
-
-def test_the_core_names_state_that_was_allocated_on_the_meta_device():
-    run_on_ranks(_meta_state_in_the_core, 2)
-
-
-def _shard_half(model):
-    fsdp.fully_shard(model.transformer.h[0])
-    raise AssertionError("something different")
-
-
-def _interrupted(rank, world_size):
-    """An error while sharding is the one that is seen, and the optimizer holds what there is."""
-    model = tiny_gpt2()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    with pytest.raises(AssertionError, match="different"), optimizers_follow(model, optimizer):
-        _shard_half(model)
-    assert [id(p) for p in _params(optimizer)] == [id(p) for p in model.parameters()]
-
-
-def test_an_error_inside_leaves_the_optimizer_with_what_the_model_has():
-    run_on_ranks(_interrupted, 2)

@@ -1,0 +1,200 @@
+"""The plan against what is measured: two real ranks under the Trainer, and one real rank of many.
+
+Widths are large for the vocabulary, so that what the engine holds weighs more than the logits.
+"""
+
+import functools
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader
+
+from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
+from lightning_fsdp.core.optimizers.whole_state import kept_by
+from lightning_fsdp.engines.autocast import keep_main_dtype
+from lightning_fsdp.plan.dry_run import PHASES
+from lightning_fsdp.plan.models import block_classes, build, config_of
+from lightning_fsdp.strategies.precision import POLICIES
+from recipes.causal_lm import CausalLM
+from recipes.optimizer import OptimizerConfig
+from tests.support.memory import StorageTracker, optimizer_tensors
+from tests.support.planned import BATCH, SEQ_LEN, folder_with, planned
+from tests.support.ranks import run_on_ranks
+from tests.support.trainer import make_trainer, on_trainer_ranks, with_options
+
+STAGES = {2: ZERO2, 3: ZERO3}
+
+TOLERANCE = 0.03
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    return functools.partial(folder_with, folder=tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return folder_with("gpt2", tmp_path)
+
+
+class _Tracks(pl.Callback):
+    """The most bytes alive in the backward, by the tests' own tracker."""
+
+    peak = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 1 and batch_idx % trainer.accumulate_grad_batches == 0:
+            self.tracker = StorageTracker(module, self.see)
+            self.tracker.track(list(kept_by(trainer.optimizers[0])))
+            self.tracker.__enter__()
+
+    def see(self):
+        self.peak = max(self.peak, self.tracker.live_bytes())
+
+    def on_train_end(self, trainer, module):
+        self.tracker.__exit__(None, None, None)
+
+
+class _CausalLM(CausalLM):
+    """A recipe of any config; the optimizer is the recipes'."""
+
+    max_seq_len = SEQ_LEN
+
+    def __init__(self, folder, optimizer):
+        options = {"pretrained": None, "activation_checkpointing": False, "compile_blocks": False}
+        super().__init__(config_of(folder), optimizer=OptimizerConfig(name=optimizer), **options)
+
+    def build(self):
+        return build(self.config)
+
+    def blocks(self):
+        return []
+
+
+def _measured(
+    rank, world_size, model, folder, stage, precision, grad_accum, checkpointing, optimizer
+):
+    module = _CausalLM(model, optimizer)
+    probe, tracks = MemoryProbe(steps=[1]), _Tracks()
+    classes = block_classes(build(module.config)) if checkpointing else None
+    strategy = with_options(f"scratch_fsdp_zero{stage}", activation_checkpointing=classes)
+    trainer = make_trainer(
+        strategy,
+        Path(folder),
+        callbacks=[tracks, probe],
+        precision=precision,
+        accumulate_grad_batches=grad_accum,
+        gradient_clip_val=1.0,
+        max_steps=2,
+    )
+    tokens = torch.zeros(SEQ_LEN, dtype=torch.long)
+    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * world_size * grad_accum * BATCH)
+    trainer.fit(module, DataLoader(rows, batch_size=BATCH))
+    (report,) = probe.reports
+    return report.ranks[0], tracks.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "precision", "grad_accum", "checkpointing", "optimizer"),
+    [
+        ("gpt2", 2, "32-true", 1, False, "adamw"),
+        ("gpt2", 3, "32-true", 1, False, "adamw"),
+        ("gpt2", 3, "bf16-true", 1, True, "adamw"),
+        ("qwen", 2, "bf16-mixed", 2, True, "adamw"),
+        ("qwen", 3, "bf16-mixed", 2, True, "adamw"),
+        ("qwen", 3, "bf16-mixed", 1, False, "adamw"),
+        ("gpt2", 2, "bf16-mixed", 2, False, "muon"),
+        ("qwen", 3, "32-true", 1, False, "muon"),
+    ],
+)
+def test_two_ranks_take_what_was_planned(
+    tmp_path, folder_of, name, stage, precision, grad_accum, checkpointing, optimizer
+):
+    folder = folder_of(name)
+    plan = planned(
+        folder, world_size=2, zero_stage=stage, precision=precision, grad_accum=grad_accum,
+        activation_checkpointing=checkpointing, optimizer=optimizer, backend="gloo",
+    )  # fmt: skip
+    options = (str(folder), str(tmp_path), stage, precision, grad_accum, checkpointing, optimizer)
+    measured, tracked = on_trainer_ranks(_measured, 2, *options)[0]
+    for phase in PHASES:
+        found, expected = plan.phases[phase], measured[phase]
+        for moment in ("peak", "resting"):
+            planned_bytes, bytes_ = getattr(found, moment), getattr(expected, moment)
+            assert sum(planned_bytes.values()) == pytest.approx(
+                sum(bytes_.values()), rel=TOLERANCE
+            ), (phase, moment, planned_bytes, bytes_)
+            for owner in ("parameters", "optimizer"):
+                assert planned_bytes[owner] == pytest.approx(bytes_[owner], rel=TOLERANCE), phase
+    assert plan.peak_bytes == pytest.approx(tracked, rel=TOLERANCE)
+    gradients = measured["step"].resting["gradients"]
+    assert plan.phases["step"].resting["gradients"] == pytest.approx(gradients, rel=TOLERANCE)
+
+
+def test_owners_are_those_of_a_run(folder):
+    """Of 4 blocks of GPT-2 on 8 ranks: 16 matrices, and as many elements as they have."""
+    plan = planned(folder, world_size=8, optimizer="muon")
+    width = 128
+    assert len(plan.owners) == 8
+    assert sum(load.numel for load in plan.owners) == 4 * 12 * width**2
+    assert max(load.work for load in plan.owners) <= 1.35 * 4 * 28 * width**3 / 8
+    rest = plan.num_parameters - 4 * 12 * width**2
+    resting = plan.phases["step"].resting["optimizer"]
+    whole = plan.owners[0].numel  # a moment each, and a copy of those that are cut
+    assert 4 * whole < resting - 8 * rest / 8 < 8.1 * whole + 8 * 8 * 64
+    assert planned(folder, world_size=8).owners is None
+
+
+def _one_of_many(rank, world_size, folder, num_ranks, stage, precision):
+    from torch.testing._internal.distributed import fake_pg
+
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=fake_pg.FakeStore())
+    try:
+        model = build(config_of(folder))
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        shard_model(model, STAGES[stage], mesh=mesh, mp_policy=POLICIES[precision])
+        keep_main_dtype(model, POLICIES[precision])
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+        labels = tokens.clone()
+        peak = 0
+
+        def see():
+            nonlocal peak
+            peak = max(peak, tracker.live_bytes())
+
+        for _ in range(2):
+            tracker = StorageTracker(model, see)
+            tracker.track([*optimizer_tensors(optimizer), tokens, labels])
+            with tracker:
+                peak = 0
+                with torch.autocast("cpu", torch.bfloat16, precision == "bf16-mixed", False):
+                    logits = model(input_ids=tokens, use_cache=False).logits
+                    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+                    del logits
+                optimizer.zero_grad()
+                loss.backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+        return peak
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "precision"),
+    [("gpt2", 8, "32-true"), ("gpt2", 64, "32-true"), ("qwen", 64, "bf16-mixed")],
+)
+def test_one_rank_of_many_takes_what_was_planned(folder_of, name, num_ranks, precision, stage):
+    folder = folder_of(name)
+    (measured,) = run_on_ranks(
+        _one_of_many, 1, str(folder), num_ranks, stage, precision, backend=None
+    )
+    plan = planned(folder, world_size=num_ranks, zero_stage=stage, precision=precision)
+    assert plan.peak_bytes == pytest.approx(measured, rel=TOLERANCE)

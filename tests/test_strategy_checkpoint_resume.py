@@ -1,0 +1,113 @@
+"""A run resumed from a full checkpoint is the one of DDP, whichever strategy wrote it."""
+
+import pytest
+import torch
+
+from tests.support.checkpointed import (
+    Adamw,
+    NoOptimizer,
+    PlainSgd,
+    TwoOptimizers,
+    assert_same_bits,
+    comparable,
+    resumed_at,
+)
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    assert_like_ddp,
+    make_loader,
+    make_trainer,
+    not_under,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+)
+
+
+def _resume(kind, *, at_step, **options):
+    def scenario(strategy, folder, rank):
+        trainer, resumed, uninterrupted, _ = resumed_at(at_step, kind, strategy, folder, **options)
+        state = trainer.strategy.optimizer_state(trainer.optimizers[0])
+        outcome = {
+            "uninterrupted": weights_of(uninterrupted),
+            "resumed": weights_of(resumed),
+            "losses": resumed.losses,
+            "step": trainer.global_step,
+        }
+        if rank == 0:
+            outcome["state"] = {str(k): comparable(v) for k, v in state["state"].items()}
+        if at_step % 4 == 0:  # at the end of an epoch: the same run, exactly
+            assert_same_bits(outcome["resumed"], outcome["uninterrupted"])
+        return outcome
+
+    return scenario
+
+
+def _resume_at_epoch_end(strategy, folder, rank):
+    return _resume(Adamw, at_step=4)(strategy, folder, rank)
+
+
+def _resume_mid_epoch(strategy, folder, rank):
+    return _resume(Adamw, at_step=6, max_epochs=3)(strategy, folder, rank)
+
+
+def _resume_without_state(strategy, folder, rank):
+    return _resume(PlainSgd, at_step=4)(strategy, folder, rank)
+
+
+def _resume_without_optimizer(strategy, folder, rank):
+    trainer = make_trainer(strategy, folder)
+    trainer.fit(seeded(NoOptimizer), make_loader())
+    trainer.save_checkpoint(folder / "none.ckpt")
+    model = seeded(NoOptimizer, seed=2)
+    trainer = make_trainer(strategy, folder, max_epochs=2)
+    trainer.fit(model, make_loader(), ckpt_path=folder / "none.ckpt")
+    return {"weights": weights_of(model)}
+
+
+def _resume_momentum(strategy, folder, rank):
+    return _resume(Regressor, at_step=4)(strategy, folder, rank)
+
+
+def _resume_while_accumulating(strategy, folder, rank):
+    return _resume(Adamw, at_step=3, accumulation=2)(strategy, folder, rank)
+
+
+@not_under("fsdp1", reason="refuses two optimizers by hand")
+def _resume_by_hand(strategy, folder, rank):
+    return _resume(TwoOptimizers, at_step=8)(strategy, folder, rank)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        _resume_at_epoch_end,
+        _resume_mid_epoch,
+        _resume_without_state,
+        _resume_without_optimizer,
+        _resume_momentum,
+        _resume_while_accumulating,
+        _resume_by_hand,
+    ],
+)
+def test_a_resumed_run_is_the_one_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path, atol=5e-6)
+
+
+def _across(rank, world_size, folder):
+    """Files of one strategy, resumed by another, end like a run that never changed."""
+    for writer, reader in (("ddp", SHARDED[0]), (SHARDED[0], "ddp"), (SHARDED[1], SHARDED[0])):
+        path = folder / f"{writer}-{reader}.ckpt"
+        trainer = make_trainer(writer, folder, max_epochs=1)
+        trainer.fit(seeded(Adamw), make_loader())
+        trainer.save_checkpoint(path)
+        expected = seeded(Adamw)
+        make_trainer(reader, folder, max_epochs=2).fit(expected, make_loader())
+        found = seeded(Adamw, seed=5)
+        make_trainer(reader, folder, max_epochs=2).fit(found, make_loader(), ckpt_path=path)
+        torch.testing.assert_close(weights_of(found), weights_of(expected), atol=5e-6, rtol=1e-5)
+
+
+def test_a_run_may_change_its_strategy_at_a_checkpoint(tmp_path):
+    on_trainer_ranks(_across, 2, tmp_path)

@@ -1,0 +1,171 @@
+"""A run resumed from a folder, to which each rank wrote its slices, is the one of DDP."""
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support.checkpointed import (
+    Adamw,
+    NoOptimizer,
+    PlainSgd,
+    TwoOptimizers,
+    assert_same_bits,
+    resumed_at,
+    sharded_trainer,
+)
+from tests.support.checkpoints import verified_files
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    assert_like_ddp,
+    make_loader,
+    make_trainer,
+    not_under,
+    on_trainer_ranks,
+    seeded,
+    weights_of,
+    with_options,
+)
+
+
+def _resume(kind, *, at_step, **options):
+    def scenario(strategy, folder, rank):
+        trainer, resumed, uninterrupted, path = resumed_at(
+            at_step, kind, strategy, folder, trainer_of=sharded_trainer, **options
+        )
+        assert path.is_dir() == (strategy != "ddp")
+        outcome = {"resumed": weights_of(resumed), "losses": resumed.losses}
+        if at_step % 4 == 0:  # at the end of an epoch: the same run, exactly
+            assert_same_bits(outcome["resumed"], weights_of(uninterrupted))
+        return outcome | {"step": trainer.global_step}
+
+    return scenario
+
+
+def _resume_at_epoch_end(strategy, folder, rank):
+    return _resume(Adamw, at_step=4)(strategy, folder, rank)
+
+
+def _resume_mid_epoch(strategy, folder, rank):
+    return _resume(Adamw, at_step=6, max_epochs=3)(strategy, folder, rank)
+
+
+def _resume_without_state(strategy, folder, rank):
+    return _resume(PlainSgd, at_step=4)(strategy, folder, rank)
+
+
+def _resume_while_accumulating(strategy, folder, rank):
+    return _resume(Adamw, at_step=3, accumulation=2)(strategy, folder, rank)
+
+
+@not_under("fsdp1", reason="refuses two optimizers by hand")
+def _resume_by_hand(strategy, folder, rank):
+    return _resume(TwoOptimizers, at_step=8)(strategy, folder, rank)
+
+
+def _resume_without_optimizer(strategy, folder, rank):
+    trainer = sharded_trainer(strategy, folder)
+    trainer.fit(seeded(NoOptimizer), make_loader())
+    trainer.save_checkpoint(folder / "none.ckpt")
+    model = seeded(NoOptimizer, seed=2)
+    sharded_trainer(strategy, folder, max_epochs=2).fit(
+        model, make_loader(), ckpt_path=folder / "none.ckpt"
+    )
+    return {"weights": weights_of(model)}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        _resume_at_epoch_end,
+        _resume_mid_epoch,
+        _resume_without_state,
+        _resume_while_accumulating,
+        _resume_by_hand,
+        _resume_without_optimizer,
+    ],
+)
+def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path, scenario):
+    assert_like_ddp(scenario, tmp_path, atol=5e-6)
+
+
+def _count_verified(rank, world_size, folder):
+    path = folder / "run.ckpt"
+    trainer = sharded_trainer(SHARDED[0], folder)
+    trainer.fit(seeded(Adamw), make_loader())
+    trainer.save_checkpoint(path)
+    with verified_files() as names:
+        sharded_trainer(SHARDED[4], folder, max_epochs=2).fit(
+            seeded(Adamw, seed=9), make_loader(), ckpt_path=path
+        )
+    return names
+
+
+def test_a_resume_verifies_each_file_once(tmp_path):
+    names = [name for of_rank in on_trainer_ranks(_count_verified, 2, tmp_path) for name in of_rank]
+    files = {path.name for path in (tmp_path / "run.ckpt" / "current").iterdir()}
+    assert sorted(names) == sorted(files - {"complete.json"})
+
+
+class _Dropout(Adamw):
+    """Draws in every step; the data are always the same, so that nothing else may differ."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return super().forward(self.drop(x))
+
+
+def _draws(rank, world_size, folder, strategies, at_steps):
+    loader = DataLoader(TensorDataset(torch.ones(32, 5), torch.ones(32, 3)), batch_size=4)
+    for strategy in strategies:
+        for kind in ("sharded", "full"):
+            keep = ModelCheckpoint(
+                folder / strategy / kind, every_n_train_steps=1, save_top_k=-1, filename="{step}"
+            )
+            whole = seeded(_Dropout, seed=1)
+            torch.manual_seed(5 + rank)
+            make_trainer(
+                with_options(strategy, checkpoint=kind),
+                folder,
+                callbacks=[keep],
+                enable_checkpointing=True,
+                max_epochs=2,
+            ).fit(whole, loader)
+            for step in at_steps:
+                resumed = seeded(_Dropout, seed=3)
+                make_trainer(with_options(strategy, checkpoint=kind), folder, max_epochs=2).fit(
+                    resumed, loader, ckpt_path=folder / strategy / kind / f"step={step}.ckpt"
+                )
+                assert len(resumed.losses) == 8 - step
+                assert_same_bits(resumed.losses, whole.losses[step:])
+                assert_same_bits(weights_of(resumed), weights_of(whole) | {"seen": resumed.seen})
+
+
+def test_dropout_goes_on_where_it_was_on_every_rank(tmp_path):
+    strategies = ("scratch_fsdp_zero3", "fsdp2_zero3")
+    on_trainer_ranks(_draws, 2, tmp_path, strategies, (2, 4))
+
+
+def _scaled(rank, world_size, folder):
+    for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3"):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        trainer = sharded_trainer(strategy, folder, plugins=plugins, max_epochs=1)
+        trainer.fit(seeded(Regressor), make_loader())
+        trainer.save_checkpoint(folder / f"{strategy}.ckpt")
+        expected = trainer.precision_plugin.scaler.state_dict()
+        assert expected["scale"] == 2.0**11
+        plugins = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]
+        trainer = sharded_trainer(strategy, folder, plugins=plugins, max_epochs=1)
+        trainer.fit(seeded(Regressor), make_loader(), ckpt_path=folder / f"{strategy}.ckpt")
+        assert trainer.precision_plugin.scaler.state_dict() == expected
+
+
+def test_the_scale_of_losses_is_in_the_folder(tmp_path):
+    on_trainer_ranks(_scaled, 2, tmp_path)

@@ -1,0 +1,195 @@
+"""Where the number of tokens comes from, what is logged with it, and what cannot be one."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
+from tests.support.trainer import fit, on_trainer_ranks, seeded, weights_of, with_options
+
+
+def _logged(rank, world_size, folder):
+    _, losses = reference(world_size, 1, lr=0.0)
+    trainer, _ = fit(
+        "scratch_fsdp_zero3",
+        folder,
+        seeded(lambda: Tokens(lr=0.0)),
+        loader(),
+        use_distributed_sampler=False,
+    )
+    counts = torch.tensor(LENGTHS).view(-1, 2 * world_size).sum(1)
+    expected = (torch.stack(losses) * counts).sum() / counts.sum()
+    torch.testing.assert_close(trainer.callback_metrics["epoch_loss"], expected)
+
+
+def test_what_is_logged_with_the_number_as_batch_size_is_the_mean_over_the_epochs_tokens(tmp_path):
+    on_trainer_ranks(_logged, 2, tmp_path)
+
+
+class _Saves(pl.Callback):
+    def on_train_epoch_end(self, trainer, module):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/{trainer.current_epoch}.ckpt")
+
+
+def _resumed(rank, world_size, folder):
+    options = {
+        "use_distributed_sampler": False,
+        "accumulate_grad_batches": 2,
+        "max_epochs": 2,
+        "callbacks": [_Saves()],
+    }
+    _, straight = fit("scratch_fsdp_zero3", folder, seeded(Tokens), loader(), **options)
+    _, resumed = fit(
+        "scratch_fsdp_zero3",
+        folder,
+        seeded(Tokens, seed=1),
+        loader(),
+        ckpt_path=folder / "0.ckpt",
+        **options,
+    )
+    assert len(resumed.step_losses) == len(straight.step_losses) / 2
+    for name, value in weights_of(resumed).items():
+        assert torch.equal(value, weights_of(straight)[name]), name
+
+
+def test_a_resumed_run_comes_to_the_same_bits(tmp_path):
+    """Though it begins with the unit of its own first micro-batch."""
+    on_trainer_ranks(_resumed, 2, tmp_path)
+
+
+def _unweighed(rank, world_size, folder):
+    class Equal(Tokens):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch.flatten(0, 1)).square().mean()
+
+        def on_before_optimizer_step(self, optimizer):
+            assert self.trainer.strategy.mean_loss is None
+
+    weights = []
+    for name in ("ddp", "scratch_fsdp_zero3"):
+        model = seeded(Equal)
+        if name == "ddp":
+            model.on_before_optimizer_step = model.on_after_backward = lambda *args: None
+        fit(
+            name,
+            folder,
+            model,
+            DataLoader([row["x"] for row in Sequences()], batch_size=2),
+            accumulate_grad_batches=2,
+            use_distributed_sampler=False,
+        )
+        weights.append(weights_of(model))
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-6, rtol=1e-5)
+
+
+def test_without_a_number_nothing_changes(tmp_path):
+    on_trainer_ranks(_unweighed, 2, tmp_path)
+
+
+def _warned(rank, world_size, folder):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(
+            "scratch_fsdp_zero3",
+            folder,
+            seeded(lambda: Tokens(None)),
+            loader(),
+            use_distributed_sampler=False,
+            max_steps=2,
+        )
+    return [str(w.message) for w in caught if "labels that are not -100" in str(w.message)]
+
+
+def test_labels_that_are_left_out_without_a_number_are_warned_of_once(tmp_path):
+    of_rank_0, of_rank_1 = on_trainer_ranks(_warned, 2, tmp_path)
+    # Rank 0 has the sequences 0 and 2, rank 1 those 1 and 3.
+    assert len(of_rank_0) == 1
+    assert not of_rank_1
+    assert "Ranks have 4 to 26 labels" in of_rank_0[0]
+    assert "6.5 times" in of_rank_0[0]
+    assert '"num_tokens"' in of_rank_0[0]
+
+
+class _Wrong(Tokens):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        rank = self.trainer.global_rank
+        if self.how == "one rank" and rank == 1:
+            return output["loss"]
+        if self.how == "later" and batch_idx == 1:
+            return output["loss"]
+        if self.how == "labels" and rank == 1:
+            return {**output, "num_tokens": batch["labels"]}
+        if self.how == "text":
+            return {**output, "num_tokens": "12"}
+        return output
+
+
+def _wrong(rank, world_size, folder, how, message):
+    with pytest.raises(ValueError, match=message):
+        fit(
+            "scratch_fsdp_zero3",
+            folder,
+            seeded(lambda: _Wrong(how)),
+            loader(),
+            use_distributed_sampler=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("one rank", r"num_tokens: expected it on every rank or on none, got it on ranks \[0\]"),
+        ("later", "expected a number, as of the first micro-batch, got none"),
+        ("labels", r"rank 1: num_tokens: expected numbers of tokens, got -100.*\(labels != -100\)"),
+        ("text", "num_tokens: expected a number of tokens or a tensor"),
+    ],
+)
+def test_what_cannot_be_a_number_of_tokens_is_refused_on_every_rank(tmp_path, how, message):
+    on_trainer_ranks(_wrong, 2, tmp_path, how, message)
+
+
+def _missing(rank, world_size, folder):
+    with pytest.raises(ValueError, match=r"weigh_by='tokens'.*the batch: \['counts', 'labels'"):
+        fit(with_options("fsdp2_zero3", weigh_by="tokens"), folder, seeded(Tokens), loader())
+
+
+def test_a_key_that_is_nowhere_is_named_with_those_that_are(tmp_path):
+    on_trainer_ranks(_missing, 2, tmp_path)
+
+
+class _ByHand(Tokens):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        return {"num_tokens": 3}
+
+
+def _by_hand(rank, world_size, folder):
+    with pytest.raises(NotImplementedError, match="'num_tokens' in training_step's dictionary"):
+        fit("scratch_fsdp_zero3", folder, seeded(_ByHand), loader())
+    with pytest.raises(NotImplementedError, match=r"weigh_by='counts'.*automatic_optimization"):
+        fit(
+            with_options("scratch_fsdp_zero3", weigh_by="counts"),
+            folder,
+            seeded(_ByHand),
+            loader(),
+        )
+
+
+def test_manual_optimization_weighs_by_itself(tmp_path):
+    on_trainer_ranks(_by_hand, 2, tmp_path)
+
+
+def test_a_key_that_is_no_text_is_refused_at_once():
+    with pytest.raises(TypeError, match="weigh_by: expected the key"):
+        with_options("scratch_fsdp_zero3", weigh_by=3)
