@@ -176,6 +176,13 @@ def test_optimizer_state_of_a_file_without_names_is_left_out_and_told(trained, t
     assert any(key.startswith("optimizer") for key in folder.read_shapes(tmp_path / "named"))
 
 
+def test_an_error_of_the_command_stands_alone(tmp_path, capsys):
+    source = tmp_path / "nothing"
+    assert main([str(source), str(tmp_path / "target"), "--to", "full"]) == 1
+    expected = f"error: {source}: expected a checkpoint, got nothing there."
+    assert capsys.readouterr().err.splitlines() == [expected]
+
+
 def test_the_command_converts_and_tells_what_is_left_out(full, tmp_path):
     finished = subprocess.run(
         [

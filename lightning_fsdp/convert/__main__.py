@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     args = make_parser().parse(arguments)
     bar = tqdm(  # shown once the size is known: an error stands alone
-        unit="B", unit_scale=True, desc=str(args.target), leave=False, delay=1e-9
+        unit="B", unit_scale=True, desc=str(args.target), leave=False, delay=1e-3
     )
     with bar:
 
