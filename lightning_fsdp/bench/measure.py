@@ -41,7 +41,7 @@ from lightning_fsdp.core.access.grad_norm import global_norm
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.simulate.groups import find_usage
-from lightning_fsdp.simulate.usage import Usage
+from lightning_fsdp.simulate.transfer import Usage
 
 
 class Measure(L.Callback):

@@ -28,7 +28,7 @@ from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.simulate.scaling import networks_of
+from lightning_fsdp.simulate.network import networks_of
 
 _PRODUCT_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}  # by precision
 

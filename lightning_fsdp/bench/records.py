@@ -15,7 +15,7 @@ from lightning_fsdp.bench.documents import Count, Figure, Listed, Loss, PerStep,
 from lightning_fsdp.bench.failure import FailureKind
 from lightning_fsdp.bench.parts import Parts
 from lightning_fsdp.bench.theory import Demand, UnitFacts
-from lightning_fsdp.simulate.usage import StepUsage
+from lightning_fsdp.simulate.transfer import StepUsage
 
 T = TypeVar("T", int, float)
 Kind = tuple[str, int | None]

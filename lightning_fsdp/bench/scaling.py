@@ -19,8 +19,8 @@ from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.records import OfArm, Run, Shape
 from lightning_fsdp.bench.runner import run_arm
+from lightning_fsdp.simulate.among import launcher
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.scaling import launcher
 
 
 @dataclass(kw_only=True)
