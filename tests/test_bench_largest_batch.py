@@ -54,7 +54,10 @@ class Runs:
 
 def search(runs, *, arms=ARMS[:1], cap=64, device_bytes=750):
     out = Path("out")
-    return list(find_largest(arms, WORKLOAD, runs, cap=cap, device_bytes=device_bytes, out=out))
+    return [
+        find_largest(arm, WORKLOAD, runs, cap=cap, device_bytes=device_bytes, out=out)
+        for arm in arms
+    ]
 
 
 def test_the_rank_that_takes_most_decides_and_what_is_found_was_run_at_full_length():

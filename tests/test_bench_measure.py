@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_fsdp.bench.arms import Arm
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.measure import Measure, _num_tokens
 from lightning_fsdp.bench.memory import mean_over_time, thinned
 from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import demand, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
+from tests.support.bench_results import workload
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
 from tests.support.trainer import SHARDED, on_trainer_ranks
 
@@ -101,10 +104,11 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(
             rounding = 1e-6 if precision == "32-true" else 1e-2
             assert measured.grad_norm == pytest.approx(of_rank["ddp"].grad_norm, rel=rounding)
             engine, _, stage = strategy.replace("_fsdp", "").partition("_zero")
-            expected = demand(
-                engine, int(stage) if stage else None, units=units, grad_accum=grad_accum,
-                world_size=2, gathers_halves=precision == "bf16-mixed",
+            arm = Arm(
+                engine=engine, zero_stage=int(stage) if stage else None, batch_size=2,
+                grad_accum=grad_accum,
             )  # fmt: skip
+            expected = demand(arm, replace(workload(), precision=precision), units)
             what = f"{strategy}: {measured.collectives} {measured.collective_bytes}"
             excess = measured.payload_bytes - expected.payload_bytes
             assert 0 <= excess <= CONTROL_BYTES, what

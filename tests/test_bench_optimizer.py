@@ -1,14 +1,18 @@
 """The arms of the benchmark of optimizers: what each of them trains, and that judging can fail."""
 
+import argparse
 import dataclasses
 import importlib.util
+import json
 import os
 
 import pytest
 
-from lightning_fsdp.bench import documents, optimizer, optimizer_picture
+from lightning_fsdp.bench import documents, optimizer
+from lightning_fsdp.bench.optimizer import KINDS, NOT_FIXED, PEER
 from lightning_fsdp.bench.optimizer_arms import run_arm
-from lightning_fsdp.bench.optimizer_outcome import KINDS, NOT_FIXED, PEER, Outcome, Phase
+from lightning_fsdp.bench.optimizer_outcome import Outcome, Phase
+from lightning_fsdp.harness.environment import environment
 from tests.support.trainer import on_trainer_ranks
 
 STEPS = 3
@@ -78,7 +82,7 @@ def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_
     table = optimizer.format_table(list(outcomes), outcomes, {})
     assert "| fsdp2_before_not_fixed   | other, other" in table
     assert table.count("52/52") == 2 * 7
-    figure = optimizer_picture.draw({arm: ranks[0].phases for arm, ranks in outcomes.items()})
+    figure = optimizer.draw({arm: ranks[0].phases for arm, ranks in outcomes.items()})
     figure.savefig(tmp_path / "memory.png")
     assert [len(axes.lines) for axes in figure.axes] == [4, 4]
 
@@ -133,3 +137,17 @@ def test_an_outcome_survives_its_file(tmp_path):
     outcome = _outcome("fsdp2_after")
     documents.write(tmp_path / "rank0.json", outcome)
     assert documents.load(Outcome, tmp_path / "rank0.json") == outcome
+
+
+def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
+    def run(arm, num_ranks, num_steps, folder, timeout_s):
+        folder.mkdir(parents=True)
+        documents.write(folder / "rank0.json", _outcome(arm, phases=[Phase("build", [3, 1], [2])]))
+
+    monkeypatch.setattr(optimizer, "_run", run)
+    args = argparse.Namespace(engines=["scratch"], ranks=1, steps=2, timeout=1.0, out=tmp_path)
+    optimizer.compare(args, {"command": "optimizer", **environment()})
+    (outcome,) = json.loads((tmp_path / "results.json").read_text())["arms"]["scratch_after"]
+    took = [outcome[name] for name in ("resting_bytes", "peak_bytes", "rss_bytes")]
+    assert took == [1, 3, 2]
+    assert outcome["phases"] == [{"name": "build", "live_bytes": [3, 1], "rss_bytes": [2]}]

@@ -52,18 +52,18 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
 
 
 def test_what_is_not_given_has_its_default():
-    _, _, args = parse([*SIMULATE, "--hosts", "2"])
+    _, args = parse([*SIMULATE, "--hosts", "2"])
     assert (args.bandwidth, args.latency, args.hosts, args.repeats) == (10.0, 10.0, 2, 2)
     assert args.batch_sizes == [4]
     assert args.config.read_text().startswith("# GPT-2 nano under ZeRO-3")
 
 
 def test_a_recipe_is_named_or_is_a_file(tmp_path):
-    _, _, args = parse(["--recipe", "qwen_zero2"])
+    _, args = parse(["--recipe", "qwen_zero2"])
     assert args.config.parts[-2:] == ("recipes", "qwen_zero2.yaml")
     mine = tmp_path / "mine.yaml"
     mine.touch()
-    _, _, args = parse(["--recipe", str(mine)])
+    _, args = parse(["--recipe", str(mine)])
     assert args.config == mine
 
 

@@ -168,12 +168,10 @@ def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
 def test_total_failure_is_told_by_table_report_and_exit_code(
     tmp_path, monkeypatch, capsys, no_pictures
 ):
-    def run_arms(chosen, workload, *, repeats, out, timeout_s):
-        return [
-            Run(arm.name, 0, 1.0, out / "log.txt", failure="exit code 1: boom") for arm in chosen
-        ]
+    def run_arm(arm, workload, *, repeat, out, timeout_s):
+        return Run(arm.name, repeat, 1.0, out / "log.txt", failure="exit code 1: boom")
 
-    monkeypatch.setattr(modes, "run_arms", run_arms)
+    monkeypatch.setattr(modes, "run_arm", run_arm)
     config = tmp_path / "recipe.yaml"
     config.touch()
     given = ["--recipe", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]

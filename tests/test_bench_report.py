@@ -250,14 +250,16 @@ def test_an_arm_that_was_never_run_is_a_failure():
 
 
 def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
-    limits = measure_limits(2, accelerator="cpu", unit_bytes=2**16, dtype="float32", out=tmp_path)
+    units = [UnitFacts(2**15, "inner"), UnitFacts(3 * 2**15, "first")]
+    runs = [Run("fsdp2"), Run("ddp", ranks=[RankMeasurement(0, 2, [], [], [], units=units)])]
+    limits = measure_limits(WORKLOAD, runs, tmp_path)
     assert limits.unit_bytes == 2**16
     ways = limits.gather_bytes_per_s, limits.reduce_bytes_per_s, limits.pair_bytes_per_s
     assert limits.bytes_per_s == max(ways) > 0
     assert limits.flops_per_s > 0
-    wrong = {"unit_bytes": 2**16, "dtype": "float31"}
-    assert measure_limits(2, accelerator="cpu", **wrong, out=tmp_path) is None
-    assert "float31" in (tmp_path / "limits.txt").read_text()
+    assert measure_limits(replace(WORKLOAD, precision="31-true"), runs, tmp_path) is None
+    assert "KeyError: '31'" in (tmp_path / "limits.txt").read_text()
+    assert not (tmp_path / "limits.json").exists(), "nor that of before"
 
 
 def test_a_size_that_is_named_twice_is_measured_once():

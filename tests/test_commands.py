@@ -103,7 +103,7 @@ SEARCH = ["--device-memory", "1GB", "--stages", "3"]
     ],
 )
 def test_a_benchmark_is_also_chosen_as_it_was_before_there_were_sub_commands(old, new):
-    (old_name, _, old_args), (new_name, _, new_args) = options.parse(old), options.parse(new)
+    (old_name, old_args), (new_name, new_args) = options.parse(old), options.parse(new)
     assert old_name == new_name == new[0]
     assert old_args == new_args
 

@@ -25,8 +25,7 @@ from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.simulate.groups import SimulatedGroup, find_usage, simulated
-from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.scaling import networks_of
+from lightning_fsdp.simulate.network import Network, networks_of
 from lightning_fsdp.simulate.transfers_on_host import HostTransfers
 from tests.support import warm
 from tests.support.counting import CollectiveCounter

@@ -19,9 +19,8 @@ from lightning_fsdp import ZERO3, shard_model
 from lightning_fsdp.simulate import transfers_on_cuda
 from lightning_fsdp.simulate.groups import find_usage, simulated
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.transfer import Transfer
+from lightning_fsdp.simulate.transfer import Transfer, Usage
 from lightning_fsdp.simulate.transfers_on_cuda import CudaTransfers, Pace
-from lightning_fsdp.simulate.usage import Usage
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 NETWORK = Network(world_size=2, bandwidth_gb_s=1e-3, latency_us=0.0)  # 1 s per MB that is sent

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 if all of it ran and holds.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    name, parser, args = parse(given)
+    name, args = parse(given)
     require_extra("bench", *_NEEDED.get(name, _NEEDED_TO_TRAIN))
     # Pictures, tables and recipes need what --help works without.
     from lightning_fsdp.bench import documents, modes, optimizer, output
@@ -38,14 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return optimizer.compare(args, document)
     workload = _workload(name, args)
     document["workload"] = documents.plain(workload)
-    if name == "scaling":
-        return modes.simulate(parser, args, workload, document)
-    if name == "largest-batch":
-        return modes.search(args, workload, document)
-    return modes.compare(args, workload, document)
+    modes_of = {"scaling": modes.simulate, "largest-batch": modes.search, "run": modes.compare}
+    return modes_of[name](args, workload, document)
 
 
 def _workload(name: str, args: Namespace) -> Workload:
+    is_run = name == "run"
     return Workload(
         config=args.config,
         num_ranks=1 if name == "scaling" else args.ranks,
@@ -53,10 +51,10 @@ def _workload(name: str, args: Namespace) -> Workload:
         precision=args.precision,
         warmup_steps=args.warmup,
         timed_steps=args.steps,
-        profiled_steps=2 if name == "run" else 0,
+        profiled_steps=2 if is_run else 0,
         observed_steps=2,
-        writes_traces=name == "run" and args.profile,
-        writes_snapshots=name == "run" and args.snapshot,
+        writes_traces=is_run and args.profile,
+        writes_snapshots=is_run and args.snapshot,
     )
 
 

@@ -93,22 +93,20 @@ class Arm:
         strategy = references.get(self.engine) or f"{_STRATEGIES[self.engine]}{self.zero_stage}"
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
-        callback: dict[str, Any] = {
-            "class_path": "lightning_fsdp.bench.measure.Measure",
-            "init_args": {
-                "out": str(out),
-                "warmup_steps": workload.warmup_steps,
-                "timed_steps": workload.timed_steps,
-                "profiled_steps": workload.profiled_steps,
-                "writes_trace": workload.writes_traces,
-            },
-        }
+        measure = _callback(
+            "measure.Measure",
+            out=str(out),
+            warmup_steps=workload.warmup_steps,
+            timed_steps=workload.timed_steps,
+            profiled_steps=workload.profiled_steps,
+            writes_trace=workload.writes_traces,
+        )
+        path, step = str(out / "memory_rank0.pickle"), workload.warmup_steps - 1
+        # Before the measuring, so that no timed step waits until the snapshot is written.
+        snapshot = _callback("snapshot.Snapshot", path=path, step=step)
+        callbacks = [*([snapshot] if workload.writes_snapshots else []), measure]
         is_unfused = self.engine in references and has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
-        callbacks = [callback]
-        if workload.writes_snapshots:
-            # Before the measuring, so that no timed step waits until the snapshot is written.
-            callbacks.insert(0, _snapshot(workload, out))
         return [
             *("fit", "--config", str(workload.config)),
             *("--trainer.strategy", strategy),
@@ -144,12 +142,9 @@ def has_unfused_references(precision: str) -> bool:
     return precision.endswith("-mixed")
 
 
-def _snapshot(workload: Workload, out: Path) -> dict[str, Any]:
-    path, step = out / "memory_rank0.pickle", workload.warmup_steps - 1
-    return {
-        "class_path": "lightning_fsdp.bench.snapshot.Snapshot",
-        "init_args": {"path": str(path), "step": step},
-    }
+def _callback(name: str, **arguments: Any) -> dict[str, Any]:
+    """One of this package, as a recipe's command line takes it."""
+    return {"class_path": f"lightning_fsdp.bench.{name}", "init_args": arguments}
 
 
 def choose_arms(

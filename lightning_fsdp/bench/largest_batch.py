@@ -7,7 +7,7 @@ length, and given up if that fails. (``python -m lightning_fsdp.plan`` computes,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.environment import describe
@@ -57,18 +56,12 @@ class Found:
 
 
 def find_largest(
-    arms: Sequence[Arm],
-    workload: Workload,
-    run: RunArm,
-    *,
-    cap: int,
-    device_bytes: int | None,
-    out: Path,
-) -> Iterator[Found]:
-    """Search for each arm in turn, under a bar; their own batch sizes do not matter.
+    arm: Arm, workload: Workload, run: RunArm, *, cap: int, device_bytes: int | None, out: Path
+) -> Found:
+    """Search for one arm, whose own batch size does not matter.
 
     Args:
-        arms: Whose largest batch is asked for.
+        arm: Whose largest batch is asked for.
         workload: What a run at full length does.
         run: Runs an arm once.
         cap: The largest batch to try.
@@ -76,23 +69,21 @@ def find_largest(
         out: Folder for all runs.
     """
     short = replace(workload, warmup_steps=1, timed_steps=1)
-    for _, turn in in_turns([_Turn(arm) for arm in arms], repeats=1):
-        arm, runs = turn.arm, list[Run]()
+    runs: list[Run] = []
 
-        def attempt(
-            size: int,
-            *,
-            arm: Arm = arm,
-            runs: list[Run] = runs,
-            of: Workload = short,
-            at: str = "short",
-        ) -> str | None:
-            runs.append(run(replace(arm, batch_size=size), of, out / at))
-            return _why_not(runs[-1], device_bytes)
+    def attempt(of: Workload, folder: str, size: int) -> str | None:
+        runs.append(run(replace(arm, batch_size=size), of, out / folder))
+        return _why_not(runs[-1], device_bytes)
 
-        verify = partial(attempt, of=workload, at="full")
-        search = largest_that_fits(attempt, cap=cap, verify=verify)
-        yield Found(turn.name, search, tuple(runs))
+    search = largest_that_fits(
+        partial(attempt, short, "short"), cap=cap, verify=partial(attempt, workload, "full")
+    )
+    return Found(name_of(arm), search, tuple(runs))
+
+
+def name_of(arm: Arm) -> str:
+    """Of an arm, without the batch size."""
+    return f"{arm.kind}_a{arm.grad_accum}"
 
 
 def format_found(found: Sequence[Found]) -> str:
@@ -122,14 +113,3 @@ def _why_not(run: Run, device_bytes: int | None) -> str | None:
     if run.peak_bytes is None:
         return "its memory was not measured"
     return f"takes {format_bytes(run.peak_bytes)}" if run.peak_bytes > device_bytes else None
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """The search for one arm."""
-
-    arm: Arm
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm.kind}_a{self.arm.grad_accum}"

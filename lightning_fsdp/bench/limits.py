@@ -6,7 +6,6 @@ reference is measured under the load of as many ranks as share the machine.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from lightning_fsdp.bench import documents
+from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.processes import run_command
@@ -28,6 +28,8 @@ from lightning_fsdp.harness.processes import run_command
 _ROUNDS = 15
 _WIDTH = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied
 _TIMEOUT_S = 120.0
+# By the precision that is trained in.
+_PRODUCT_DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,43 +57,33 @@ class Limits:
         return max((speed for speed in ways if speed is not None), default=None)
 
 
-def measure_limits(
-    num_ranks: int, *, accelerator: str, unit_bytes: int, dtype: str, out: Path
-) -> Limits | None:
-    """Measure in processes of their own.
+def measure_limits(workload: Workload, runs: Sequence[Run], out: Path) -> Limits | None:
+    """Measure in processes of their own, with units of the mean size of those that were trained.
 
     Args:
-        num_ranks: Ranks.
-        accelerator: Where they compute: ``cpu`` or ``cuda``.
-        unit_bytes: Of one gathered unit.
-        dtype: Of the products, a name in ``torch``.
+        workload: Says how many ranks, where they compute, and in what precision.
+        runs: With units of the model, or a megabyte is taken.
         out: Folder for a log and the figures.
 
     Returns:
         The limits, or ``None`` where they could not be measured; the log says why.
     """
+    units = next((rank.units for run in runs for rank in run.ranks if rank.units), None)
+    unit_bytes = sum(unit.nbytes for unit in units) // len(units) if units else 2**20
     out.mkdir(parents=True, exist_ok=True)
     path = out / "limits.json"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "lightning_fsdp.bench.limits", "--dtype", dtype]
-    command += ["--accelerator", accelerator]
-    command += ["--ranks", str(num_ranks), "--bytes", str(unit_bytes), "--out", str(path)]
+    given = [workload.num_ranks, workload.accelerator, workload.precision, unit_bytes, path]
+    command = [sys.executable, "-m", "lightning_fsdp.bench.limits", *map(str, given)]
     failure = run_command(command, log=out / "limits.txt", timeout_s=_TIMEOUT_S)
     return None if failure is not None else documents.load(Limits, path)
 
 
-def mean_unit_bytes(runs: Sequence[Run]) -> int:
-    """Of the units of the model that was trained; a megabyte where no run came so far."""
-    for run in runs:
-        for rank in run.ranks:
-            if rank.units:
-                return sum(unit.nbytes for unit in rank.units) // len(rank.units)
-    return 2**20
-
-
-def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
-    num_ranks, unit_bytes, dtype = args.ranks, args.bytes, args.dtype
-    device = torch.device("cuda", rank) if args.accelerator == "cuda" else torch.device("cpu")
+def _measure(rank: int, given: Sequence[str], meeting: str) -> None:
+    ranks, device_type, precision, nbytes, path = given
+    num_ranks, unit_bytes = int(ranks), int(nbytes)
+    dtype = _PRODUCT_DTYPES[precision.partition("-")[0]]
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)  # as the arms
@@ -104,7 +96,7 @@ def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
     shard = torch.ones(max(1, unit_bytes // 4 // num_ranks), device=device)
     whole = shard.new_empty(shard.numel() * num_ranks)
     width = _WIDTH[device.type]
-    left = torch.randn(width, width, device=device).to(getattr(torch, dtype))
+    left = torch.randn(width, width, device=device, dtype=dtype)
     gather_s = _seconds(lambda: all_gather_single(whole, shard, group=group), device)
     reduce_s = _seconds(lambda: reduce_scatter_single(shard, whole, group=group), device)
     pairs_s = _seconds(lambda: _exchange(shard, whole.view(num_ranks, -1), rank), device)
@@ -125,7 +117,7 @@ def _measure(rank: int, args: argparse.Namespace, meeting: str) -> None:
         pair_bytes_per_s=sent / pairs_s if sent else None,
         flops_per_s=2 * width**3 / product_s,
     )
-    documents.write(Path(args.out), found)
+    documents.write(Path(path), found)
     dist.destroy_process_group()
 
 
@@ -153,20 +145,12 @@ def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]
     return found[_ROUNDS // 3 :]
 
 
-def main() -> None:
-    """Measure, and write a file."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--bytes", type=int, required=True)
-    parser.add_argument("--dtype", required=True)
-    parser.add_argument("--accelerator", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--out", required=True)
-    args = parser.parse_args()
-    if not isinstance(getattr(torch, args.dtype, None), torch.dtype):
-        parser.error(f"--dtype: expected the name of a dtype of torch, got {args.dtype!r}")
+def main(*given: str) -> None:
+    """Measure with what :func:`measure_limits` gives, and write a file."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_measure, args=(args, f"{folder}/ranks"), nprocs=args.ranks)  # type: ignore[no-untyped-call]
+        arguments = (given, f"{folder}/ranks")
+        spawn(_measure, args=arguments, nprocs=int(given[0]))  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -29,19 +29,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.bench import documents, torch_internals
+from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver
 from lightning_fsdp.bench.parts import StepProfiler
 from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import model_units
-from lightning_fsdp.bench.utilization import Utilization, kind_of
-from lightning_fsdp.callbacks.storages import nbytes_of, resting_tensors
+from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.core.access.grad_norm import global_norm
-from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.simulate.groups import find_usage
-from lightning_fsdp.simulate.usage import Usage
+from lightning_fsdp.simulate.transfer import Usage
 
 
 class Measure(L.Callback):
@@ -72,13 +70,11 @@ class Measure(L.Callback):
         self._is_step = False
         self._tokens = 0
         self._losses: list[Tensor] = []  # since the last step; reading one would wait for it
-        self._fit_start: float | None = None
+        self._fit_start = 0.0
         self._last = (0.0, 0.0)  # wall and CPU time at the end of the last step
         self._utilization: Utilization | None = None
         self._profiler: StepProfiler | None = None
         self._observer: StepObserver | None = None
-        self._tokens_of_first_observed = 0
-        self._calls_before: dict[str, int] | None = None
         self._usage_before: Usage | None = None  # of a simulated network
 
     @override
@@ -91,7 +87,7 @@ class Measure(L.Callback):
         """Begin."""
         self._device = trainer.strategy.root_device
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
-        self.measured.utilization_of = kind_of(self._device)
+        self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
         if not hasattr(trainer.strategy, "engine"):
             self.measured.units = model_units(pl_module)
         self._begin_stretch(trainer)
@@ -105,10 +101,7 @@ class Measure(L.Callback):
         if self._profiler is not None:
             self._profiler.enter("compute")
         if self._num_steps >= self.first_observed and self._observer is None:
-            self.measured.resting_bytes = nbytes_of(resting_tensors(pl_module, trainer.optimizers))
-            self._calls_before = _data_calls(trainer)
-            self._tokens_of_first_observed = _num_tokens(batch)
-            self._observer = StepObserver(trainer, pl_module)
+            self._observer = StepObserver(trainer, pl_module, _num_tokens(batch))
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -178,7 +171,10 @@ class Measure(L.Callback):
         self.out.mkdir(parents=True, exist_ok=True)
         self._end_timed()
         self._end_profiled()
-        self._end_observed(trainer)
+        if self._observer is not None:
+            observer, self._observer = self._observer, None
+            observer.stop()
+            observer.write(self.measured)
         documents.write(self.out / f"rank{self.measured.rank}.json", self.measured)
 
     @override
@@ -186,12 +182,9 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
-        if self._utilization is not None:
-            self._utilization.stop()
-        if self._profiler is not None:
-            self._profiler.stop()
-        if self._observer is not None:
-            self._observer.stop()
+        for watcher in (self._utilization, self._profiler, self._observer):
+            if watcher is not None:
+                watcher.stop()
         self._utilization = self._profiler = self._observer = None
         failure = RankFailure.of(trainer.global_rank, exception)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -226,8 +219,7 @@ class Measure(L.Callback):
     def _end_timed(self) -> None:
         if self._utilization is None:
             return
-        if self._fit_start is not None:
-            self.measured.fit_s = self._last[0] - self._fit_start
+        self.measured.fit_s = self._last[0] - self._fit_start
         self.measured.utilization = self._utilization.stop()
         self._utilization = None
         usage = find_usage()
@@ -247,27 +239,6 @@ class Measure(L.Callback):
         if self.writes_trace and self.measured.rank == 0:
             self._profiler.write(self.out / "trace_rank0.json")
         self._profiler = None
-
-    def _end_observed(self, trainer: L.Trainer) -> None:
-        if self._observer is None:
-            return
-        observed, self._observer = self._observer.stop(), None
-        seen, num_steps = observed.seen, observed.num_steps
-        measured = self.measured
-        if not torch_internals.has_compiled():
-            measured.peak_bytes = seen.peak_bytes
-            measured.peak_by_kind = observed.peak_by_kind
-            measured.mean_bytes = observed.mean_bytes
-            measured.timeline = observed.timeline
-        if observed.flops and self._tokens_of_first_observed:
-            measured.flops_per_token = observed.flops / self._tokens_of_first_observed
-        measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
-        measured.collective_bytes = {kind: n / num_steps for kind, n in seen.bytes_of.items()}
-        measured.payload_bytes = seen.payload_bytes / num_steps
-        calls = _data_calls(trainer)
-        if calls is not None and self._calls_before is not None:
-            before = self._calls_before
-            measured.data_collectives = {k: (n - before[k]) / num_steps for k, n in calls.items()}
 
     def _refuse_a_short_step(self, trainer: L.Trainer) -> None:
         """Lightning makes a step of what is left when the data ends.
@@ -296,15 +267,6 @@ def _grad_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
         return float(access.norm())
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return float(global_norm(gradients, 2.0, None))
-
-
-def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
-    """Of this core, so far; ``None`` where another engine is at work."""
-    if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
-        return None
-    assert torch.distributed.group.WORLD is not None, "a strategy has made it"
-    traffic = communicator_of(torch.distributed.group.WORLD).traffic
-    return {kind: of_kind.calls for kind, of_kind in traffic.items()}
 
 
 def _num_tokens(batch: Any) -> int:

@@ -4,46 +4,36 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import lightning as L
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_fsdp.bench import torch_internals
+from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.callbacks.memory import OWNERS, tell_owners
 from lightning_fsdp.callbacks.plain_access import close, gradients_of
-from lightning_fsdp.callbacks.storages import Ledger, Observation
+from lightning_fsdp.callbacks.storages import Ledger, nbytes_of, resting_tensors
 from lightning_fsdp.callbacks.throughput import flop_counter
+from lightning_fsdp.core.ranks.groups import communicator_of
 
 MOST_POINTS = 500
 """Of a time line."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """What observed steps have shown.
+class StepObserver:
+    """Watches this thread from its creation, between two steps, until :meth:`stop`.
 
-    Attributes:
-        seen: Of all steps together.
-        num_steps: How many there were.
-        peak_by_kind: Bytes by owner at the moment with most bytes.
-        timeline: Of the last step: seconds since its start, bytes alive. Tracking stretches it.
-        mean_bytes: Over that step.
-        flops: Of the first micro-batch's forward and backward, on this rank.
+    Args:
+        trainer: That trains.
+        module: What it trains.
+        num_tokens: Of the first micro-batch, whose operations are counted.
     """
 
-    seen: Observation
-    num_steps: int
-    peak_by_kind: dict[str, int]
-    timeline: list[tuple[float, int]]
-    mean_bytes: float
-    flops: float
-
-
-class StepObserver:
-    """Watches this thread from its creation until :meth:`stop`."""
-
-    def __init__(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        self._trainer, self._module = trainer, module
+    def __init__(self, trainer: L.Trainer, module: L.LightningModule, num_tokens: int) -> None:
+        self._trainer, self._module, self._num_tokens = trainer, module, num_tokens
+        self._resting_bytes = nbytes_of(resting_tensors(module, trainer.optimizers))
+        self._calls_before = _data_calls(trainer)
         self._access = gradients_of(trainer, module)
         self._ledger = Ledger(trainer.strategy.root_device)
         self._num_steps = 0
@@ -67,22 +57,33 @@ class StepObserver:
         self._step = (self._next_start, self._ledger.num_operations)
         self._next_start = self._ledger.num_operations
 
-    def stop(self) -> Observed:
+    def stop(self) -> None:
         """Watch no more."""
         self._stop_counting()
-        seen = self._ledger.stop()
+        self._ledger.stop()
         close(self._access)
-        moments = self._ledger.moments(OWNERS)
-        start, stop = self._step
-        origin = self._ledger.times_s[start]
-        line = [
-            (self._ledger.times_s[i] - origin, sum(moments[i].values()))
-            for i in range(start, stop + 1)
-        ]
-        highest = max(moments, key=lambda of_owners: sum(of_owners.values()))
-        return Observed(
-            seen, self._num_steps, highest, thinned(line), mean_over_time(line), self._flops
-        )
+
+    def write(self, measured: RankMeasurement) -> None:
+        """Put down what was seen; after :meth:`stop`."""
+        ledger, seen, num_steps = self._ledger, self._ledger.observation, self._num_steps
+        measured.resting_bytes = self._resting_bytes
+        if not torch_internals.has_compiled():
+            start, stop = self._step
+            moments, clock = ledger.moments(OWNERS), range(start, stop + 1)
+            totals = [sum(of_owners.values()) for of_owners in moments]
+            line = [(ledger.times_s[i] - ledger.times_s[start], totals[i]) for i in clock]
+            measured.peak_bytes = seen.peak_bytes
+            measured.peak_by_kind = moments[totals.index(max(totals))]
+            measured.mean_bytes = mean_over_time(line)
+            measured.timeline = thinned(line)
+        if self._flops and self._num_tokens:
+            measured.flops_per_token = self._flops / self._num_tokens
+        measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
+        measured.collective_bytes = {kind: n / num_steps for kind, n in seen.bytes_of.items()}
+        measured.payload_bytes = seen.payload_bytes / num_steps
+        calls, before = _data_calls(self._trainer), self._calls_before
+        if calls is not None and before is not None:
+            measured.data_collectives = {k: (n - before[k]) / num_steps for k, n in calls.items()}
 
     def _tell(self) -> None:
         self._ledger.settle()
@@ -92,6 +93,15 @@ class StepObserver:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._flops, self._counter = float(self._counter.get_total_flops()), None
+
+
+def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
+    """Of this core, so far; ``None`` where another engine is at work."""
+    if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
+        return None
+    assert dist.group.WORLD is not None, "a strategy has made it"
+    traffic = communicator_of(dist.group.WORLD).traffic
+    return {kind: of_kind.calls for kind, of_kind in traffic.items()}
 
 
 def mean_over_time(line: Sequence[tuple[float, int]]) -> float:

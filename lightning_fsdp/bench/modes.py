@@ -14,39 +14,29 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_fsdp.bench import output
+from lightning_fsdp.bench import largest_batch, output, scaling, scaling_report
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
-from lightning_fsdp.bench.largest_batch import Found, find_largest, format_found, write_found
-from lightning_fsdp.bench.limits import mean_unit_bytes, measure_limits
+from lightning_fsdp.bench.limits import measure_limits
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.report import summarize
 from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.results import Results
-from lightning_fsdp.bench.runner import run_arm, run_arms
-from lightning_fsdp.bench.scaling import run_scaling
-from lightning_fsdp.bench.scaling_report import write_scaling
+from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.simulate.scaling import networks_of
-
-_PRODUCT_DTYPES = {"32": "float32", "bf16": "bfloat16", "16": "float16"}  # by precision
 
 
 def compare(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
     """Run all arms, print the table, write the report."""
-    arms = _arms(args, args.batch_sizes)
-    runs = run_arms(arms, workload, repeats=args.repeats, out=args.out, timeout_s=args.timeout)
-    num_missing = len(arms) * args.repeats - len(runs)
-    limits = None
-    if not num_missing:
-        limits = measure_limits(
-            args.ranks,
-            accelerator=args.device,
-            unit_bytes=mean_unit_bytes(runs),
-            dtype=_PRODUCT_DTYPES[args.precision.partition("-")[0]],
-            out=args.out / "limits",
-        )
+    arms, folder = _arms(args, args.batch_sizes), args.out / "runs"
+
+    def run(arm: Arm, repeat: int) -> Run:
+        return run_arm(arm, workload, repeat=repeat, out=folder, timeout_s=args.timeout)
+
+    made, num_missing = in_turns({arm.name: arm for arm in arms}, args.repeats, run)
+    runs = [done for _, done in made]
+    limits = None if num_missing else measure_limits(workload, runs, args.out / "limits")
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     results = Results(
@@ -68,32 +58,16 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     )
 
 
-def simulate(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    workload: Workload,
-    document: dict[str, Any],
-) -> int:
+def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
     """Run all arms among more and more ranks that are simulated, and write how they scale."""
-    try:
-        networks = networks_of(
-            args.ranks,
-            bandwidth_gb_s=args.bandwidth,
-            latency_us=args.latency,
-            num_hosts=args.hosts,
-            host_bandwidth_gb_s=args.host_bandwidth,
-        )
-    except ValueError as error:
-        parser.error(f"--ranks: {error}")
-    points, num_missing = run_scaling(
-        _arms(args, args.batch_sizes),
-        workload,
-        networks,
-        repeats=args.repeats,
-        out=args.out,
-        timeout_s=args.timeout,
-    )
-    write_scaling(args.out, points, networks[-1], document)
+    networks, out = args.networks, args.out / "runs"
+
+    def run(arm: Arm, of: Workload, repeat: int, world: str) -> Run:
+        return run_arm(arm, of, repeat=repeat, out=out / world, timeout_s=args.timeout)
+
+    arms = _arms(args, args.batch_sizes)
+    points, num_missing = scaling.run_scaling(arms, workload, networks, run, repeats=args.repeats)
+    scaling_report.write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
     return end(
@@ -115,30 +89,23 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
         sys.stdout.flush()
         return done
 
+    def search_one(arm: Arm, _: int) -> largest_batch.Found:
+        cap, device_bytes, out = args.max_batch_size, args.device_memory, args.out / "runs"
+        return largest_batch.find_largest(
+            arm, workload, run, cap=cap, device_bytes=device_bytes, out=out
+        )
+
     # A size is searched, and one process would take the batches of all ranks.
-    chosen = [arm for arm in _arms(args, [1]) if arm.engine != "single"]
-    found: list[Found] = []
-    is_complete = False
-    try:
-        for of_arm in find_largest(
-            chosen,
-            workload,
-            run,
-            cap=args.max_batch_size,
-            device_bytes=args.device_memory,
-            out=args.out / "runs",
-        ):
-            found.append(of_arm)  # noqa: PERF402 (what was found before Ctrl-C counts)
-        is_complete = True
-    except KeyboardInterrupt:
-        if not found:
-            raise
-    write_found(args.out, found, document)
-    print(f"\n{describe(document)}\n\n{format_found(found)}\n\nWritten to {args.out}/: ")
+    arms = {largest_batch.name_of(arm): arm for arm in _arms(args, [1]) if arm.engine != "single"}
+    made, num_missing = in_turns(arms, 1, search_one)
+    found = [each for _, each in made]
+    largest_batch.write_found(args.out, found, document)
+    table = largest_batch.format_found(found)
+    print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: ")
     print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
     without = [each for each in found if each.search.largest is None]
     return end(
-        None if is_complete else f"{len(chosen) - len(found)} arms were not searched",
+        f"{num_missing} arms were not searched" if num_missing else None,
         [f"{each.arm}: no batch fits; {each.search.limit}" for each in without],
     )
 

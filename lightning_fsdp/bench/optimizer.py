@@ -9,22 +9,50 @@ fixed, under torch's FSDP2, must have trained nothing.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from lightning_fsdp.bench import optimizer_picture
-from lightning_fsdp.bench.documents import load, plain, write
-from lightning_fsdp.bench.optimizer_outcome import NOT_FIXED, Outcome, choose_arms, reference_of
+from lightning_fsdp.bench.documents import load, write
+from lightning_fsdp.bench.memory import thinned
+from lightning_fsdp.bench.optimizer_outcome import ENGINES, Outcome, Phase
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import number, table_of
+
+KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
+PEER = "fsdp2_accelerate"
+NOT_FIXED = "fsdp2_before_not_fixed"
+"""The arm that trains nothing; it shows why the others are needed."""
+_MOST_POINTS = 300  # of a phase in the picture
+_DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
+
+
+def choose_arms(engines: Iterable[str]) -> list[str]:
+    """The arms of some engines; accelerate's if it is installed."""
+    arms = [f"{engine}_{kind}" for engine in engines for kind in KINDS]
+    if "fsdp2" in engines and importlib.util.find_spec("accelerate") is not None:
+        arms.append(PEER)
+    return arms
+
+
+def engine_of(arm: str) -> str:
+    """Which engine an arm shards with."""
+    return arm.partition("_")[0]
+
+
+def reference_of(arm: str) -> str:
+    """The arm that an arm is held against."""
+    return f"{engine_of(arm)}_after"
 
 
 def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
@@ -50,7 +78,12 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
             failures[arm] = f"{failure}; see {folder / 'log.txt'}"
     failures |= judge(outcomes)
     table = format_table(arms, outcomes, failures)
-    _write(args.out, document, outcomes, failures, table)
+    arms_found = {arm: [asdict(outcome) for outcome in ranks] for arm, ranks in outcomes.items()}
+    write(args.out / "results.json", {**document, "failures": failures, "arms": arms_found})
+    (args.out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
+    if outcomes:
+        picture = draw({arm: ranks[0].phases for arm, ranks in outcomes.items()})
+        picture.savefig(args.out / "memory.png", dpi=150)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: report.md, results.json, ")
     print("memory.png (memory of each arm over time), arms/ (a log per arm)")
     return end(None, [f"{arm}: {failure}" for arm, failure in failures.items()])
@@ -143,27 +176,46 @@ def _run(arm: str, num_ranks: int, num_steps: int, folder: Path, timeout_s: floa
     return None if failure is None else failure.says
 
 
-def _write(
-    out: Path,
-    document: dict[str, Any],
-    outcomes: Mapping[str, Sequence[Outcome]],
-    failures: Mapping[str, str],
-    table: str,
-) -> None:
-    arms = {
-        arm: [
-            {
-                **plain(outcome),
-                "resting_bytes": outcome.resting_bytes,
-                "peak_bytes": outcome.peak_bytes,
-                "rss_bytes": outcome.rss_bytes,
-            }
-            for outcome in ranks
-        ]
-        for arm, ranks in outcomes.items()
-    }
-    write(out / "results.json", {**document, "failures": failures, "arms": arms})
-    (out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
-    if outcomes:
-        firsts = {arm: ranks[0].phases for arm, ranks in outcomes.items()}
-        optimizer_picture.draw(firsts).savefig(out / "memory.png", dpi=150)
+def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
+    """A matplotlib figure that belongs to no window.
+
+    Arms issue different numbers of operations in a phase; each phase is as wide as the others, so
+    that what is compared stands above each other.
+
+    Args:
+        phases_of: Of one rank, by arm.
+    """
+    engines = [engine for engine in ENGINES if any(engine_of(arm) == engine for arm in phases_of)]
+    figure = Figure(figsize=(9, 3.4 * len(engines)), layout="constrained")
+    panels = figure.subplots(len(engines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    for engine, axes in zip(engines, panels, strict=True):
+        arms = [arm for arm in phases_of if engine_of(arm) == engine]
+        names = [phase.name for phase in phases_of[arms[0]]]
+        for index, arm in enumerate(arms):
+            points = [
+                point
+                for place, phase in enumerate(phases_of[arm])
+                for point in _heights(place, phase.live_bytes)
+            ]
+            # Arms that do the same lie on each other: the first are wide, the last are thin.
+            axes.plot(
+                *zip(*points, strict=True), label=arm.removeprefix(f"{engine}_"), alpha=0.8,
+                linestyle=_DASHES[index % len(_DASHES)],
+                linewidth=1.0 + 1.1 * (len(arms) - 1 - index), drawstyle="steps-post",
+            )  # fmt: skip
+        for index in range(0, len(names), 2):
+            axes.axvspan(index, index + 1, color="black", alpha=0.04, linewidth=0)
+        axes.set_xticks([i + 0.5 for i in range(len(names))], names)
+        axes.set_xlim(0, len(names))
+        axes.set_ylim(bottom=0)
+        axes.tick_params(axis="x", length=0, labelbottom=True)
+        axes.set(title=f"{engine}: bytes of tensors on rank 0", ylabel="MB")
+        axes.legend(title="optimizer", fontsize=9, frameon=False, loc="center left",
+                    bbox_to_anchor=(1.0, 0.5))  # fmt: skip
+    return figure
+
+
+def _heights(place: int, live_bytes: Sequence[int]) -> list[tuple[float, float]]:
+    """Where and how high, in MB, of a phase."""
+    line = [(place + i / len(live_bytes), n) for i, n in enumerate(live_bytes)]
+    return [(x, n / 1e6) for x, n in thinned(line, _MOST_POINTS)]

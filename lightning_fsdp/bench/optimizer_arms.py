@@ -19,9 +19,8 @@ import hashlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,83 +110,116 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def run_arm(arm: str, rank: int, num_steps: int) -> Outcome:
     """Run one arm on this rank, in the default process group. Collective."""
-    engine, _, kind = arm.partition("_")
-    start = {name: p.detach().clone() for name, p in build_model().named_parameters()}
-    timeline = Timeline()
-    with _watched(timeline):
-        timeline.begin("build")
-        model = build_model()
-        if kind == "lightning":
-            run = _train_with_lightning(engine, model, rank, num_steps, timeline)
+    return _Rank(arm, rank, num_steps).run()
+
+
+class _Rank:
+    """One rank of an arm."""
+
+    def __init__(self, arm: str, rank: int, num_steps: int) -> None:
+        self.arm, self.rank, self.num_steps = arm, rank, num_steps
+        self.engine, _, self.kind = arm.partition("_")
+        self.start = {name: p.detach().clone() for name, p in build_model().named_parameters()}
+        self.timeline = Timeline()
+
+    def run(self) -> Outcome:
+        self.timeline.start()
+        try:
+            self.timeline.begin("build")
+            model = build_model()
+            is_lightning = self.kind == "lightning"
+            return self._train_with_lightning(model) if is_lightning else self._train(model)
+        except BaseException:
+            self.timeline.stop()
+            raise
+
+    def look(self, losses: list[float], optimizer: Optimizer, model: nn.Module) -> Outcome:
+        """After the last step, the model still sharded."""
+        self.timeline.finish()
+        mine = {id(p) for p in model.parameters()}
+        entries = [p for group in optimizer.param_groups for p in group["params"]]
+        with torch.no_grad():
+            wholes = {
+                name: getattr(p, "full_tensor", p.detach)().clone()
+                for name, p in model.named_parameters()
+            }
+        return Outcome(
+            arm=self.arm,
+            rank=self.rank,
+            losses=losses,
+            weights={name: _digest(whole) for name, whole in wholes.items()},
+            trained=[name for name, whole in wholes.items() if not whole.equal(self.start[name])],
+            num_entries=len(entries),
+            num_held=sum(id(p) in mine for p in entries),
+            phases=self.timeline.phases,
+        )
+
+    def _train(self, model: Any) -> Outcome:
+        optimizer = None if self.kind == "after" else build_optimizer(model)
+        backward: Callable[[Tensor], None] = torch.Tensor.backward
+        self.timeline.begin("shard")
+        if self.kind == "accelerate":
+            accelerator = _accelerator()
+            model, optimizer = accelerator.prepare(model, optimizer)
+            backward = accelerator.backward
         else:
-            run = _train(engine, kind, model, rank, num_steps, timeline)
-    return Outcome(
-        arm=arm,
-        rank=rank,
-        losses=run.losses,
-        weights={name: _digest(whole) for name, whole in run.wholes.items()},
-        trained=[name for name, whole in run.wholes.items() if not whole.equal(start[name])],
-        num_entries=run.num_entries,
-        num_held=run.num_held,
-        phases=timeline.phases,
-    )
+            following: AbstractContextManager[None] = nullcontext()
+            if self.kind == "before_fixed" and optimizer is not None:
+                following = optimizers_follow(model, optimizer)
+            with following:
+                for block in model.transformer.h:
+                    _SHARDERS[self.engine](block)
+                _SHARDERS[self.engine](model)
+        optimizer = optimizer or build_optimizer(model)
+        losses = []
+        for step in range(self.num_steps):
+            self.timeline.begin(f"step {step + 1}")
+            loss = loss_of(model, make_batch(step, self.rank))
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del loss
+        return self.look(losses, optimizer, model)
 
+    def _train_with_lightning(self, model: nn.Module) -> Outcome:
+        import lightning.pytorch as pl
 
-@dataclass
-class _Run:
-    """What is looked at after the last step, the model still sharded; see :class:`Outcome`.
+        rank, found = self, list[Outcome]()
 
-    Attributes:
-        wholes: Every parameter, whole.
-    """
+        class Module(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+                self.optimizer = build_optimizer(model)
+                self.losses: list[float] = []
 
-    losses: list[float]
-    wholes: dict[str, Tensor]
-    num_entries: int
-    num_held: int
+            def setup(self, *_: Any, **__: Any) -> None:
+                rank.timeline.begin("shard")
 
+            def on_train_batch_start(self, *_: Any) -> None:
+                rank.timeline.begin(f"step {len(self.losses) + 1}")
 
-def _look(losses: list[float], optimizer: Optimizer, model: nn.Module) -> _Run:
-    mine = {id(p) for p in model.parameters()}
-    entries = [p for group in optimizer.param_groups for p in group["params"]]
-    with torch.no_grad():
-        wholes = {
-            name: getattr(p, "full_tensor", p.detach)().clone()
-            for name, p in model.named_parameters()
-        }
-    return _Run(losses, wholes, len(entries), sum(id(p) in mine for p in entries))
+            def training_step(self, batch: Tensor) -> Tensor:
+                loss = loss_of(self.model, batch)
+                self.losses.append(loss.item())
+                return loss
 
+            def configure_optimizers(self) -> Optimizer:
+                return self.optimizer
 
-def _train(
-    engine: str, kind: str, model: Any, rank: int, num_steps: int, timeline: Timeline
-) -> _Run:
-    optimizer = None if kind == "after" else build_optimizer(model)
-    backward: Callable[[Tensor], None] = torch.Tensor.backward
-    timeline.begin("shard")
-    if kind == "accelerate":
-        accelerator = _accelerator()
-        model, optimizer = accelerator.prepare(model, optimizer)
-        backward = accelerator.backward
-    else:
-        following: AbstractContextManager[None] = nullcontext()
-        if kind == "before_fixed" and optimizer is not None:
-            following = optimizers_follow(model, optimizer)
-        with following:
-            for block in model.transformer.h:
-                _SHARDERS[engine](block)
-            _SHARDERS[engine](model)
-    optimizer = optimizer or build_optimizer(model)
-    losses = []
-    for step in range(num_steps):
-        timeline.begin(f"step {step + 1}")
-        loss = loss_of(model, make_batch(step, rank))
-        backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        del loss
-    timeline.finish()
-    return _look(losses, optimizer, model)
+            def on_train_end(self) -> None:
+                self.optimizer.zero_grad()  # the Trainer does it at the start of the next step
+                found.append(rank.look(self.losses, self.optimizer, self.model))
+
+        trainer = pl.Trainer(
+            strategy=_STRATEGIES[self.engine], accelerator="cpu", devices=dist.get_world_size(),
+            max_steps=self.num_steps, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
+        )  # fmt: skip
+        batches = [make_batch(step, self.rank) for step in range(self.num_steps)]
+        trainer.fit(Module(), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        return found[0]
 
 
 def _accelerator() -> Any:
@@ -206,62 +238,6 @@ def _accelerator() -> Any:
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     return accelerator
-
-
-def _train_with_lightning(
-    engine: str, model: nn.Module, rank: int, num_steps: int, timeline: Timeline
-) -> _Run:
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-            self.optimizer = build_optimizer(model)
-            self.losses: list[float] = []
-
-        def training_step(self, batch: Tensor) -> Tensor:
-            loss = loss_of(self.model, batch)
-            self.losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Optimizer:
-            return self.optimizer
-
-    class Watch(pl.Callback):
-        run: _Run
-
-        def setup(self, *_: Any, **__: Any) -> None:
-            timeline.begin("shard")
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            timeline.begin(f"step {len(module.losses) + 1}")
-
-        def on_train_end(self, *_: Any) -> None:
-            module.optimizer.zero_grad()  # the Trainer does it at the start of the next step
-            timeline.finish()
-            self.run = _look(module.losses, module.optimizer, module.model)
-
-    module, watch = Module(), Watch()
-    trainer = pl.Trainer(
-        strategy=_STRATEGIES[engine], accelerator="cpu", devices=dist.get_world_size(),
-        max_steps=num_steps, callbacks=[watch], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
-    )  # fmt: skip
-    batches = [make_batch(step, rank) for step in range(num_steps)]
-    trainer.fit(module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return watch.run
-
-
-@contextmanager
-def _watched(timeline: Timeline) -> Iterator[None]:
-    """Inside, the timeline watches, until it is stopped."""
-    timeline.start()
-    try:
-        yield
-    except BaseException:
-        timeline.stop()
-        raise
 
 
 def _digest(tensor: Tensor) -> str:

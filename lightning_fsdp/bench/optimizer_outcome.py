@@ -1,34 +1,10 @@
-"""Which arms there are for optimizers built before sharding, and what one rank of an arm found."""
+"""What one rank of an arm found in the benchmark of optimizers, and the engines that it knows."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 ENGINES = ("fsdp2", "scratch")
-KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
-PEER = "fsdp2_accelerate"
-NOT_FIXED = "fsdp2_before_not_fixed"
-"""The arm that trains nothing; it shows why the others are needed."""
-
-
-def choose_arms(engines: Iterable[str]) -> list[str]:
-    """The arms of some engines; accelerate's if it is installed."""
-    arms = [f"{engine}_{kind}" for engine in engines for kind in KINDS]
-    if "fsdp2" in engines and importlib.util.find_spec("accelerate") is not None:
-        arms.append(PEER)
-    return arms
-
-
-def engine_of(arm: str) -> str:
-    """Which engine an arm shards with."""
-    return arm.partition("_")[0]
-
-
-def reference_of(arm: str) -> str:
-    """The arm that an arm is held against."""
-    return f"{engine_of(arm)}_after"
 
 
 @dataclass
@@ -57,6 +33,9 @@ class Outcome:
         num_entries: Parameters that the optimizer holds.
         num_held: Those of them that are the model's.
         phases: Memory over time.
+        resting_bytes: Of tensors after the last step.
+        peak_bytes: Most bytes of tensors alive at once.
+        rss_bytes: Largest resident size seen.
     """
 
     arm: str
@@ -67,18 +46,11 @@ class Outcome:
     num_entries: int
     num_held: int
     phases: list[Phase]
+    resting_bytes: int = field(init=False)
+    peak_bytes: int = field(init=False)
+    rss_bytes: int = field(init=False)
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes of tensors alive at once."""
-        return max(max(phase.live_bytes, default=0) for phase in self.phases)
-
-    @property
-    def resting_bytes(self) -> int:
-        """Of tensors after the last step."""
-        return self.phases[-1].live_bytes[-1]
-
-    @property
-    def rss_bytes(self) -> int:
-        """Largest resident size seen."""
-        return max(max(phase.rss_bytes, default=0) for phase in self.phases)
+    def __post_init__(self) -> None:
+        self.resting_bytes = self.phases[-1].live_bytes[-1] if self.phases else 0
+        self.peak_bytes = max((n for phase in self.phases for n in phase.live_bytes), default=0)
+        self.rss_bytes = max((n for phase in self.phases for n in phase.rss_bytes), default=0)

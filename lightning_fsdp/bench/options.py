@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,26 +18,39 @@ from lightning_fsdp.bench.arms import ENGINES
 from lightning_fsdp.bench.optimizer_outcome import ENGINES as ENGINES_WITH_OPTIMIZERS
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import CommandParser, at_least, folder_argument, positive
+from lightning_fsdp.simulate.network import networks_of
 
 _COMMAND = "lightning_fsdp.bench"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 _OLD = {"--accelerator": "--device"}
 _OLD_CHOICE = {"--simulate-world": "scaling", "--largest-batch": "largest-batch"}
 _MAX_BATCH_SIZE = 1024
+_OF_BATCH = "sequences per rank and micro-batch"
 
 
-def parse(arguments: Sequence[str]) -> tuple[str, CommandParser, argparse.Namespace]:
+def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     """Read and check the options; ends the process where one is wrong, and names it.
 
     Returns:
-        The sub-command; its parser, for further errors; and what was given.
+        The sub-command; and what was given, for ``scaling`` with the networks that it is about.
     """
     name, options = _split(arguments)
     parser = PARSERS[name]()
     args = parser.parse(options)
     if hasattr(args, "precision"):
         _refuse_what_cannot_run(parser, args)
-    return name, parser, args
+    if name == "scaling":
+        try:
+            args.networks = networks_of(
+                args.ranks,
+                bandwidth_gb_s=args.bandwidth,
+                latency_us=args.latency,
+                num_hosts=args.hosts,
+                host_bandwidth_gb_s=args.host_bandwidth,
+            )
+        except ValueError as error:
+            parser.error(f"--ranks: {error}")
+    return name, args
 
 
 def _split(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
@@ -96,23 +110,13 @@ def _run() -> CommandParser:
         ],
         old={**_OLD, "--nproc": "--ranks"},
     )
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="processes of a sharded arm")
-    _add_recipe(parser)
-    _add_arms(parser)
-    _add_batch_sizes(parser)
-    _add_steps(parser)
-    _add_repeats(parser)
-    parser.add_argument(
-        "--profile", action="store_true", help="write a chrome trace of each run's profiled steps"
-    )
-    parser.add_argument(
-        "--snapshot", action="store_true", help="write CUDA's memory of rank 0, per run"
-    )
-    parser.add_argument(
-        "--peak-flops",
-        type=positive,
-        help="FLOP/s of one device, for the MFU (default: what matrix products reach here)",
-    )
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), default=2, help="processes of a sharded arm")
+    _add_training(parser, has_sizes=True)
+    add("--profile", action="store_true", help="write a chrome trace of each run's profiled steps")
+    add("--snapshot", action="store_true", help="write CUDA's memory of rank 0, per run")
+    says = "FLOP/s of one device, for the MFU (default: what matrix products reach here)"
+    add("--peak-flops", type=positive, help=says)
     _add_out(parser)
     return parser
 
@@ -127,23 +131,15 @@ def _scaling() -> CommandParser:
         ],
         old={**_OLD, "--simulate-world": "--ranks"},
     )
-    parser.add_argument(
-        "--ranks", nargs="+", type=int, required=True, metavar="N", help="so many; 2 or more"
-    )
-    link = parser.add_argument_group("the network (see network.py for its model)")
-    link.add_argument("--bandwidth", type=float, default=10.0, help="GB/s of a link")
-    link.add_argument("--latency", type=float, default=10.0, help="microseconds of a message")
-    link.add_argument("--hosts", type=int, default=1, help="that the most ranks are spread on")
-    link.add_argument(
-        "--host-bandwidth",
-        type=float,
-        help="GB/s of a link between hosts (default: as within one)",
-    )
-    _add_recipe(parser)
-    _add_arms(parser)
-    _add_batch_sizes(parser)
-    _add_steps(parser)
-    _add_repeats(parser)
+    says = "so many; 2 or more"
+    parser.add_argument("--ranks", nargs="+", type=int, required=True, metavar="N", help=says)
+    add = parser.add_argument_group("the network (see network.py for its model)").add_argument
+    add("--bandwidth", type=float, default=10.0, help="GB/s of a link")
+    add("--latency", type=float, default=10.0, help="microseconds of a message")
+    add("--hosts", type=int, default=1, help="that the most ranks are spread on")
+    says = "GB/s of a link between hosts (default: as within one)"
+    add("--host-bandwidth", type=float, help=says)
+    _add_training(parser, has_sizes=True)
     _add_out(parser)
     return parser
 
@@ -158,24 +154,16 @@ def _largest_batch() -> CommandParser:
         ],
         old={**_OLD, "--nproc": "--ranks", "--largest-batch": "--max-batch-size"},
     )
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="processes of each arm")
-    parser.add_argument(
-        "--max-batch-size",
-        type=at_least(1),
-        default=_MAX_BATCH_SIZE,
-        metavar="CAP",
-        help="sequences per rank and micro-batch where the search ends",
+    add = parser.add_argument
+    add("--ranks", type=at_least(1), default=2, help="processes of each arm")
+    cap: dict[str, Any] = {"type": at_least(1), "default": _MAX_BATCH_SIZE, "metavar": "CAP"}
+    add("--max-batch-size", **cap, help=f"{_OF_BATCH} where the search ends")
+    says = (
+        "what a rank's tensors may take, such as 2GB or 512MiB; required on CPU (default: on CUDA "
+        "all that the device has)"
     )
-    parser.add_argument(
-        "--device-memory",
-        type=bytes_argument,
-        metavar="AMOUNT",
-        help="what a rank's tensors may take, such as 2GB or 512MiB; required on CPU (default: on "
-        "CUDA all that the device has)",
-    )
-    _add_recipe(parser)
-    _add_arms(parser)
-    _add_steps(parser)
+    add("--device-memory", type=bytes_argument, metavar="AMOUNT", help=says)
+    _add_training(parser, has_sizes=False)
     _add_out(parser)
     return parser
 
@@ -218,56 +206,36 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
 }
 
 
-def _add_recipe(parser: CommandParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a rank")
-    parser.add_argument(
-        "--precision", choices=_PRECISIONS, default="32-true", help="of the Trainer"
-    )
-    known = ", ".join(_recipes()) or "a checkout's recipes"
-    parser.add_argument(
-        "--recipe",
-        dest="config",
-        type=_recipe,
-        default="gpt2_zero3",
-        metavar="NAME",
-        help=f"one of {known}, or a YAML file; strategy and batch are an arm's",
-    )
+def _add_training(parser: CommandParser, *, has_sizes: bool) -> None:
+    """What is trained and for how long; ``has_sizes``: each arm at some batch sizes, repeatedly."""
+    add, known = parser.add_argument, ", ".join(_recipes()) or "a checkout's recipes"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of a rank")
+    add("--precision", choices=_PRECISIONS, default="32-true", help="of the Trainer")
+    recipe: dict[str, Any] = {
+        "type": _recipe,
+        "default": "gpt2_zero3",
+        "dest": "config",
+        "metavar": "NAME",
+    }
+    says = f"one of {known}, or a YAML file; strategy and batch are an arm's"
+    add("--recipe", **recipe, help=says)
+    _add_engines(parser, ENGINES)
+    add("--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3], help="of ZeRO")
+    several: dict[str, Any] = {"nargs": "+", "type": at_least(1)}
+    add("--grad-accum", **several, default=[1], help="micro-batches per step")
+    if has_sizes:
+        add("--batch-sizes", **several, default=[4], help=_OF_BATCH)
+    add("--steps", type=at_least(2), default=20, help="timed optimizer steps")
+    add("--warmup", type=at_least(0), default=5, help="optimizer steps before them")
+    add("--timeout", type=positive, default=300.0, help="seconds per run")
+    if has_sizes:
+        add("--repeats", type=at_least(1), default=2, help="rounds over all arms")
 
 
 def _add_engines(parser: CommandParser, engines: Sequence[str]) -> None:
     parser.add_argument(
         "--engines", nargs="+", choices=engines, default=list(engines), help="to compare"
     )
-
-
-def _add_arms(parser: CommandParser) -> None:
-    _add_engines(parser, ENGINES)
-    parser.add_argument(
-        "--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3], help="of ZeRO"
-    )
-    parser.add_argument(
-        "--grad-accum", nargs="+", type=at_least(1), default=[1], help="micro-batches per step"
-    )
-
-
-def _add_batch_sizes(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--batch-sizes",
-        nargs="+",
-        type=at_least(1),
-        default=[4],
-        help="sequences per rank and micro-batch",
-    )
-
-
-def _add_steps(parser: CommandParser) -> None:
-    parser.add_argument("--steps", type=at_least(2), default=20, help="timed optimizer steps")
-    parser.add_argument("--warmup", type=at_least(0), default=5, help="optimizer steps before them")
-    parser.add_argument("--timeout", type=positive, default=300.0, help="seconds per run")
-
-
-def _add_repeats(parser: CommandParser) -> None:
-    parser.add_argument("--repeats", type=at_least(1), default=2, help="rounds over all arms")
 
 
 def _add_out(parser: CommandParser, default: str = "runs/bench") -> None:

@@ -35,8 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, record_function
 
 Interval = tuple[float, float]
@@ -89,36 +91,66 @@ class Trace:
 
 def split(trace: Trace) -> list[Parts]:
     """The parts of each step."""
-    return [_split_step(phases, trace) for phases in trace.steps]
-
-
-def _split_step(phases: Sequence[tuple[PhaseName, Interval]], trace: Trace) -> Parts:
-    seconds: dict[PhaseName, float] = {"data": 0.0, "compute": 0.0, "optimizer": 0.0}
-    exposed = other = 0.0
-    for name, phase in phases:
-        blocked = _length(_common([phase], merged(trace.blocked or ())))
-        left = _length([phase]) - blocked
-        if name == "compute" and trace.kernels is not None:
-            busy = _without(_common([phase], merged(trace.kernels)), trace.blocked or ())
-            other += left - _length(busy)
-            left = _length(busy)
-        seconds[name] += left
-        exposed += blocked
-    whole: Interval = (phases[0][1][0], phases[-1][1][1])
-    overlapped = None
-    if trace.communicating is not None and trace.blocked is not None:
-        under_way = merged([*trace.communicating, *trace.blocked])
-        overlapped = _length(_common([whole], _without(under_way, trace.blocked)))
+    phases = [phase for step in trace.steps for _, phase in step]
+    watched = [of or () for of in (trace.communicating, trace.blocked, trace.kernels)]
+    cells = _Cells(phases, *watched)
+    communicating, blocked, kernels = map(cells.inside, watched)
+    busy = kernels if trace.kernels is not None else np.ones_like(kernels)
     sees_blocked = trace.blocked is not None
-    return Parts(
-        data_s=seconds["data"],
-        compute_s=seconds["compute"] if sees_blocked else None,
-        exposed_s=exposed if sees_blocked else None,
-        overlapped_s=overlapped,
-        optimizer_s=seconds["optimizer"],
-        other_s=other if sees_blocked else None,
-        whole_s=whole[1] - whole[0],
-    )
+    sees_hidden = sees_blocked and trace.communicating is not None
+    found = []
+    for step in trace.steps:
+        data, compute, optimizer = (
+            cells.inside([phase for of, phase in step if of == name])
+            for name in ("data", "compute", "optimizer")
+        )
+        whole = data | compute | optimizer
+        parts = Parts(
+            data_s=cells.seconds(data & ~blocked),
+            compute_s=cells.seconds(compute & busy & ~blocked) if sees_blocked else None,
+            exposed_s=cells.seconds(whole & blocked) if sees_blocked else None,
+            overlapped_s=cells.seconds(whole & communicating & ~blocked) if sees_hidden else None,
+            optimizer_s=cells.seconds(optimizer & ~blocked),
+            other_s=cells.seconds(compute & ~busy & ~blocked) if sees_blocked else None,
+            whole_s=cells.seconds(whole),
+        )
+        found.append(parts)
+    return found
+
+
+class _Cells:
+    """A clock cut where any of some intervals begins or ends.
+
+    Args:
+        *sets: Of intervals, in any order; those of a set may overlap.
+    """
+
+    def __init__(self, *sets: Iterable[Interval]) -> None:
+        self._edges = np.unique([moment for of in sets for interval in of for moment in interval])
+        self._widths = np.diff(self._edges)
+
+    def inside(self, intervals: Sequence[Interval]) -> NDArray[np.bool_]:
+        """Which cells lie inside of any of some intervals, whose ends are edges."""
+        starts, stops = np.array(intervals, dtype=float).reshape(-1, 2).T
+        depth = np.zeros(len(self._edges), dtype=int)
+        np.add.at(depth, np.searchsorted(self._edges, starts), 1)
+        np.add.at(depth, np.searchsorted(self._edges, stops), -1)
+        return depth.cumsum()[:-1] > 0
+
+    def seconds(self, chosen: NDArray[np.bool_]) -> float:
+        """Of some cells together."""
+        return float(self._widths[chosen].sum())
+
+    def intervals(self, chosen: NDArray[np.bool_]) -> list[Interval]:
+        """Some cells, each by itself."""
+        starts, stops = self._edges[:-1][chosen], self._edges[1:][chosen]
+        return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _without(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """What of ``a`` is not in ``b``."""
+    cells = _Cells(a, b)
+    return cells.intervals(cells.inside(a) & ~cells.inside(b))
 
 
 class StepProfiler:
@@ -179,33 +211,36 @@ class StepProfiler:
 
     def _trace(self) -> Trace:
         events = list(self._profile.events())  # type: ignore[no-untyped-call]
+        prefixes = _COMMUNICATION.get(self._device.type, ())
         marks = [e for e in events if e.name.startswith(_MARK) and e.name != _WAIT]
-        marks = sorted((e for e in marks if _is_on_host(e)), key=lambda e: e.time_range.start)
-        steps = list(
-            _steps([(e.name.removeprefix(_MARK), e.time_range.start / 1e6) for e in marks])
-        )
+        marks = sorted(filter(_is_on_host, marks), key=lambda e: e.time_range.start)
         communicating: list[Interval] | None = None
         blocked: list[Interval] | None = None
         kernels: list[Interval] | None = None
-        prefixes = _COMMUNICATION.get(self._device.type, ())
         if self._device.type == "cuda":
             on_device = [e for e in events if not _is_on_host(e) and not e.is_user_annotation]
-            kernels = _intervals(on_device, lambda e: not e.name.startswith(prefixes))
+            kernels = _intervals(e for e in on_device if not e.name.startswith(prefixes))
             if on_device:
-                communicating = _intervals(on_device, lambda e: e.name.startswith(prefixes))
+                communicating = _intervals(e for e in on_device if e.name.startswith(prefixes))
                 blocked = _without(communicating, kernels)
         else:
-            thread = marks[0].thread
-            communicating = _intervals(events, lambda e: e.name.startswith(prefixes)) or None
-            blocked = _intervals(events, lambda e: e.name == _WAIT and e.thread == thread)
+            mine = [e for e in events if e.thread == marks[0].thread]
+            communicating = _intervals(e for e in events if e.name.startswith(prefixes)) or None
+            blocked = _intervals(e for e in mine if e.name == _WAIT)
             if self._waits_unseen and communicating is None:
                 blocked = None
             elif self._waits_unseen:
-                ran = _intervals(events, lambda e: e.thread == thread and _computes(e))
-                blocked = merged([*blocked, *_without(communicating or (), ran)])
+                blocked += _without(communicating or (), _intervals(filter(_computes, mine)))
         if self._world_size == 1 and kernels != []:  # a device of which nothing was seen computed
             communicating, blocked = [], []
-        return Trace(steps=steps, communicating=communicating, blocked=blocked, kernels=kernels)
+        return Trace(
+            steps=list(
+                _steps([(e.name.removeprefix(_MARK), e.time_range.start / 1e6) for e in marks])
+            ),
+            communicating=communicating,
+            blocked=blocked,
+            kernels=kernels,
+        )
 
 
 def _steps(marks: Sequence[tuple[str, float]]) -> Iterator[list[tuple[PhaseName, Interval]]]:
@@ -227,8 +262,8 @@ def _computes(event: Any) -> bool:
     return bool(event.name.startswith("aten::") and not event.is_async)
 
 
-def _intervals(events: Iterable[Any], is_meant: Callable[[Any], bool]) -> list[Interval]:
-    return merged((e.time_range.start / 1e6, e.time_range.end / 1e6) for e in events if is_meant(e))
+def _intervals(events: Iterable[Any]) -> list[Interval]:
+    return [(e.time_range.start / 1e6, e.time_range.end / 1e6) for e in events]
 
 
 @contextmanager
@@ -256,48 +291,3 @@ def _with_subclasses(cls: type) -> Iterator[Any]:
     subclasses: list[type] = cls.__subclasses__()
     for subclass in subclasses:
         yield from _with_subclasses(subclass)
-
-
-# -- intervals -------------------------------------------------------------------------------------
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, as intervals in order that do not meet."""
-    result: list[Interval] = []
-    for start, stop in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(result[-1][1], stop))
-        elif start < stop:
-            result.append((start, stop))
-    return result
-
-
-def _common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    found = [
-        (max(start, other_start), min(stop, other_stop))
-        for start, stop in a
-        for other_start, other_stop in b
-        if max(start, other_start) < min(stop, other_stop)
-    ]
-    return merged(found)
-
-
-def _without(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """What of ``a`` is not in ``b``."""
-    left, removed, index = [], merged(b), 0
-    for start, stop in merged(a):
-        while index < len(removed) and removed[index][1] <= start:
-            index += 1
-        at = index
-        while at < len(removed) and removed[at][0] < stop:
-            if removed[at][0] > start:
-                left.append((start, removed[at][0]))
-            start = max(start, removed[at][1])
-            at += 1
-        if start < stop:
-            left.append((start, stop))
-    return left
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    return sum(stop - start for start, stop in intervals)

@@ -6,6 +6,7 @@ picture lacks stands below it.
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +26,7 @@ _ENGINES = {  # from dark to light: colour, marker
     "ddp": ("#a9a9a9", "D"),
 }
 _STAGES = {2: (0, (4, 2)), 3: "-", None: (0, (1, 1.5))}
-# Other engines, of whatever name.
-_COLORS = ("#7b4f9d", "#c98a2b", "#3f8fa8")
-_MARKERS = ("v", "P", "*")
+_OTHERS = (("#7b4f9d", "v"), ("#c98a2b", "P"), ("#3f8fa8", "*"))  # of whatever name
 
 PARTS = {  # of a stacked bar: colour, hatch
     "data": ("#d9d9d9", "..."),
@@ -44,12 +43,8 @@ SMALL = 8
 def line_style(kind: Kind, kinds: Sequence[Kind]) -> dict[str, Any]:
     """Colour, marker and dashes of an engine at a stage, one of ``kinds`` in the picture."""
     engine, stage = kind
-    others = list(dict.fromkeys(e for e, _ in kinds if e not in _ENGINES))
-    if engine in _ENGINES:
-        color, marker = _ENGINES[engine]
-    else:
-        index = others.index(engine) % len(_COLORS)
-        color, marker = _COLORS[index], _MARKERS[index]
+    others = dict.fromkeys(name for name, _ in kinds if name not in _ENGINES)
+    color, marker = (_ENGINES | dict(zip(others, itertools.cycle(_OTHERS), strict=False)))[engine]
     # Stage 2 is hollow, so that the stages differ even where there is no line.
     face = "white" if stage == 2 and marker != "x" else color
     return {
@@ -62,6 +57,11 @@ def byte_unit(figures: Iterable[float | None]) -> tuple[float, str]:
     """What to divide bytes by, and its name; MB as in the table, GB for large ones."""
     largest = max((figure for figure in figures if figure is not None), default=0.0)
     return (1e9, "GB") if largest >= 1e10 else (1e6, "MB")
+
+
+def per(figure: float | None, unit: float) -> float | None:
+    """A figure in a unit, if it is known."""
+    return None if figure is None else figure / unit
 
 
 def new_figure(width: float, height: float, title: str) -> Figure:

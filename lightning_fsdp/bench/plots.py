@@ -7,18 +7,18 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from lightning_fsdp.bench import plot_style, plots_by_arm, plots_by_batch, plots_over_time
+from lightning_fsdp.bench import plot_style, plots_by_arm, plots_of_lines
 from lightning_fsdp.bench.results import Results
 
 PICTURES: dict[str, Callable[[Results], Figure]] = {
-    "tokens_per_s": plots_by_batch.tokens_per_s,
-    "memory": plots_by_batch.memory,
+    "tokens_per_s": plots_of_lines.tokens_per_s,
+    "memory": plots_of_lines.memory,
     "communication": plots_by_arm.communication,
     "utilization": plots_by_arm.utilization,
     "time_breakdown": plots_by_arm.time_breakdown,
     "memory_at_peak": plots_by_arm.memory_at_peak,
-    "memory_over_time": plots_over_time.memory_over_time,
-    "losses": plots_over_time.losses,
+    "memory_over_time": plots_of_lines.memory_over_time,
+    "losses": plots_of_lines.losses,
 }
 
 

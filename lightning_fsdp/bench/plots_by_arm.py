@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
@@ -20,6 +21,7 @@ Stack = Mapping[str, float | None]
 _DEVICES = {"gpu": "GPU utilization, percent", "cpu": "CPU time of a rank, percent of one core"}
 _EXPOSED = "exposed (compute waits)"
 _OVERLAPPED = "overlapped (hidden behind compute)"
+_OF_THEORY: dict[str, Any] = {"mark_title": "demanded by theory", "marker": "D"}
 _COLORS = ("#1f3b73", "#b5403f", "#6fae75", "#ecd9a0", "#a9a9a9", "#7b4f9d", "#c98a2b")
 
 
@@ -56,26 +58,27 @@ def communication(results: Results) -> Figure:
         looks=_hatched(kinds, itertools.cycle(_COLORS)),
         form="{:g}",
         mark=lambda arm: sum_of(arm.theory.collectives),
-        mark_title="demanded by theory",
-        marker="D",
+        **_OF_THEORY,
     )
     payload = _Panel(
         title=suffix,
-        stack=lambda arm: _only("bytes sent", _per(arm.figures.payload_bytes, unit)),
+        stack=lambda arm: {"bytes sent": plot_style.per(arm.figures.payload_bytes, unit)},
         looks={"bytes sent": ("#777777", "")},
-        mark=lambda arm: _per(arm.theory.payload_bytes, unit),
-        mark_title="demanded by theory",
-        marker="D",
+        mark=lambda arm: plot_style.per(arm.theory.payload_bytes, unit),
+        **_OF_THEORY,
     )
     seconds = _Panel(
         title="ms (exposed + overlapped)",
-        stack=_waiting,
+        stack=lambda arm: {
+            _EXPOSED: arm.parts_ms.get("exposed_ms"),
+            _OVERLAPPED: arm.parts_ms.get("overlapped_ms"),
+        },
         looks={_EXPOSED: PARTS["exposed"], _OVERLAPPED: ("#e8e8e8", "\\\\")},
         mark=lambda arm: arm.figures.communication_limit_ms,
         mark_title="limit: bytes over measured bandwidth",
     )
-    panels = calls, payload, seconds
-    figure, rows = _bars(results, "Communication per optimizer step, rank 0", panels)
+    title = "Communication per optimizer step, rank 0"
+    figure, rows = _bars(results, title, [calls, payload, seconds])
     for axes in rows:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=SMALL)
@@ -86,12 +89,6 @@ def communication(results: Results) -> Figure:
         "Theory": lambda arm: sum_of(arm.theory.collectives),
     }
     return plot_style.finish(figure, results, asked)
-
-
-def _waiting(arm: ArmResult) -> Stack | None:
-    parts = arm.parts_ms
-    names = {_EXPOSED: "exposed_ms", _OVERLAPPED: "overlapped_ms"}
-    return {label: parts.get(name) for label, name in names.items()} if parts else None
 
 
 def time_breakdown(results: Results) -> Figure:
@@ -169,7 +166,7 @@ def utilization(results: Results) -> Figure:
 def _utilization_bars(device: str) -> _Panel:
     return _Panel(
         title=_DEVICES.get(device, "not measured"),
-        stack=lambda arm: _only(device, arm.utilization.get(device)),
+        stack=lambda arm: {device: arm.utilization.get(device)},
         looks={device: ("#1f3b73", "")},
         form="{:.0f}",
     )
@@ -177,24 +174,16 @@ def _utilization_bars(device: str) -> _Panel:
 
 def _draw_heat_map(axes: Any, results: Results, device: str) -> None:
     kinds, shapes = results.kinds, results.shapes
-    arms = {
-        (x, y): results.at(kind, shape)
-        for y, kind in enumerate(kinds)
-        for x, shape in enumerate(shapes)
-    }
-    values = {place: arm.utilization.get(device) if arm else None for place, arm in arms.items()}
-    top = max([100.0, *(value for value in values.values() if value is not None)])
-    nothing = float("nan")
-    grid = [[values[x, y] for x in range(len(shapes))] for y in range(len(kinds))]
-    image = axes.imshow(
-        [[nothing if value is None else value for value in row] for row in grid],
-        cmap="cividis", vmin=0, vmax=top, aspect="auto",
-    )  # fmt: skip
-    for (x, y), value in values.items():
-        arm = arms[x, y]
-        has_failed = arm is not None and arm.failure is not None
-        text = f"{value:.0f}" if value is not None else "failed" if has_failed else "?"
-        color = "white" if value is not None and value < 0.55 * top else "black"
+    arms = [[results.at(kind, shape) for shape in shapes] for kind in kinds]
+    grid = np.array([[arm.utilization.get(device) for arm in row] for row in arms], dtype=float)
+    top = max([100.0, *grid[~np.isnan(grid)]])
+    image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto")
+    for (y, x), percent in np.ndenumerate(grid):
+        is_dark = percent < 0.55 * top  # never where it is not a number
+        text = (
+            f"{percent:.0f}" if not np.isnan(percent) else "failed" if arms[y][x].failure else "?"
+        )
+        color = "white" if is_dark else "black"
         axes.text(x, y, text, ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(shapes)), [shape_label(shape) for shape in shapes])
     axes.set_yticks(range(len(kinds)), [kind_label(kind) for kind in kinds])
@@ -226,33 +215,31 @@ def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figur
 def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
     """A bar of parts per arm, its length written behind it; words where there is none."""
     stacks = [panel.stack(arm) for arm in arms]
-    lengths = [{label: v or 0.0 for label, v in (stack or {}).items()} for stack in stacks]
-    ends = [sum(of.values()) for of in lengths]
+    rows, ends = np.arange(len(arms)), np.zeros(len(arms))
     for label, (color, hatch) in panel.looks.items():
-        rows = [row for row, stack in enumerate(stacks) if (stack or {}).get(label) is not None]
-        before = (itertools.takewhile(label.__ne__, lengths[row]) for row in rows)
-        lefts = [
-            sum(lengths[row][name] for name in of) for row, of in zip(rows, before, strict=True)
-        ]
-        if rows:
+        lengths = np.array([(stack or {}).get(label) for stack in stacks], dtype=float)
+        known = ~np.isnan(lengths)
+        if known.any():
             axes.barh(
-                rows, [lengths[row][label] for row in rows], left=lefts, height=0.62, color=color,
+                rows[known], lengths[known], left=ends[known], height=0.62, color=color,
                 hatch=hatch, label=label, edgecolor="black", linewidth=0.5,
             )  # fmt: skip
-    marks = {row: mark for row, arm in enumerate(arms) if (mark := panel.mark(arm)) is not None}
-    longest = max([max(ends, default=0.0) or 1.0, *marks.values()])
-    if marks:
+        ends[known] += lengths[known]
+    marks = np.array([panel.mark(arm) for arm in arms], dtype=float)
+    marked = ~np.isnan(marks)
+    longest = max([max(ends, default=0.0) or 1.0, *marks[marked]])
+    if marked.any():
         is_line = panel.marker == "|"
         axes.plot(
-            list(marks.values()), list(marks), linestyle="none", marker=panel.marker,
+            marks[marked], rows[marked], linestyle="none", marker=panel.marker,
             color="black", markerfacecolor="white", label=panel.mark_title, clip_on=False,
             markersize=11 if is_line else 5, markeredgewidth=1.8 if is_line else 1.0,
         )  # fmt: skip
-    for row, (arm, stack, end) in enumerate(zip(arms, stacks, ends, strict=True)):
+    for row, (arm, stack) in enumerate(zip(arms, stacks, strict=True)):
         is_known = stack is not None and None not in stack.values()
         axes.text(
-            max(end, marks.get(row, 0.0)) + 0.03 * longest, row,
-            panel.form.format(end) if is_known else _why_not(arm),
+            np.fmax(ends, marks)[row] + 0.03 * longest, row,
+            panel.form.format(ends[row]) if is_known else _why_not(arm),
             va="center", style="normal" if is_known else "italic", fontsize=SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)
@@ -267,11 +254,3 @@ def _why_not(arm: ArmResult) -> str:
 def _hatched(labels: Sequence[str], colors: Iterable[str]) -> dict[str, tuple[str, str]]:
     """Neighbours in a bar differ without colour."""
     return dict(zip(labels, zip(colors, itertools.cycle(HATCHES)), strict=False))
-
-
-def _only(label: str, figure: float | None) -> Stack | None:
-    return None if figure is None else {label: figure}
-
-
-def _per(figure: float | None, unit: float) -> float | None:
-    return None if figure is None else figure / unit

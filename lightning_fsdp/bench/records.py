@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -15,9 +15,10 @@ from lightning_fsdp.bench.documents import Count, Figure, Listed, Loss, PerStep,
 from lightning_fsdp.bench.failure import FailureKind
 from lightning_fsdp.bench.parts import Parts
 from lightning_fsdp.bench.theory import Demand, UnitFacts
-from lightning_fsdp.simulate.usage import StepUsage
+from lightning_fsdp.simulate.transfer import StepUsage
 
 T = TypeVar("T", int, float)
+R = TypeVar("R")
 Kind = tuple[str, int | None]
 """Engine and ZeRO stage."""
 Shape = tuple[int, int]
@@ -256,10 +257,16 @@ class Row(OfArm):
         return {kind: n for kind, n in self.collectives.items() if kind in demanded}
 
 
-def worst(figures: Sequence[T | None]) -> T | None:
+def of_all(function: Callable[[list[T]], R], figures: Iterable[T | None]) -> R | None:
+    """A function of some figures, if there are any and none of them is missing."""
+    every = list(figures)
+    known = [figure for figure in every if figure is not None]
+    return function(known) if known and len(known) == len(every) else None
+
+
+def worst(figures: Iterable[T | None]) -> T | None:
     """The largest of the figures per rank, if all ranks have one."""
-    known = [figure for figure in figures if figure is not None]
-    return max(known) if known and len(known) == len(figures) else None
+    return of_all(max, figures)
 
 
 def sum_of(parts: Mapping[str, float | None] | None) -> float | None:

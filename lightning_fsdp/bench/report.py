@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.parts import Parts
-from lightning_fsdp.bench.records import RankMeasurement, Row, Run, Shape, worst
+from lightning_fsdp.bench.records import RankMeasurement, Row, Run, Shape, of_all, worst
 from lightning_fsdp.bench.theory import demand, sent_bytes
 
 LOSS_TOLERANCE = 2e-3
@@ -48,7 +48,7 @@ def summarize(
     single_ms: dict[Shape, float | None] = {}
     bytes_per_s = None if limits is None else limits.bytes_per_s
     units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
-    for row in rows:
+    for arm, row in zip(arms, rows, strict=True):
         of_arm = [run for run in runs if run.arm == row.arm]
         failed = [run for run in of_arm or [_NOT_RUN] if run.failure is not None]
         if failed:
@@ -65,15 +65,7 @@ def summarize(
             row.mfu = used / (peak_flops * row.num_processes)
         row.peak_flops = peak_flops
         if units is not None:
-            row.theory = demand(
-                row.engine,
-                row.zero_stage,
-                units=units,
-                grad_accum=row.grad_accum,
-                world_size=row.num_processes,
-                backend="nccl" if workload.accelerator == "cuda" else "gloo",
-                gathers_halves=workload.precision.endswith("-mixed"),
-            )
+            row.theory = demand(arm, workload, units)
         alone_ms = single_ms.get(row.shape)
         _add_limits(row, alone_ms, workload.num_ranks, bytes_per_s)
     return rows
@@ -97,17 +89,11 @@ def _fill_in(row: Row, runs: Sequence[Run]) -> None:
     row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
     row.sent_bytes = sent_bytes(first.collective_bytes or {}, first.world_size)
     parts = [step for rank in firsts for step in rank.parts]
-    row.parts_ms = (
-        {
-            part.name.removesuffix("_s") + "_ms": _median(
-                [getattr(step, part.name) for step in parts], 1e3
-            )
-            for part in fields(Parts)
-        }
-        if parts
-        else None
-    )
-    row.host_ms = _median([second for rank in firsts for second in rank.host_s], 1e3)
+    names = [part.name.removesuffix("_s") for part in fields(Parts)]
+    if parts:
+        seconds = {name: [getattr(step, f"{name}_s") for step in parts] for name in names}
+        row.parts_ms = {f"{name}_ms": _median_ms(of) for name, of in seconds.items()}
+    row.host_ms = _median_ms(second for rank in firsts for second in rank.host_s)
     row.flops_per_token, row.peak_by_kind = first.flops_per_token, first.peak_by_kind
     row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
     row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
@@ -117,7 +103,7 @@ def _fill_in(row: Row, runs: Sequence[Run]) -> None:
     ]
     row.utilization_percent = statistics.fmean(samples) if samples else None
     row.utilization_of = first.utilization_of
-    row.end_to_end_s = _median([rank.fit_s for rank in firsts])
+    row.end_to_end_s = of_all(statistics.median, [rank.fit_s for rank in firsts])
 
 
 def _judge(row: Row, runs: Sequence[Run], reference: Run | None, precision: str) -> None:
@@ -169,10 +155,8 @@ def _add_limits(
         row.times_limit = row.step_ms / limit_ms
 
 
-def _median(values: Sequence[float | None], unit: float = 1.0) -> float | None:
-    """``None`` if a value is missing, or all are."""
-    known = [value for value in values if value is not None]
-    return unit * statistics.median(known) if known and len(known) == len(values) else None
+def _median_ms(seconds: Iterable[float | None]) -> float | None:
+    return of_all(lambda known: 1e3 * statistics.median(known), seconds)
 
 
 def _highest(runs: Sequence[Run], get: Callable[[RankMeasurement], int | None]) -> list[int | None]:

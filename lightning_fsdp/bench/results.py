@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -146,10 +147,10 @@ class Results:
         """From small to large, by accumulation first."""
         return sorted({row.shape for row in self.rows}, key=lambda shape: shape[::-1])
 
-    def at(self, kind: Kind, shape: Shape) -> ArmResult | None:
-        """An arm, if the folder has it."""
+    def at(self, kind: Kind, shape: Shape) -> ArmResult:
+        """An arm; one that the folder lacks has no name and no figures."""
         found = (arm for arm in self.arms if (arm.row.kind, arm.row.shape) == (kind, shape))
-        return next(found, None)
+        return next(found, ArmResult(Row("", *kind, *shape, num_processes=1), []))
 
     @property
     def num_ranks(self) -> int:
@@ -167,16 +168,11 @@ def read(out: Path) -> Results:
     """The results in a folder.
 
     Raises:
-        ValueError: There are none, or they cannot be read, or are damaged.
+        ValueError: They cannot be read, or are damaged.
     """
-    path = out / "results.json"
-    if not path.exists():
-        raise ValueError(
-            f"{out}: expected results.json of the benchmark, got none. Name another folder."
-        )
     return documents.read(
         Results,
-        path,
+        out / "results.json",
         expected="the results of `python -m lightning_fsdp.bench`",
         remedy="Measure again, or name another folder.",
     )
@@ -207,19 +203,15 @@ def missing(
         whose = "any arm" if len(names) == len(ran) else _listed(names, is_short=is_short)
         if names:
             sentences.append(f"{what}: not measured for {whose}.")
-    reasons: dict[str, list[str]] = {}
+    reasons = defaultdict[str, list[str]](list)
     for arm in results.arms:
         if arm.failure is not None:
             is_told = not is_short or len(arm.failure) <= 40
-            reasons.setdefault(f"Failed ({arm.failure})" if is_told else "Failed", []).append(
-                arm.name
-            )
-    absent = [
-        f"{kind_label(kind)} at {shape_label(shape)}"
-        for shape, kind in itertools.product(results.shapes, results.kinds)
-        if results.at(kind, shape) is None
-    ]
-    reasons |= {"Not in these results": absent} if absent else {}
+            reasons[f"Failed ({arm.failure})" if is_told else "Failed"].append(arm.name)
+    for shape, kind in itertools.product(results.shapes, results.kinds):
+        if not results.at(kind, shape).name:
+            place = f"{kind_label(kind)} at {shape_label(shape)}"
+            reasons["Not in these results"].append(place)
     told = (f"{reason}: {_listed(of, is_short=is_short)}." for reason, of in reasons.items())
     return [*sentences, *told]
 

@@ -1,48 +1,63 @@
-"""Runs arms, each in processes of its own, in turns; a failed arm is a result with a reason."""
+"""Runs arms, each in processes of its own; a failed one is a result with a reason.
+
+They take turns, under a bar that says which one, how many, and until when.
+"""
 
 from __future__ import annotations
 
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import yaml
+from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.failure import RankFailure
-from lightning_fsdp.bench.progress import in_turns
 from lightning_fsdp.bench.records import RankMeasurement, Run
 from lightning_fsdp.harness.processes import run_command
 
+# Runs are few and long: the mean pace of all of them, not that of the last ones.
+_BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| {elapsed}, about {remaining} left"
 
-def run_arms(
-    arms: Sequence[Arm], workload: Workload, *, repeats: int, out: Path, timeout_s: float
-) -> list[Run]:
-    """Run every arm ``repeats`` times, one round after another.
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_turns(
+    turns: Mapping[str, T], repeats: int, run: Callable[[T, int], R]
+) -> tuple[list[tuple[T, R]], int]:
+    """Run each once per round, under a bar; silent where nobody watches.
 
     Args:
-        arms: What to compare.
-        workload: What each arm does.
-        repeats: Rounds over all arms.
-        out: Folder for logs and measurements.
-        timeout_s: Wall time after which a run is ended, with all its processes.
+        turns: What takes turns, in the order of a round, by a name for people.
+        repeats: Rounds.
+        run: Given one of them and the round, from 0.
 
     Returns:
-        All runs; those so far after Ctrl-C, if there are any.
+        What was run, with its result; and how many runs were not made, after Ctrl-C.
+
+    Raises:
+        KeyboardInterrupt: None was made.
     """
-    runs: list[Run] = []
-    try:
-        for repeat, arm in in_turns(arms, repeats):
-            run = run_arm(arm, workload, repeat=repeat, out=out / "runs", timeout_s=timeout_s)
-            runs.append(run)
-    except KeyboardInterrupt:
-        if not runs:
-            raise
-    return runs
+    made: list[tuple[T, R]] = []
+    rounds = [(repeat, name) for repeat in range(repeats) for name in turns]
+    with tqdm(total=len(rounds), bar_format=_BAR, smoothing=0, disable=None) as bar:
+        try:
+            for repeat, name in rounds:
+                which = f", round {repeat + 1}/{repeats}" if repeats > 1 else ""
+                bar.set_description(f"{name}{which}")
+                made.append((turns[name], run(turns[name], repeat)))
+                bar.bar_format = _BAR + ", until {eta:%H:%M}"
+                bar.update()
+        except KeyboardInterrupt:
+            if not made:
+                raise
+    return made, len(rounds) - len(made)
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
@@ -75,15 +90,9 @@ def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: 
         run.failure_kind = "no measurement"
     else:
         run.ranks = [load(RankMeasurement, file) for file in files]
-        run.config = _config(folder)
+        config = folder / "config.yaml"  # as Lightning's command line wrote it down
+        run.config = yaml.safe_load(config.read_text()) if config.exists() else None
     return run
-
-
-def _config(folder: Path) -> dict[str, Any] | None:
-    """As Lightning's command line wrote it down."""
-    path = folder / "config.yaml"
-    config: dict[str, Any] | None = yaml.safe_load(path.read_text()) if path.exists() else None
-    return config
 
 
 def _out_of_memory(folder: Path) -> str | None:

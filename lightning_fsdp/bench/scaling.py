@@ -10,17 +10,15 @@ model on one rank's batches: what a rank could do if communication and sharding 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.bench.progress import in_turns
-from lightning_fsdp.bench.records import OfArm, Run, Shape
-from lightning_fsdp.bench.runner import run_arm
+from lightning_fsdp.bench.records import OfArm, Run, Shape, of_all
+from lightning_fsdp.bench.runner import in_turns
+from lightning_fsdp.simulate.among import launcher
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.scaling import launcher
 
 
 @dataclass(kw_only=True)
@@ -56,55 +54,44 @@ def run_scaling(
     arms: Sequence[Arm],
     workload: Workload,
     networks: Sequence[Network],
+    run: Callable[[Arm, Workload, int, str], Run],
     *,
     repeats: int,
-    out: Path,
-    timeout_s: float,
 ) -> tuple[list[Point], int]:
     """Run every arm among every number of ranks, and the references alone.
 
     All of it takes turns, so that a slow hour of the machine is nobody's.
+
+    Args:
+        arms: What is run.
+        workload: What each does.
+        networks: That they run over.
+        run: Runs an arm once; given its workload, the round, and the name of a folder.
+        repeats: Rounds over all.
 
     Returns:
         A point per arm and number of ranks; and how many runs were not made, after Ctrl-C.
     """
     alone = replace(workload, num_ranks=1)
     works = {1: alone} | {network.world_size: _among(alone, network) for network in networks}
-    turns = [_Turn(1, arm) for arm in arms if arm.engine == "single"]
-    turns += [_Turn(n.world_size, arm) for n in networks for arm in arms if arm.engine != "single"]
-    turn_to_runs: dict[_Turn, list[Run]] = {turn: [] for turn in turns}
-    num_runs = 0
-    try:
-        for repeat, turn in in_turns(turns, repeats):
-            folder = out / "runs" / f"world{turn.world_size}"
-            run = run_arm(
-                turn.arm, works[turn.world_size], repeat=repeat, out=folder, timeout_s=timeout_s
-            )
-            turn_to_runs[turn].append(run)
-            num_runs += 1
-    except KeyboardInterrupt:
-        if not num_runs:
-            raise
+    turns = [(1, arm) for arm in arms if arm.engine == "single"]
+    turns += [(n.world_size, arm) for n in networks for arm in arms if arm.engine != "single"]
+
+    def run_turn(turn: tuple[int, Arm], repeat: int) -> Run:
+        world_size, arm = turn
+        return run(arm, works[world_size], repeat, f"world{world_size}")
+
+    named = {f"{arm.name} among {n}": (n, arm) for n, arm in turns}
+    made, num_missing = in_turns(named, repeats, run_turn)
     points: list[Point] = []
     alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
-    for turn, runs in turn_to_runs.items():
-        point = Point(arm=turn.arm.name, **asdict(turn.arm), world_size=turn.world_size)
+    for world_size, arm in turns:
+        point = Point(arm=arm.name, **asdict(arm), world_size=world_size)
+        runs = [done for turn, done in made if turn == (world_size, arm)]
         _fill_in(point, runs, alone_rate.get(point.shape))
         alone_rate.setdefault(point.shape, point.tokens_per_s_per_rank)
         points.append(point)
-    return points, len(turns) * repeats - num_runs
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """An arm among some number of ranks."""
-
-    world_size: int
-    arm: Arm
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm.name} among {self.world_size}"
+    return points, num_missing
 
 
 def _among(workload: Workload, network: Network) -> Workload:
@@ -135,12 +122,11 @@ def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
         point.efficiency = rate / alone
     used = [usage for run in runs if (usage := run.ranks[0].simulated) is not None]
     if used:
-        point.exposed_ms = _mean_ms([each["waited_s"] for each in used])
-        point.busy_ms = _mean_ms([each["busy_s"] for each in used])
-        point.late_ms = _mean_ms([each["late_s"] for each in used])
+        point.exposed_ms = _mean_ms(each["waited_s"] for each in used)
+        point.busy_ms = _mean_ms(each["busy_s"] for each in used)
+        point.late_ms = _mean_ms(each["late_s"] for each in used)
         point.calls, point.sent_bytes = used[0]["calls"], used[0]["sent_bytes"]
 
 
-def _mean_ms(seconds: Sequence[float | None]) -> float | None:
-    known = [s for s in seconds if s is not None]
-    return statistics.fmean(known) * 1e3 if len(known) == len(seconds) else None
+def _mean_ms(seconds: Iterable[float | None]) -> float | None:
+    return of_all(lambda known: 1e3 * statistics.fmean(known), seconds)

@@ -64,25 +64,20 @@ class Snapshot(L.Callback):
         batch_idx: int,
     ) -> None:
         """Once a step is over, write it; one of the first, which came through, is dropped."""
-        if self._recorded == trainer.global_step:
-            return
-        if self._recorded == self.step:
-            self._write()
-        self._drop()
+        if self._recorded != trainer.global_step:
+            self._end(is_kept=self._recorded == self.step)
 
     @override
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Write what there is: of a step that ran out of memory, that is the picture to see."""
-        self._write()
-        self._drop()
+        self._end(is_kept=True)
 
-    def _write(self) -> None:
-        if self._recorded is not None:
+    def _end(self, *, is_kept: bool) -> None:
+        if self._recorded is None:
+            return
+        if is_kept:
             dump_memory_snapshot(str(self.path))
-
-    def _drop(self) -> None:
-        if self._recorded is not None:
-            self._recorded = None
-            record_memory_history(is_on=False)
+        self._recorded = None
+        record_memory_history(is_on=False)

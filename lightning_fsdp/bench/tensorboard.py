@@ -52,14 +52,13 @@ def run_name(arm: ArmResult) -> str:
 def _settings(arm: ArmResult) -> dict[str, str | int]:
     """What an arm is: columns of HParams, which shows the first five names of the alphabet."""
     row = arm.row
-    trouble = {} if arm.failure is None else {"trouble": arm.failure}
     return {
         "engine": row.engine,
         "stage": "none" if row.zero_stage is None else str(row.zero_stage),
         "batch": row.batch_size,
         "accumulation": row.grad_accum,
         "ranks": row.num_processes,
-        **trouble,
+        **({} if arm.failure is None else {"trouble": arm.failure}),
     }
 
 

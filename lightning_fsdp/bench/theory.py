@@ -28,16 +28,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.core.grouping import (
-    FlatParameterPlan,
-    UnitPlan,
-    cut_flat_params,
-    find_units,
-    plan_units,
-)
+from lightning_fsdp.core import grouping
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 
 Role = Literal["first", "inner", "shared"]
@@ -76,9 +71,9 @@ class UnitFacts(NamedTuple):
 
 def model_units(module: nn.Module) -> list[UnitFacts]:
     """Of a module that is not sharded."""
-    plans = plan_units(module, find_units(module, None), set(), set())
+    plans = grouping.plan_units(module, grouping.find_units(module, None), set(), set())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
-    flat_params = cut_flat_params(plans)
+    flat_params = grouping.cut_flat_params(plans)
     for flat_param in flat_params:
         together = {numbers[id(user)] for user in flat_param.users}
         for key, number in numbers.items():
@@ -86,7 +81,7 @@ def model_units(module: nn.Module) -> list[UnitFacts]:
                 numbers[key] = min(together)
     return [
         UnitFacts(
-            sum(_nbytes(parameter) for parameter in flat_param.parameters),
+            sum(parameter.nbytes for parameter in flat_param.parameters),
             _role(flat_param.users),
             _num_modules(flat_param),
             numbers[id(flat_param.users[0])],
@@ -95,29 +90,19 @@ def model_units(module: nn.Module) -> list[UnitFacts]:
     ]
 
 
-def demand(
-    engine: str,
-    zero_stage: int | None,
-    *,
-    units: Sequence[UnitFacts],
-    grad_accum: int,
-    world_size: int,
-    backend: str = "gloo",
-    gathers_halves: bool = False,
-) -> Demand:
+def demand(arm: Arm, workload: Workload, units: Sequence[UnitFacts]) -> Demand:
     """What one optimizer step takes, by the table above; reductions are in the parameters' dtype.
 
     Args:
-        engine: ``scratch``, ``fsdp1``, ``fsdp2``, ``ddp`` or ``single``.
-        zero_stage: 2 or 3; ``None`` for the last two.
+        arm: That trains; all but the last of its micro-batches keep their gradients on the rank.
+        workload: What it does. In mixed precision weights are gathered in half the bytes.
         units: Of the model before sharding.
-        grad_accum: Micro-batches per step; all but the last keep their gradients on the rank.
-        world_size: Ranks; one has nothing to send to anybody.
-        backend: That moves the data.
-        gathers_halves: Whether weights are gathered in half the bytes, as in mixed precision.
     """
-    if world_size == 1 or engine == "single":
+    engine, world_size = arm.engine, arm.num_processes(workload)
+    if world_size == 1:  # which has nothing to send to anybody
         return Demand({}, 0, 0)
+    bytes_share = 0.5 if workload.precision.endswith("-mixed") else 1.0
+    backend = "nccl" if workload.accelerator == "cuda" else "gloo"
     others = (world_size - 1) / world_size
     total = sum(unit.nbytes for unit in units)
     if engine == "ddp":
@@ -125,9 +110,9 @@ def demand(
     travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
     num_gathers, gathered = 0, 0.0
     for unit in travelling:
-        times = 1 if zero_stage == 2 else grad_accum * _gathers(engine, unit.role)
+        times = 1 if arm.zero_stage == 2 else arm.grad_accum * _gathers(engine, unit.role)
         num_gathers += times * unit.num_modules
-        gathered += times * unit.nbytes / (2 if gathers_halves else 1)
+        gathered += times * unit.nbytes * bytes_share
     sent = others * (gathered + total)
     is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, world_size)
     payload = sent if is_pairwise else gathered / world_size + total
@@ -173,7 +158,7 @@ def _apart(units: Sequence[UnitFacts]) -> list[UnitFacts]:
     return own + ([UnitFacts(of_root, "shared", 1, -1)] if of_root else [])
 
 
-def _role(users: Sequence[UnitPlan]) -> Role:
+def _role(users: Sequence[grouping.UnitPlan]) -> Role:
     if len(users) > 1:
         return "shared"
     only_embeds = all(
@@ -185,11 +170,7 @@ def _role(users: Sequence[UnitPlan]) -> Role:
     return "first" if only_embeds else "inner"
 
 
-def _num_modules(flat_param: FlatParameterPlan) -> int:
+def _num_modules(flat_param: grouping.FlatParameterPlan) -> int:
     """Modules of the unit, below which the parameters are."""
     mine = set(flat_param.parameters)
     return sum(not mine.isdisjoint(module.parameters()) for module in flat_param.users[0].modules)
-
-
-def _nbytes(parameter: Tensor) -> int:
-    return parameter.numel() * parameter.element_size()

@@ -11,8 +11,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
 
+import psutil
 import torch
 
 _INTERVAL_S = 0.1
@@ -41,7 +41,9 @@ class Utilization:
         """Of a rank that computes on ``device``."""
         if device.type == "cuda":
             return cls(lambda: float(torch.cuda.utilization(device)))
-        return cls(_ProcessShare())
+        share = psutil.Process().cpu_percent
+        share()  # the first is of no time at all
+        return cls(share)
 
     def start(self) -> None:
         """Begin."""
@@ -60,21 +62,3 @@ class Utilization:
             with contextlib.suppress(Exception):
                 percent = self._read()
                 self.samples.append((time.perf_counter() - start, percent))
-
-
-def kind_of(device: torch.device) -> Literal["gpu", "cpu"]:
-    """What is sampled for a device."""
-    return "gpu" if device.type == "cuda" else "cpu"
-
-
-class _ProcessShare:
-    """Percent of one core that this process, its threads included, used since the last call."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter(), time.process_time()
-
-    def __call__(self) -> float:
-        wall, cpu = time.perf_counter(), time.process_time()
-        last_wall, last_cpu = self._last
-        self._last = wall, cpu
-        return 100 * (cpu - last_cpu) / (wall - last_wall)

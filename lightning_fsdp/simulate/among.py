@@ -14,12 +14,24 @@ import json
 import os
 import runpy
 import sys
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
+
+
+def launcher(network: Network, device_type: str) -> tuple[str, ...]:
+    """What stands after ``python -m``, and before a module that runs as the first of these ranks.
+
+    Args:
+        network: The ranks and their links.
+        device_type: Where the module computes: ``cpu`` or ``cuda``.
+    """
+    description = json.dumps(asdict(network))
+    return "lightning_fsdp.simulate.among", description, device_type
 
 
 def main() -> None:

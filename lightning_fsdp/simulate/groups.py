@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from typing_extensions import override
 
 from lightning_fsdp.core.ranks.agreement import expect_no_others
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.transfer import Transfer
+from lightning_fsdp.simulate.transfer import Transfer, Usage
 from lightning_fsdp.simulate.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.simulate.transfers_on_host import HostTransfers
-from lightning_fsdp.simulate.usage import Usage
 
 # By the name engines see which device's tensors a group moves.
 DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}
@@ -53,19 +53,31 @@ class _Transfers:
     def start(self, transfer: Transfer) -> dist.Work:
         """Start it after those before it."""
         result = transfer.result
-        if result and result[0].is_cuda:
-            return self._of(result[0].device).start(transfer)
-        return self._on_host.start(transfer)
+        if not result or not result[0].is_cuda:
+            return self._on_host.start(transfer)
+        device = result[0].device
+        if device not in self._on_cuda:
+            transfers = CudaTransfers(self._network, self._usage, device, Pace.of(device))
+            self._on_cuda[device] = transfers
+        return self._on_cuda[device].start(transfer)
 
     def close(self) -> None:
         """End the thread, after all that is in its queue."""
         self._on_host.close()
 
-    def _of(self, device: torch.device) -> CudaTransfers:
-        if device not in self._on_cuda:
-            transfers = CudaTransfers(self._network, self._usage, device, Pace.of(device))
-            self._on_cuda[device] = transfers
-        return self._on_cuda[device]
+
+def _one_by_one(name: str) -> Callable[..., dist.Work]:
+    """A collective of several tensors, each of which is sent by the one of that name."""
+
+    def collective(
+        self: SimulatedGroup, outputs: list[Tensor], inputs: list[Tensor], *opts: Any
+    ) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        works: list[Any] = [getattr(self, name)(*pair, *opts) for pair in pairs]
+        works[-1].before = works[:-1]  # what is over when all are keeps their tensors
+        return works[-1]  # type: ignore[no-any-return]
+
+    return collective
 
 
 class SimulatedGroup(dist.ProcessGroup):
@@ -106,13 +118,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any) -> dist.Work:
         """This rank's slot, reduced with itself."""
         rows, shard = whole.data.view(self.size(), -1), output.data.view(-1)
-        factor = self._factor(opts)
-
-        def move() -> None:
-            shard.copy_(rows[self.rank()])
-            if factor != 1:
-                shard.mul_(factor)
-
+        move = partial(torch.mul, rows[self.rank()], self._factor(opts), out=shard)
         return self._start("reduce_scatter", rows.nbytes, move, [output])
 
     def all_to_all_single(
@@ -144,26 +150,14 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._start("all_to_all", rows.nbytes, lambda: self._fill(slots, shard), [output])
 
     # DTensor's collectives come from C++, which asks for lists.
-
-    def all_gather_single_coalesced(
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
-    ) -> dist.Work:
-        """Each as a collective of its own."""
-        pairs = zip(outputs, inputs, strict=True)
-        return _last_of([self.all_gather_single(*pair) for pair in pairs])
-
-    def reduce_scatter_single_coalesced(  # type: ignore[override]
-        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-    ) -> dist.Work:
-        """Each as a collective of its own."""
-        pairs = zip(outputs, inputs, strict=True)
-        return _last_of([self.reduce_scatter_single(*pair, opts) for pair in pairs])
+    all_gather_single_coalesced = _one_by_one("all_gather_single")
+    reduce_scatter_single_coalesced = _one_by_one("reduce_scatter_single")
 
     _allgather_base = all_gather_single  # type: ignore[assignment]
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
     alltoall_base = all_to_all_single  # type: ignore[assignment]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     @override
     def allgather(  # type: ignore[override]
@@ -226,16 +220,9 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     def _start(
-        self, kind: str, nbytes: int, move: Callable[[], None] | None, result: list[Tensor]
+        self, kind: str, nbytes: int, move: Callable[[], object] | None, result: list[Tensor]
     ) -> dist.Work:
         return self._transfers.start(Transfer(kind, nbytes, self.size(), move, result))
-
-
-def _last_of(works: Sequence[Any]) -> dist.Work:
-    """What is over when all are; keeps those before it, and so their tensors."""
-    last: dist.Work = works[-1]
-    last.before = works[:-1]  # type: ignore[attr-defined]
-    return last
 
 
 @contextmanager

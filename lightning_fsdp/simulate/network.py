@@ -18,7 +18,9 @@ broadcast (a pipelined tree)        ``log2 W``     ``n``
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +49,20 @@ class Network:
     host_share: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"world size: expected 1 or more ranks, got {self.world_size}.")
-        for name, value in (
-            ("bandwidth", self.bandwidth_gb_s),
-            ("bandwidth between hosts", self.slowest_gb_s(self.world_size)),
+        slowest_gb_s = self.slowest_gb_s(self.world_size)
+        num_hosts, latency_us = self.num_hosts, self.latency_us
+        fills_hosts = num_hosts >= 1 and self.world_size % num_hosts == 0
+        for is_right, what, expected, got in (
+            (self.world_size >= 1, "world size", "1 or more ranks", self.world_size),
+            (self.bandwidth_gb_s > 0, "bandwidth", "more than 0 GB/s", self.bandwidth_gb_s),
+            (slowest_gb_s > 0, "bandwidth between hosts", "more than 0 GB/s", slowest_gb_s),
+            (0 <= latency_us < math.inf, "latency", "0 us or more", latency_us),
+            (0 <= self.host_share <= 1, "host share", "0 to 1", self.host_share),
+            (fills_hosts, "hosts", f"a divisor of the {self.world_size} ranks", num_hosts),
         ):
-            if not value > 0:
-                raise ValueError(f"{name}: expected more than 0 GB/s, got {value}.")
-        if not 0 <= self.latency_us < math.inf:
-            raise ValueError(f"latency: expected 0 us or more, got {self.latency_us}.")
-        if not 0 <= self.host_share <= 1:
-            raise ValueError(f"host share: expected 0 to 1, got {self.host_share}.")
-        if self.num_hosts < 1 or self.world_size % self.num_hosts:
-            raise ValueError(
-                f"hosts: expected a divisor of the {self.world_size} ranks, got {self.num_hosts}. "
-                "Every host has the same number of ranks."
-            )
+            if not is_right:
+                more = " Every host has the same number of ranks." if what == "hosts" else ""
+                raise ValueError(f"{what}: expected {expected}, got {got}.{more}")
 
     def slowest_gb_s(self, group_size: int) -> float:
         """Of the links in a ring of that many neighbouring ranks: the slowest sets the pace."""
@@ -147,3 +146,32 @@ class Cost:
     sent_bytes: int
     duration_s: float
     occupied_s: float
+
+
+def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> list[Network]:
+    """One network per number of ranks, smallest first; a host has as many ranks in each.
+
+    Args:
+        world_sizes: Numbers of ranks.
+        num_hosts: Of the largest one; smaller numbers fill their hosts, or are all on one.
+        **links: Of :class:`Network`.
+
+    Raises:
+        ValueError: A number that no network has, ranks that do not fill their hosts, or one rank.
+    """
+    if min(world_sizes) < 2:
+        raise ValueError(
+            f"expected 2 or more ranks, got {min(world_sizes)}. One process is measured anyway."
+        )
+    largest = Network(world_size=max(world_sizes), num_hosts=num_hosts, **links)
+    per_host = largest.world_size // num_hosts
+    for n in world_sizes:
+        if n > per_host and n % per_host:
+            raise ValueError(
+                f"expected hosts of {per_host} ranks, as many as the largest number has on each of "
+                f"its {num_hosts}, got {n} ranks, which leave one of theirs half empty."
+            )
+    return [
+        replace(largest, world_size=n, num_hosts=-(-n // per_host))
+        for n in sorted(set(world_sizes))
+    ]

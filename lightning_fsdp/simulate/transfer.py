@@ -1,11 +1,13 @@
-"""A collective on its way over a simulated network."""
+"""A collective on its way over a simulated network, and what all of them took of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from lightning_fsdp.simulate.network import Cost, Network
 
@@ -26,7 +28,7 @@ class Transfer:
     kind: str
     nbytes: int
     group_size: int
-    move: Callable[[], None] | None
+    move: Callable[[], object] | None
     result: list[Tensor]
 
     @property
@@ -39,3 +41,58 @@ class Transfer:
     def cost_on(self, network: Network) -> Cost:
         """What it takes there."""
         return network.cost(self.kind, self.nbytes, self.group_size)
+
+
+class StepUsage(TypedDict):
+    """What a step took of a network; ``waited_s`` is ``None`` where waits went unseen."""
+
+    calls: dict[str, float]
+    sent_bytes: float
+    busy_s: float
+    waited_s: float | None
+    late_s: float
+
+
+@dataclass
+class Usage:
+    """What collectives took so far, those of all groups together.
+
+    Attributes:
+        calls: By kind of collective.
+        sent_bytes: By this rank.
+        busy_s: Seconds of transfer, as modelled.
+        waited_s: Seconds for which the program waited for transfers: exposed communication.
+        sees_waits: False once a wait went unseen: DDP waits where Python does not look, and on CUDA
+            torch's FSDP lets streams of its own wait.
+        late_s: Seconds by which transfers took longer here than on the network. Where they count,
+            the figures are this machine's and not the model's.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    sees_waits: bool = True
+    late_s: float = 0.0
+
+    def count(self, kind: str, cost: Cost) -> None:
+        """A collective was started."""
+        self.calls[kind] += 1
+        self.sent_bytes += cost.sent_bytes
+        self.busy_s += cost.duration_s
+
+    def copy(self) -> Usage:
+        """As it is now."""
+        return replace(self, calls=Counter(self.calls))
+
+    def per_step_since(self, before: Usage, num_steps: int) -> StepUsage:
+        """What each of some steps took."""
+        calls = self.calls - before.calls
+        waited_s = (self.waited_s - before.waited_s) / num_steps
+        return {
+            "calls": {kind: n / num_steps for kind, n in calls.items()},
+            "sent_bytes": (self.sent_bytes - before.sent_bytes) / num_steps,
+            "busy_s": (self.busy_s - before.busy_s) / num_steps,
+            "waited_s": waited_s if self.sees_waits else None,
+            "late_s": (self.late_s - before.late_s) / num_steps,
+        }

@@ -24,8 +24,7 @@ from typing_extensions import override
 
 from lightning_fsdp.simulate import torch_internals
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.transfer import Transfer
-from lightning_fsdp.simulate.usage import Usage
+from lightning_fsdp.simulate.transfer import Transfer, Usage
 
 _HIGHEST_PRIORITY = -1  # so that the spinning one finds a place beside kernels that fill the device
 _CALIBRATED_CYCLES = 10_000_000  # some milliseconds

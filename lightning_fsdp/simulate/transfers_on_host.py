@@ -13,7 +13,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -22,29 +21,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp.simulate.network import Cost, Network
-from lightning_fsdp.simulate.transfer import Transfer
-from lightning_fsdp.simulate.usage import Usage
+from lightning_fsdp.simulate.transfer import Transfer, Usage
 
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
 
 _Future = torch.futures.Future[list[Tensor]]
 
 
-@dataclass(frozen=True, eq=False)
-class _Queued:
-    """A transfer that waits for those before it.
-
-    Attributes:
-        transfer: It.
-        cost: On the network.
-        issued_s: When it was started.
-        future: Done when it is over; its value is the result.
-    """
-
-    transfer: Transfer
-    cost: Cost
-    issued_s: float
-    future: _Future
+# A transfer that waits for those before it, its cost, when it was started, and what it ends.
+_Queued = tuple[Transfer, Cost, float, _Future]
 
 
 class _Work(dist.Work):
@@ -92,7 +77,7 @@ class HostTransfers:
         cost = transfer.cost_on(self.network)
         self.usage.count(transfer.kind, cost)
         future = _Future()
-        self._queue.put(_Queued(transfer, cost, time.perf_counter(), future))
+        self._queue.put((transfer, cost, time.perf_counter(), future))
         return _Work(future, self.usage)
 
     def close(self) -> None:
@@ -103,15 +88,16 @@ class HostTransfers:
     def _run(self) -> None:
         end_s = 0.0
         while (queued := self._queue.get()) is not None:
-            end_s = max(queued.issued_s, end_s) + queued.cost.duration_s
+            transfer, cost, issued_s, future = queued
+            end_s = max(issued_s, end_s) + cost.duration_s
             try:
-                occupied_until_s = time.thread_time() + queued.cost.occupied_s
-                if queued.transfer.move is not None:
+                occupied_until_s = time.thread_time() + cost.occupied_s
+                if transfer.move is not None:
                     with torch.no_grad():
-                        queued.transfer.move()
+                        transfer.move()
                 _occupy_core(occupied_until_s)
             except Exception as error:  # noqa: BLE001 (whoever waits gets it)
-                queued.future.set_exception(error)  # type: ignore[arg-type]
+                future.set_exception(error)  # type: ignore[arg-type]
                 continue
             remaining_s = end_s - time.perf_counter()
             if remaining_s > 0:
@@ -119,8 +105,8 @@ class HostTransfers:
             else:
                 end_s -= remaining_s
                 self.usage.late_s -= remaining_s
-            queued.future.set_result(queued.transfer.result)
-            del queued  # and its tensors, which must not outlive the wait
+            future.set_result(transfer.result)
+            del queued, transfer, future  # and tensors, which must not outlive the wait
 
 
 def _occupy_core(until_s: float) -> None:

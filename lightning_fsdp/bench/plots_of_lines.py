@@ -1,0 +1,205 @@
+"""Pictures of lines, one per engine and stage: against the batch size, and over time.
+
+Arms of one global batch can differ in how it is cut (2 x 4 or 4 x 2), so the axis of batch sizes
+counts sequences per rank and micro-batch, where each arm has a place of its own; the global batch
+stands below it. Over time, memory has a panel per arm.
+"""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from lightning_fsdp.bench import plot_style
+from lightning_fsdp.bench.plot_style import SMALL
+from lightning_fsdp.bench.records import worst
+from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
+
+Value = Callable[[ArmResult], float | None]
+Point = Callable[[ArmResult], tuple[float | None, Sequence[float]]]
+"""How high an arm is, and what a whisker reaches over there."""
+_VIEWS: dict[str, Value] = {
+    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
+    "Tensors between steps": lambda arm: worst(arm.figures.resting_bytes),
+    "Peak of the process (RSS)": lambda arm: worst(arm.figures.peak_rss_bytes),
+    "CUDA peak, allocated": lambda arm: worst(arm.figures.cuda_peak_allocated_bytes),
+    "CUDA peak, reserved": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
+}
+_MOST_COLUMNS = 3
+_OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
+_OF_TIME = "The number is the peak. Seconds are left out: watching slows steps down."
+
+
+def tokens_per_s(results: Results) -> Figure:
+    """Throughput; whiskers from the slowest repeat to the fastest."""
+
+    def point(arm: ArmResult) -> tuple[float | None, Sequence[float]]:
+        """Of all repeats, as the whiskers are; rows of older versions have another average."""
+        known, rates = arm.figures.tokens_per_s, [rate for run in arm.runs for rate in run.rates]
+        median = known if known is None or not rates else statistics.median(rates)
+        return median, [statistics.median(run.rates) for run in arm.runs]
+
+    figure, grid = _against_batch(results, "Throughput", {"tokens/s of all ranks": point})
+    asked = {"Tokens/s": lambda arm: arm.figures.tokens_per_s}
+    notes = ["Whiskers: slowest and fastest repeat."]
+    return plot_style.finish(figure, results, asked, notes=notes, named=grid.flat)
+
+
+def memory(results: Results) -> Figure:
+    """Memory of the rank that takes most, a row per way of looking at it."""
+    rows: dict[str, Point] = {}
+    for title, view in _VIEWS.items():
+        figures = [view(arm) for arm in results.arms]
+        unit, suffix = plot_style.byte_unit(figures)
+        if any(figure is not None for figure in figures):
+            rows[f"{title}, {suffix}"] = partial(_in_unit, view, unit)
+    rows = rows or {"Peak of tensors, MB": lambda _: (None, ())}
+    figure, grid = _against_batch(results, "Memory per rank (largest rank)", rows)
+    return plot_style.finish(figure, results, _VIEWS, named=grid.flat)
+
+
+def _against_batch(results: Results, title: str, rows: Mapping[str, Point]) -> tuple[Figure, Any]:
+    accums = sorted({accum for _, accum in results.shapes}) or [1]
+    width = max(5.5, 3.7 * len(accums)) + plot_style.label_inches(results)
+    figure = plot_style.new_figure(width, 1.4 + 2.6 * len(rows), title)
+    grid = figure.subplots(len(rows), len(accums), squeeze=False, sharex="col", sharey="row")
+    for (label, point), line in zip(rows.items(), grid, strict=True):
+        columns = zip(accums, line, strict=True)
+        tops = [_draw_lines(axes, results, accum, point) for accum, axes in columns]
+        line[0].set_ylabel(label)
+        line[0].set_ylim(0, 1.08 * max(tops) or 1.0)
+    for accum, first, last in zip(accums, grid[0], grid[-1], strict=True):
+        noun = "micro-batch" if accum == 1 else "micro-batches"
+        first.set_title(f"{accum} {noun} per step", fontsize=10)
+        last.set_xlabel("sequences per rank and micro-batch\n(per step, all ranks)",
+                        fontsize=SMALL + 1)  # fmt: skip
+    return figure, grid
+
+
+def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
+    """Returns the highest point."""
+    sizes = [size for size, of in results.shapes if of == accum]
+    kinds, top = results.kinds, 0.0
+    for index, kind in enumerate(kinds):
+        points = [point(results.at(kind, (size, accum))) for size in sizes]
+        ys = np.array([y for y, _ in points], dtype=float)
+        if np.isnan(ys).all():
+            continue
+        # Side by side within a size, so that equal figures do not hide each other.
+        xs = np.arange(len(sizes)) + (index - (len(kinds) - 1) / 2) * 0.5 / len(kinds)
+        top = max(top, np.nanmax(ys))
+        for x, y, (_, seen) in zip(xs, ys, points, strict=True):
+            if seen and not np.isnan(y):
+                top = max(top, *seen)
+                axes.errorbar(
+                    x, y, yerr=[[max(0.0, y - min(seen))], [max(0.0, max(seen) - y)]], fmt="none",
+                    ecolor="#555555", elinewidth=0.8, capsize=2,
+                )  # fmt: skip
+        axes.plot(xs, ys, **plot_style.line_style(kind, kinds), linewidth=1.2)
+    if not axes.lines:
+        plot_style.say(axes, "not measured")
+    labels = [f"{size}\n({size * accum * results.num_ranks})" for size in sizes]
+    axes.set_xticks(range(len(sizes)), labels)
+    axes.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
+    plot_style.rule(axes, "y")
+    return top
+
+
+def _in_unit(view: Value, unit: float, arm: ArmResult) -> tuple[float | None, Sequence[float]]:
+    return plot_style.per(view(arm), unit), ()
+
+
+def memory_over_time(results: Results) -> Figure:
+    """Bytes of tensors alive on rank 0 through one optimizer step: engines down, batches across.
+
+    All panels have one scale, so that they can be compared by eye; in time they are as long as
+    their step, since watching slows each engine down by another factor.
+    """
+    kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
+    highest = max((nbytes for arm in results.arms for _, nbytes in _timeline(arm)), default=None)
+    unit, suffix = plot_style.byte_unit([highest])
+    figure = plot_style.new_figure(
+        max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results),
+        1.4 + 0.75 * len(kinds),
+        f"Memory over one optimizer step, rank 0: tensors alive, {suffix}",
+    )
+    panels = figure.subplots(len(kinds), len(shapes), squeeze=False, sharex="col", sharey=True)
+    for kind, row in zip(kinds, panels, strict=True):
+        row[0].set_ylabel(
+            textwrap.fill(kind_label(kind), 16), rotation=0, ha="right", va="center",
+            fontsize=SMALL + 1,
+        )  # fmt: skip
+        for shape, axes in zip(shapes, row, strict=True):
+            _draw_memory(axes, results.at(kind, shape), unit)
+    panels[0, 0].set_ylim(0, 1.3 * (highest or 1.0) / unit)
+    for shape, top, bottom in zip(shapes, panels[0], panels[-1], strict=True):
+        top.set_title(f"batch {shape_label(shape)}", fontsize=10)
+        bottom.set_xlabel("percent of the step", fontsize=SMALL)
+    notes = [f"{_OF_TIME} {_OF_BATCH}"]
+    return plot_style.finish(figure, results, {"Memory over time": _timeline}, notes=notes)
+
+
+def _timeline(arm: ArmResult) -> list[tuple[float, int]]:
+    return (arm.first_rank and arm.first_rank.timeline) or []
+
+
+def _draw_memory(axes: Any, arm: ArmResult, unit: float) -> None:
+    plot_style.rule(axes)
+    axes.tick_params(labelsize=SMALL - 1)
+    axes.locator_params(nbins=3)
+    timeline = _timeline(arm)
+    if not timeline:
+        says = "not measured" if arm.failure is None else "failed"
+        plot_style.say(axes, says, style="italic", fontsize=SMALL - 1)
+        return
+    xs = [100 * second / (timeline[-1][0] or 1.0) for second, _ in timeline]
+    ys = [nbytes / unit for _, nbytes in timeline]
+    color = plot_style.line_style(arm.row.kind, [arm.row.kind])["color"]
+    axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
+    axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
+    axes.text(0.98, 0.93, f"{max(ys):.3g}", ha="right", va="top", transform=axes.transAxes,
+              fontsize=SMALL - 1)  # fmt: skip
+
+
+def losses(results: Results) -> Figure:
+    """Mean over ranks and micro-batches; arms with wrong losses are drawn as well."""
+    shapes = results.shapes or [(1, 1)]
+    columns = min(_MOST_COLUMNS, len(shapes))
+    height = -(-len(shapes) // columns)
+    figure = plot_style.new_figure(
+        max(5.5, 3.4 * columns) + plot_style.label_inches(results),
+        1.2 + 2.7 * height,
+        "Training loss (the same for all engines, or the arm is wrong)",
+    )
+    panels = figure.subplots(height, columns, squeeze=False, sharey=True).flatten()
+    for axes in panels[len(shapes) :]:
+        axes.set_visible(False)
+    shown = panels[: len(shapes)]
+    for shape, axes in zip(shapes, shown, strict=True):
+        for index, kind in enumerate(results.kinds):
+            ys = results.at(kind, shape).step_losses
+            if not ys:
+                continue
+            # Arms that do the same lie on each other: the first are wide, the last are thin, and
+            # each has its few markers at places of its own.
+            stride = max(1, len(ys) // 6)
+            axes.plot(
+                range(1, len(ys) + 1), ys, **plot_style.line_style(kind, results.kinds),
+                linewidth=1.0 + 0.4 * (len(results.kinds) - 1 - index),
+                markevery=(index * stride // len(results.kinds), stride),
+            )  # fmt: skip
+        if not axes.lines:
+            plot_style.say(axes, "not measured")
+        axes.set_title(f"batch {shape_label(shape)}", fontsize=10)
+        axes.set_xlabel("optimizer step", fontsize=SMALL + 1)
+        plot_style.rule(axes)
+    for axes in shown[::columns]:
+        axes.set_ylabel("loss, nats per token")
+    asked = {"Losses": lambda arm: arm.step_losses}
+    return plot_style.finish(figure, results, asked, notes=[_OF_BATCH], named=shown)
