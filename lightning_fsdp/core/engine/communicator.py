@@ -17,10 +17,9 @@ waits.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,8 +125,7 @@ Stage = Callable[[Tensor, str], Pending]
 """Starts from a result, in the name of a unit."""
 
 
-@contextlib.contextmanager
-def collective(what: str, ranks: str) -> Iterator[None]:
+class collective:  # noqa: N801 (a context manager, read as a verb)
     """Say in which collective others did not take part, and which of them.
 
     They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
@@ -140,15 +138,21 @@ def collective(what: str, ranks: str) -> Iterator[None]:
     Raises:
         RuntimeError: What is inside raised one.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what}: expected {ranks} to take part within the group's timeout, but that did not "
-            "happen: it left the recorded order of units, waits elsewhere or has ended. Look for "
-            "the first error on the other ranks; make all ranks run the same units in the same "
-            "order."
-        ) from error
+
+    def __init__(self, what: str, ranks: str) -> None:
+        self._what, self._ranks = what, ranks
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise RuntimeError(
+                f"{self._what}: expected {self._ranks} to take part within the group's timeout, "
+                "but that did not happen: it left the recorded order of units, waits elsewhere or "
+                "has ended. Look for the first error on the other ranks; make all ranks run the "
+                "same units in the same order."
+            ) from error
 
 
 class Communicator:
