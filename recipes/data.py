@@ -17,13 +17,7 @@ from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.answers import Answers, prepare_answers, split_answers
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
-from recipes.packing import (
-    PackedSequences,
-    TokenFile,
-    describe_difference,
-    prepare,
-    split_at_document,
-)
+from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
 
@@ -200,9 +194,9 @@ class TextData(L.LightningDataModule):
         """
         if self._train_loader is None:
             return
-        before, now = self.cache_dir / state_dict["corpus"], self.open().folder
-        if before.name != now.name:
-            got = f"another one: {describe_difference(before, now)}"
+        before, now = self.cache_dir / state_dict["corpus"], self.open()
+        if before.name != now.folder.name:
+            got = f"another one: {now.difference_from(before)}"
             cure = "Restore it, or start from the weights alone."
             raise RecipeError.at("checkpoint", "the corpus that it was written with", got, cure)
         try:

@@ -83,6 +83,20 @@ class TokenFile:
         """The tokenizer the tokens were made with."""
         return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
 
+    def difference_from(self, before: Path) -> str:
+        """Which files are not what they were when a corpus was prepared the first time.
+
+        Args:
+            before: The folder of its tokens; need not be there any more.
+        """
+        try:
+            folders = (before, self.folder)
+            old, new = (json.loads((each / "files.json").read_bytes()) for each in folders)
+        except OSError:
+            return f"other files or options; what they were is gone with {before}"
+        same = "the same files with another tokenizer, or read with other options"
+        return _changed_files(old, new) or same
+
 
 def prepare(
     corpus: Corpus, tokenizer: str | None, *, vocab_size: int, end_of_text: str, cache_dir: Path
@@ -171,21 +185,6 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path)
     tokenizer.save(str(folder / "tokenizer.json"))
     described = {**counts, "vocab_size": vocab_size, "end_of_text": end, "dtype": dtype}
     (folder / "corpus.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-
-
-def describe_difference(before: Path, now: Path) -> str:
-    """Which files of a corpus are not what they were when it was prepared the first time.
-
-    Args:
-        before: A folder that :func:`prepare` made; need not be there any more.
-        now: Another one.
-    """
-    try:
-        old, new = (json.loads((each / "files.json").read_bytes()) for each in (before, now))
-    except OSError:
-        return f"other files or options; what they were is gone with {before}"
-    same = "the same files with another tokenizer, or read with other options"
-    return _changed_files(old, new) or same
 
 
 def _changed_files(old: dict[str, str], new: dict[str, str]) -> str:
