@@ -47,6 +47,8 @@ class TokenMean:
         is_last: Whether the coming backward is the optimizer step's last.
         loss: The mean over the tokens of the last optimizer step, 0-d fp32, equal on every rank;
             ``None`` before there is one.
+        weight: What the last backward's mean loss was multiplied by, 0-d; ``None``: by nothing.
+        factor: What the step's gradients were multiplied by since they were reduced, 0-d.
     """
 
     def __init__(self, engine: Engine, device: torch.device, key: str | None) -> None:
@@ -55,6 +57,8 @@ class TokenMean:
         self._key = key
         self.is_last = True
         self.loss: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.factor = torch.ones((), dtype=torch.float64, device=device)
         self._is_weighed: bool | None = None  # not known before the first micro-batch
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
@@ -106,7 +110,8 @@ class TokenMean:
         mean = loss.detach().double() * num_micro_batches
         sums = torch.stack([tokens, tokens * mean])
         self._sums = sums if self._sums is None else self._sums + sums
-        return loss * (tokens * num_micro_batches / self._unit).to(loss.dtype)
+        self.weight, self.factor = tokens / self._unit, torch.ones_like(tokens)
+        return loss * (self.weight * num_micro_batches).to(loss.dtype)
 
     def finish(self) -> None:
         """After an optimizer step's last backward: make the gradients those of the mean.
@@ -122,8 +127,8 @@ class TokenMean:
         num_tokens, loss = torch.stack(every).sum(0).unbind()
         has_any = num_tokens > 0
         per_rank = num_tokens / len(every)
-        factor = torch.where(has_any, self._unit / per_rank, 0.0)
-        self._engine.scale_gradients(factor)
+        self.factor = torch.where(has_any, self._unit / per_rank, 0.0)
+        self._engine.scale_gradients(self.factor)
         self._unit = torch.where(has_any, _power_of_two(per_rank), self._unit)
         self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
 
