@@ -3,7 +3,9 @@
 Judged against one process that runs the joined, unpadded batch of the step through plain torch.
 """
 
+import dataclasses
 import warnings
+from collections.abc import Mapping
 
 import lightning.pytorch as pl
 import pytest
@@ -364,6 +366,67 @@ def _unweighed(rank, world_size, folder):
 
 def test_without_a_number_nothing_changes(tmp_path):
     on_trainer_ranks(_unweighed, 2, tmp_path)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Frozen:
+    x: torch.Tensor
+
+    def to(self, *args, **kwargs):
+        return _Frozen(self.x.to(*args, **kwargs))
+
+
+class _Own(Mapping):
+    """A mapping that is not built from its items alone."""
+
+    def __init__(self, x, note):
+        self.content, self.note = {"x": x}, note
+
+    def to(self, *args, **kwargs):
+        return _Own(self.content["x"].to(*args, **kwargs), self.note)
+
+    def __getitem__(self, key):
+        return self.content[key]
+
+    def __iter__(self):
+        return iter(self.content)
+
+    def __len__(self):
+        return len(self.content)
+
+
+def _in(kind, x):
+    if kind == "frozen":
+        return _Frozen(x)
+    if kind == "mapping":
+        return _Own(x, "a note")
+    if kind == "nested":
+        return torch.nested.nested_tensor([x, (10 * x).long()[:1]], dtype=torch.int64)
+    return getattr(x, kind)()  # a sparse one
+
+
+class _Any(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, batch_idx):
+        return self.net(torch.ones(1, WIDTH)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _any_batch(rank, world_size, folder):
+    warnings.simplefilter("ignore")  # torch's, of sparse and nested tensors
+    for kind in ("frozen", "mapping", "nested", "to_sparse", "to_sparse_csr"):
+        batches = DataLoader([_in(kind, torch.ones(2, 3))] * 2, batch_size=None)
+        trainer, _ = fit("scratch_fsdp_zero3", folder, seeded(_Any), batches)
+        assert trainer.global_step == 1, kind
+
+
+def test_without_a_number_a_batch_may_be_anything(tmp_path):
+    on_trainer_ranks(_any_batch, 2, tmp_path)
 
 
 def _warned(rank, world_size, folder):

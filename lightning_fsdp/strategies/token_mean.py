@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.engines.base import Engine
 
 NUM_TOKENS = "num_tokens"
@@ -199,16 +199,13 @@ def _power_of_two(number: Tensor) -> Tensor:
 
 def _count_labels(batch: Any) -> int | None:
     """How many labels of a batch count, if some are left out."""
-    found: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        counts = tensor != _IGNORED
-        if tensor.dtype == torch.int64 and not counts.all():
-            found.append(int(counts.sum()))
-        return tensor
-
-    apply_to_collection(batch, Tensor, count)
-    return found[0] if found else None
+    for tensor in tensors_in(batch):
+        is_strided = tensor.layout == torch.strided and not tensor.is_nested
+        if tensor.dtype == torch.int64 and is_strided:
+            counts = tensor != _IGNORED
+            if not counts.all():
+                return int(counts.sum())
+    return None
 
 
 def _warn_of_labels(counts: list[int | None]) -> None:
