@@ -141,6 +141,25 @@ def test_every_rank_raises_and_names_where_it_began(tmp_path, where, clips):
     on_trainer_ranks(_raised, 2, tmp_path, where, clips)
 
 
+def _large(rank, world_size, folder):
+    class Large(AdamwRegressor):
+        def on_train_start(self):
+            self.trainer.strategy.gradients.on_local(self._fill)
+
+        def _fill(self, name, gradient, micro_batch):
+            if name == "blocks.0.up.weight":
+                gradient.fill_(1e38)
+
+    message = "Each gradient is finite; their norm is too large for fp32"
+    strategy = with_options("scratch_fsdp_zero3", on_nonfinite="raise")
+    with pytest.raises(NonfiniteGradient, match=message):
+        fit(strategy, folder, seeded(Large), make_loader(8))
+
+
+def test_large_gradients_whose_sum_overflows_are_finite(tmp_path):
+    on_trainer_ranks(_large, 2, tmp_path)
+
+
 def _two_ranks(rank, world_size, folder):
     """Rank 0 breaks one gradient that comes late in the backward, rank 1 one that comes early."""
 

@@ -202,8 +202,12 @@ def units_by_parameter(root: nn.Module, selector: UnitSelector) -> dict[str, str
 
 
 def _trace_of(values: Tensor) -> Tensor:
-    """0-d fp32: zero for finite values and NaN for others; nothing waits for it."""
-    return values.sum(dtype=torch.float32) * 0.0
+    """0-d: zero for finite values and NaN for others; nothing waits for it."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    # Not their sum, which overflows where they are large and finite.
+    least, largest = values.aminmax()
+    return least * 0.0 + largest * 0.0
 
 
 def _is_finite(values: Tensor) -> bool:
