@@ -315,6 +315,39 @@ def test_manual_optimization_is_looked_at_before_each_step(tmp_path):
     on_trainer_ranks(_by_hand, 2, tmp_path)
 
 
+def _two_optimizers(rank, world_size, folder):
+    class Two(AdamwRegressor):
+        """One backward, and a step of each; what the second one has is broken."""
+
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            rest = [*self.inlet.parameters(), *self.blocks.parameters()]
+            return [torch.optim.SGD(p, lr=0.1) for p in (list(self.head.parameters()), rest)]
+
+        def on_train_start(self):
+            self.trainer.strategy.gradients.on_local(self._break)
+
+        def _break(self, name, gradient, micro_batch):
+            if name == "blocks.0.up.weight" and self.trainer.global_rank == RANK:
+                gradient.view(-1)[0] = float("nan")
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    for name in ("scratch_fsdp_zero3", "fsdp2_zero3"):
+        with pytest.raises(NonfiniteGradient, match=r"local gradient of 'blocks\.0\.up\.weight'"):
+            fit(with_options(name, on_nonfinite="raise"), folder, seeded(Two), make_loader(8))
+
+
+def test_the_step_of_another_optimizer_forgets_nothing(tmp_path):
+    on_trainer_ranks(_two_optimizers, 2, tmp_path)
+
+
 def _again(rank, world_size, folder):
     class Again(AdamwRegressor):
         """Clips a gradient that is not finite, and steps with another one."""

@@ -83,6 +83,7 @@ class NonfiniteGuard:
         self._losses: list[Tensor] = []
         self._local: list[tuple[int, str, Tensor]] = []
         self._activations: list[tuple[int, str, Tensor]] = []
+        self._is_step_over = False  # and what follows is of the next one
         self._handles: list[Removable] = []
         self._last_look = engine.gradients.on_local(self._note_local)
 
@@ -101,6 +102,7 @@ class NonfiniteGuard:
 
     def note_loss(self, loss: Tensor) -> None:
         """A backward of this loss is about to begin."""
+        self._begin()
         self._is_finite.clear()  # gradients change
         self._last_look.remove()  # after functions that others gave, which may edit gradients
         self._last_look = self._engine.gradients.on_local(self._note_local)
@@ -126,7 +128,7 @@ class NonfiniteGuard:
         """Likewise, from the norm that clipping took, or from one that is taken now. Collective."""
         if id(optimizer) not in self._is_finite:
             self.allows_clipping(optimizer, parameters)
-        self.forget()
+        self.end_step()
         return self._is_finite.pop(id(optimizer))
 
     def note_skipped(self, loss_scale: float) -> None:
@@ -147,17 +149,22 @@ class NonfiniteGuard:
             "No weight and no optimizer state was written."
         )
         if self._raises:
-            self.forget()
+            self.end_step()
             raise NonfiniteGradient(message)
         self.num_skipped += 1
         rank_zero_warn(f"Skipped (skip {self.num_skipped} of this fit): {message}")
         self._log(self.num_skipped)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """A step was taken, or left out: what comes belongs to the next one."""
-        self._losses.clear()
-        self._local.clear()
-        self._activations.clear()
+        self._is_step_over = True  # nothing is dropped yet: another optimizer may step as well
+
+    def _begin(self) -> None:
+        if self._is_step_over:
+            self._is_step_over = False
+            self._losses.clear()
+            self._local.clear()
+            self._activations.clear()
 
     def _note_local(self, name: str, gradient: Tensor, micro_batch: int) -> None:
         self._local.append((micro_batch, name, _trace_of(gradient.detach())))
@@ -166,6 +173,7 @@ class NonfiniteGuard:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
             if not torch.is_grad_enabled():
                 return
+            self._begin()
             for value in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(value, Tensor) and value.is_floating_point():
                     trace = _trace_of(value.detach())

@@ -212,7 +212,7 @@ class ShardedPrecision(Precision):
         if self.nonfinite is not None and self._scales:
             if self.scaler.get_scale() < before:
                 self.nonfinite.note_skipped(before)
-            self.nonfinite.forget()
+            self.nonfinite.end_step()
 
     def _allows_step(self, optimizer: Steppable) -> bool:
         if self.nonfinite is None:
