@@ -48,7 +48,8 @@ class Broken(AdamwRegressor):
         return self.head(x)
 
     def _breaks(self, where):
-        return self.where == where and self.batch == BATCH and self.trainer.global_rank == RANK
+        is_last_rank = self.trainer.global_rank == self.trainer.world_size - 1
+        return self.where == where and self.batch == BATCH and is_last_rank
 
     def on_train_start(self):
         access = self.trainer.strategy
@@ -194,6 +195,56 @@ def _activation(rank, world_size, folder):
 
 def test_with_the_probe_the_activation_is_named_too(tmp_path):
     on_trainer_ranks(_activation, 2, tmp_path)
+
+
+class _Mask(torch.nn.Module):
+    def forward(self, x):
+        return torch.where(torch.arange(7) < 6, 0.0, float("-inf"))
+
+
+class Masked(Broken):
+    """With what is infinite on purpose: a frozen parameter, and the output of a module."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        self.bias = torch.nn.Parameter(_Mask()(None), requires_grad=False)
+        self.mask = _Mask()
+
+    def forward(self, x):
+        x = self.inlet(x)
+        x = x * (x + self.bias + self.mask(x)).softmax(-1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _masked(rank, world_size, folder, accumulation, where, message):
+    for name in ("scratch_fsdp_zero3", "fsdp1_zero3"):
+        model = seeded(lambda: Masked(where))
+        strategy = with_options(name, on_nonfinite="raise")
+        with pytest.raises(NonfiniteGradient, match=message) as caught:
+            fit(
+                strategy,
+                folder,
+                model,
+                make_loader(96),
+                accumulate_grad_batches=accumulation,
+                callbacks=[GradientAccessProbe(steps=[99])],
+            )
+        assert "'mask'" not in str(caught.value)
+
+
+_BLAMED = {
+    "local": r"in the local gradient of 'blocks\.0\.up\.weight'.*Not finite either: 'bias'\.",
+    "activation": r"local gradient of 'head.*first activation: the output of 'blocks\.1\.up'",
+}
+
+
+@pytest.mark.parametrize("where", _BLAMED)
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 4)])
+def test_what_is_infinite_on_purpose_is_not_blamed(tmp_path, world_size, accumulation, where):
+    """It was so in an earlier step, or is so in another micro-batch of the first one."""
+    on_trainer_ranks(_masked, world_size, tmp_path, accumulation, where, _BLAMED[where])
 
 
 _CLIPS = {
