@@ -288,6 +288,24 @@ def test_a_skipped_step_writes_no_bit_and_training_goes_on(tmp_path, clips, valu
     on_trainer_ranks(_skipped, 2, tmp_path, clips, value)
 
 
+def _clipped_twice(rank, world_size, folder):
+    class ClipsTwice(Broken):
+        def configure_gradient_clipping(self, optimizer, *args, **kwargs):
+            self.clip_gradients(optimizer, 0.1, "norm")
+            self.clip_gradients(optimizer, 0.05, "value")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy = with_options("scratch_fsdp_zero3", on_nonfinite="skip")
+        model = seeded(lambda: ClipsTwice("local"))
+        trainer, _ = fit(strategy, folder, model, make_loader(96), accumulate_grad_batches=2)
+    assert trainer.strategy.num_skipped_steps == 1
+
+
+def test_a_step_that_is_clipped_twice_is_skipped_once(tmp_path):
+    on_trainer_ranks(_clipped_twice, 2, tmp_path)
+
+
 def _like_left_out(rank, world_size, folder):
     class LeavesOut(AdamwRegressor):
         """Does by hand what a skip does."""

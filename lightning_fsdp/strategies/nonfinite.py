@@ -124,8 +124,9 @@ class NonfiniteGuard:
         Raises:
             NonfiniteGradient: They may not, and that is to raise; on every rank.
         """
-        self._is_finite[id(optimizer)] = is_finite = bool(norm.isfinite())
-        if not is_finite:
+        was_finite = self._is_finite.get(id(optimizer), True)
+        self._is_finite[id(optimizer)] = is_finite = was_finite and bool(norm.isfinite())
+        if was_finite and not is_finite:  # once, however often they are clipped
             self._refuse(f"got a norm of {norm.item()}")
         return is_finite
 
