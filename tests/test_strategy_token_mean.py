@@ -246,6 +246,48 @@ def test_narrow_gradients_keep_their_magnitude(tmp_path, precision):
     on_trainer_ranks(_narrow, 2, tmp_path, precision)
 
 
+class _Adds(Tokens):
+    """Adds up the gradients of two batches by hand, each the mean over its own tokens."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        (optimizer.step if batch_idx % 2 else _call)(closure=closure)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if batch_idx % 2 == 0:
+            optimizer.zero_grad()
+
+    def on_before_optimizer_step(self, optimizer):
+        self.seen.append(self.trainer.strategy.gradients["net.head.bias"].full())
+
+
+def _call(closure):
+    closure()
+
+
+def _added(rank, world_size, folder):
+    data, expected = Sequences(), []
+    net = seeded(Tokens).net
+    for start in range(0, len(LENGTHS) // 2 // world_size * 2 * world_size, 2 * world_size):
+        rows = range(start, start + 2 * world_size)
+        if start % (4 * world_size) == 0:
+            net.zero_grad()
+        num_tokens = max(sum(LENGTHS[r] for r in rows), 1)
+        for r in rows:
+            loss = F.cross_entropy(net(data[r]["x"]), data[r]["labels"], reduction="sum")
+            (loss / num_tokens).backward()
+        if start % (4 * world_size):
+            expected.append(net.head.bias.grad.clone())
+    for name in ("scratch_fsdp_zero3", "fsdp1_zero2", "fsdp2_zero3"):
+        model = seeded(lambda: _Adds(lr=0.0))
+        fit(name, folder, model, _loader(), use_distributed_sampler=False)
+        found = [gradient for gradient in model.seen if isinstance(gradient, torch.Tensor)]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_gradients_that_are_added_up_by_hand_are_finished_once(tmp_path):
+    on_trainer_ranks(_added, 2, tmp_path)
+
+
 def _apart(rank, world_size, folder):
     class Keeps(pl.Callback):
         parts = None

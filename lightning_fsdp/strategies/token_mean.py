@@ -62,6 +62,7 @@ class TokenMean:
         self._is_weighed: bool | None = None  # not known before the first micro-batch
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
+        self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
         self._sums: Tensor | None = None  # tokens, and tokens times loss, of this rank in this step
 
     def note(self, output: Any, batch: Any, *, num_micro_batches: int) -> None:
@@ -107,6 +108,8 @@ class TokenMean:
         tokens, self._tokens = self._tokens, None
         # A mean over no token is NaN; so would be its gradients, times zero.
         loss = torch.where(tokens > 0, loss, loss.nan_to_num(0.0, 0.0, 0.0))
+        if self._sums is None:
+            self._put_aside()
         mean = loss.detach().double() * num_micro_batches
         sums = torch.stack([tokens, tokens * mean])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -129,8 +132,18 @@ class TokenMean:
         per_rank = num_tokens / len(every)
         self.factor = torch.where(has_any, self._unit / per_rank, 0.0)
         self._engine.scale_gradients(self.factor)
+        for name, shard in self._engine.gradients.shards().items() if self._earlier else ():
+            if name in self._earlier:
+                shard.add_(self._earlier[name])
+        self._earlier.clear()
         self._unit = torch.where(has_any, _power_of_two(per_rank), self._unit)
         self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
+
+    def _put_aside(self) -> None:
+        # There are some where an overridden optimizer_zero_grad adds up steps. They are finished.
+        for name, shard in self._engine.gradients.shards().items():
+            self._earlier[name] = shard.clone()
+            shard.zero_()
 
     def _find(self, output: Any, batch: Any) -> Tensor | None:
         if self._key is None:
