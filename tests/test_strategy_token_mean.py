@@ -288,6 +288,41 @@ def test_gradients_that_are_added_up_by_hand_are_finished_once(tmp_path):
     on_trainer_ranks(_added, 2, tmp_path)
 
 
+class _LeavesOut(Tokens):
+    """On one rank Lightning allows no loss; here of each step's last micro-batch."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    def on_before_optimizer_step(self, optimizer):
+        super().on_before_optimizer_step(optimizer)
+        self.seen.append(self.trainer.strategy.gradients["net.head.bias"].full())
+
+    def on_after_backward(self):
+        pass
+
+
+def _left_out(rank, world_size, folder):
+    warnings.simplefilter("ignore")  # Lightning's
+    _, losses = _reference(1, 1, lr=0.0)
+    for name in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
+        model = seeded(lambda: _LeavesOut(lr=0.0))
+        strategy = with_options(name, accumulation="sum")
+        options = {"accumulate_grad_batches": 2, "use_distributed_sampler": False}
+        fit(strategy, folder, model, _loader(), **options, limit_train_batches=4)
+        torch.testing.assert_close(model.step_losses, [losses[0], losses[2]])
+        data, net = Sequences(), seeded(Tokens).net
+        for found, rows in zip(model.seen, ((0, 1), (4, 5)), strict=True):
+            net.zero_grad()
+            batch = [torch.stack([data[r][key] for r in rows]) for key in ("x", "labels")]
+            F.cross_entropy(net(batch[0].flatten(0, 1)), batch[1].flatten()).backward()
+            torch.testing.assert_close(found, net.head.bias.grad)
+
+
+def test_a_step_whose_last_micro_batch_has_no_loss_is_finished(tmp_path):
+    on_trainer_ranks(_left_out, 1, tmp_path)
+
+
 def _apart(rank, world_size, folder):
     class Keeps(pl.Callback):
         parts = None

@@ -199,6 +199,12 @@ class ShardedPrecision(Precision):
             self.engine.end_step()
         return result
 
+    @override
+    def _after_closure(self, model: pl.LightningModule, optimizer: Steppable) -> None:
+        if self.token_mean is not None:
+            self.token_mean.finish()  # where the step's last micro-batch had no backward
+        super()._after_closure(model, optimizer)
+
     @property
     def _scales(self) -> bool:
         """Whether a gradient scaler skips steps whose gradients are not finite."""
