@@ -506,28 +506,47 @@ def test_without_a_number_a_batch_may_be_anything(tmp_path):
     on_trainer_ranks(_any_batch, 2, tmp_path)
 
 
-def _warned(rank, world_size, folder):
+def _labelled(num_tokens, shift):
+    labels = torch.where(torch.arange(LONGEST) < num_tokens, shift, -100)
+    return {"x": torch.ones(1, LONGEST, WIDTH), "index": torch.tensor([shift]), "labels": labels}
+
+
+def _warned(rank, world_size, folder, of_ranks):
+    batches = [_labelled(num, i) for i, num in enumerate(of_ranks[rank])]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(
             "scratch_fsdp_zero3",
             folder,
             seeded(lambda: Tokens(None)),
-            _loader(),
+            DataLoader(batches, batch_size=None),
+            accumulate_grad_batches=2 if world_size == 1 else 1,
             use_distributed_sampler=False,
-            max_steps=2,
         )
     return [str(w.message) for w in caught if "labels that are not -100" in str(w.message)]
 
 
-def test_labels_that_are_left_out_without_a_number_are_warned_of_once(tmp_path):
-    of_rank_0, of_rank_1 = on_trainer_ranks(_warned, 2, tmp_path)
-    # Rank 0 has the sequences 0 and 2, rank 1 those 1 and 3.
-    assert len(of_rank_0) == 1
-    assert not of_rank_1
-    assert "Ranks have 4 to 26 labels" in of_rank_0[0]
-    assert "6.5 times" in of_rank_0[0]
-    assert '"num_tokens"' in of_rank_0[0]
+@pytest.mark.parametrize(
+    ("of_ranks", "message"),
+    [
+        ([[4, 9, 3], [26, 5, 7]], "Ranks have 4 to 26 labels that are not -100 in a micro-batch"),
+        ([[30, 30, 30], [2, 2, 2]], "Ranks have 2 to 30 labels"),
+        ([[5, 30, 30], [5, 2, 2]], "Micro-batches of rank 0 have 5 to 30 labels"),
+        ([[30, 2, 30]], "Micro-batches of rank 0 have 2 to 30 labels"),
+        ([[7, 7, 7], [7, 7, 7]], None),
+        ([[30, 30, 30], [30, 30, 30]], None),
+    ],
+    ids=["", "one full", "later", "one rank", "equal", "all full"],
+)
+def test_labels_that_are_left_out_without_a_number_are_warned_of_once(tmp_path, of_ranks, message):
+    of_rank_0, *others = on_trainer_ranks(_warned, len(of_ranks), tmp_path, of_ranks)
+    assert not any(others)
+    assert len(of_rank_0) == (message is not None)
+    for warned in of_rank_0:
+        assert message in warned
+        low, high = map(int, message.split(" have ")[1].split(" labels")[0].split(" to "))
+        assert f"{high / low:.1f} times" in warned
+        assert '"num_tokens"' in warned
 
 
 class _Wrong(Tokens):

@@ -32,6 +32,10 @@ NUM_TOKENS = "num_tokens"
 """The key of ``training_step``'s dictionary that is read by itself."""
 
 _IGNORED = -100  # what torch's cross_entropy leaves out
+_NUM_WATCHED = 16  # micro-batches whose labels are counted: on an accelerator the host waits for it
+
+_Labels = list[tuple[int, int]]
+"""Of each int64 tensor of a batch: how many elements are not -100, and how many there are."""
 
 
 class TokenMean:
@@ -63,6 +67,7 @@ class TokenMean:
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
         self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
+        self._labels: list[_Labels] | None = None  # of this rank's micro-batches, until warned
         self._sums: Tensor | None = None  # tokens, and tokens times loss, of this rank in this step
 
     def note(self, output: Any, batch: Any, *, num_micro_batches: int) -> None:
@@ -93,6 +98,10 @@ class TokenMean:
                 f"{self._key or NUM_TOKENS}: expected {had}, as of the first micro-batch, got "
                 f"{has}. Return it for every micro-batch on every rank, or for none."
             )
+        elif self._labels is not None:
+            self._labels.append(_count_labels(batch))
+            is_enough = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
+            self._labels = None if is_enough or len(self._labels) == _NUM_WATCHED else self._labels
         if problem is not None:
             raise ValueError(problem)
 
@@ -185,9 +194,9 @@ class TokenMean:
             ValueError: On every rank, where one has a problem or they differ.
         """
         tokens = None if self._tokens is None else float(self._tokens)
-        counted = _count_labels(batch) if tokens is None else None
+        labels = _count_labels(batch) if tokens is None else []
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problem, tokens, counted))
+        dist.all_gather_object(every, (problem, tokens, labels))
         for rank, (their_problem, _, _) in enumerate(every):
             if their_problem is not None:
                 raise ValueError(f"rank {rank}: {their_problem}")
@@ -202,32 +211,37 @@ class TokenMean:
         if numbers:
             mean = torch.tensor(max(sum(numbers) / len(every), 1.0), dtype=torch.float64)
             self._unit = _power_of_two(mean * num_micro_batches).to(self._device)
-        else:
-            _warn_of_labels([theirs for _, _, theirs in every])
+        elif not _warn_of_labels("Ranks have", [theirs for _, _, theirs in every]):
+            self._labels = [labels] if len(every) * num_micro_batches > 1 else None
 
 
 def _power_of_two(number: Tensor) -> Tensor:
     return torch.exp2(torch.log2(number).round())
 
 
-def _count_labels(batch: Any) -> int | None:
-    """How many labels of a batch count, if some are left out."""
-    for tensor in tensors_in(batch):
-        is_strided = tensor.layout == torch.strided and not tensor.is_nested
-        if tensor.dtype == torch.int64 and is_strided:
-            counts = tensor != _IGNORED
-            if not counts.all():
-                return int(counts.sum())
-    return None
+def _count_labels(batch: Any) -> _Labels:
+    return [
+        (int((tensor != _IGNORED).sum()), tensor.numel())
+        for tensor in tensors_in(batch)
+        if tensor.dtype == torch.int64 and tensor.layout == torch.strided and not tensor.is_nested
+    ]
 
 
-def _warn_of_labels(counts: list[int | None]) -> None:
-    known = [count for count in counts if count is not None]
-    if len(known) == len(counts) and min(known) < max(known):
-        rank_zero_warn(
-            f"Ranks have {min(known)} to {max(known)} labels that are not {_IGNORED} in their "
-            "first micro-batch, and each rank's mean loss counts alike: a token on one rank weighs "
-            f"{max(known) / max(min(known), 1):.1f} times one on another. Return "
-            '{"loss": loss, "num_tokens": number of labels that count} from training_step for the '
-            "mean over all tokens."
-        )
+def _warn_of_labels(who: str, batches: list[_Labels]) -> bool:
+    """Whether there was a reason: the labels are the first that one of the batches leaves out."""
+    for same in zip(*batches, strict=False):
+        counts = [count for count, _ in same]
+        if any(count < numel for count, numel in same):
+            break
+    else:
+        return False
+    if min(counts) == max(counts):
+        return False
+    rank_zero_warn(
+        f"{who} {min(counts)} to {max(counts)} labels that are not {_IGNORED} in a micro-batch, "
+        "and each micro-batch's mean loss counts alike: a token in one weighs "
+        f"{max(counts) / max(min(counts), 1):.1f} times one in another. Return "
+        '{"loss": loss, "num_tokens": number of labels that count} from training_step for the '
+        "mean over all tokens."
+    )
+    return True
