@@ -559,8 +559,10 @@ class _Wrong(Tokens):
         rank = self.trainer.global_rank
         if self.how == "one rank" and rank == 1:
             return output["loss"]
-        if self.how == "later" and batch_idx == 1:
+        if self.how == "later" and batch_idx == 1 and rank == 1:
             return output["loss"]
+        if self.how == "nan" and batch_idx == 1 and rank == 1:
+            return {**output, "num_tokens": float("nan")}
         if self.how == "labels" and rank == 1:
             return {**output, "num_tokens": batch["labels"]}
         if self.how == "text":
@@ -583,7 +585,8 @@ def _wrong(rank, world_size, folder, how, message):
     ("how", "message"),
     [
         ("one rank", r"num_tokens: expected it on every rank or on none, got it on ranks \[0\]"),
-        ("later", "expected a number, as of the first micro-batch, got none"),
+        ("later", "rank 1: num_tokens: expected a number, as of the first micro-batch, got none"),
+        ("nan", "rank 1: num_tokens: expected numbers of tokens, got nan"),
         ("labels", r"rank 1: num_tokens: expected numbers of tokens, got -100.*\(labels != -100\)"),
         ("text", "num_tokens: expected a number of tokens or a tensor"),
     ],

@@ -64,6 +64,7 @@ class TokenMean:
         self.weight: Tensor | None = None
         self.factor = torch.ones((), dtype=torch.float64, device=device)
         self._is_weighed: bool | None = None  # not known before the first micro-batch
+        self._problem: str | None = None  # of this rank in this step
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
         self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
@@ -80,7 +81,7 @@ class TokenMean:
 
         Raises:
             ValueError: There is no number where one is expected, or one where none is; of the
-                first micro-batch on every rank.
+                first micro-batch on every rank, and later by :meth:`finish`.
         """
         if output is None:
             return  # no backward follows
@@ -102,7 +103,10 @@ class TokenMean:
             self._labels.append(_count_labels(batch))
             is_enough = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
             self._labels = None if is_enough or len(self._labels) == _NUM_WATCHED else self._labels
-        if problem is not None:
+        if problem is not None and self._is_weighed and self._device.type == "cpu":
+            # Raised by finish, on every rank: others would wait for this one.
+            self._problem, self._tokens = problem, torch.zeros((), dtype=torch.float64)
+        elif problem is not None:
             raise ValueError(problem)
 
     def weigh(self, loss: Tensor, num_micro_batches: int) -> Tensor:
@@ -129,14 +133,22 @@ class TokenMean:
         """After an optimizer step's last backward: make the gradients those of the mean.
 
         Collective; nothing happens where no loss was weighed.
+
+        Raises:
+            ValueError: A number was missing on a rank, or was none; on every rank.
         """
         if self._sums is None:
             return
-        mine, self._sums = self._sums, None
+        has_problem = torch.full((1,), float(self._problem is not None), device=self._device)
+        mine, self._sums = torch.cat([self._sums, has_problem]), None
         every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(every, mine)
         # Added up in rank order: an all-reduce need not give every rank the same bits.
-        num_tokens, loss = torch.stack(every).sum(0).unbind()
+        num_tokens, loss, num_problems = torch.stack(every).sum(0).unbind()
+        if self._device.type == "cpu" and num_problems > 0:  # elsewhere the host would wait
+            problems: list[Any] = [None] * len(every)
+            dist.all_gather_object(problems, self._problem)
+            _raise_first(problems)
         has_any = num_tokens > 0
         per_rank = num_tokens / len(every)
         self.factor = torch.where(has_any, self._unit / per_rank, 0.0)
@@ -197,9 +209,7 @@ class TokenMean:
         labels = _count_labels(batch) if tokens is None else []
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, (problem, tokens, labels))
-        for rank, (their_problem, _, _) in enumerate(every):
-            if their_problem is not None:
-                raise ValueError(f"rank {rank}: {their_problem}")
+        _raise_first([theirs for theirs, _, _ in every])
         numbers = [theirs for _, theirs, _ in every if theirs is not None]
         if 0 < len(numbers) < len(every):
             having = [rank for rank, (_, theirs, _) in enumerate(every) if theirs is not None]
@@ -213,6 +223,12 @@ class TokenMean:
             self._unit = _power_of_two(mean * num_micro_batches).to(self._device)
         elif not _warn_of_labels("Ranks have", [theirs for _, _, theirs in every]):
             self._labels = [labels] if len(every) * num_micro_batches > 1 else None
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}")
 
 
 def _power_of_two(number: Tensor) -> Tensor:
