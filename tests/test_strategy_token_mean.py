@@ -246,6 +246,38 @@ def test_narrow_gradients_keep_their_magnitude(tmp_path, precision):
     on_trainer_ranks(_narrow, 2, tmp_path, precision)
 
 
+class _Jumps(pl.LightningModule):
+    """As many tokens as the batch says."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+        self.weights = []
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": self.net(torch.ones(1, WIDTH)).square().mean(), "num_tokens": batch}
+
+    def on_after_backward(self):
+        self.weights.append(float(self.trainer.precision_plugin.token_mean.weight))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def _jump(rank, world_size, folder):
+    model = seeded(_Jumps)
+    numbers = [4, 5, 5000, 5500, 3, 2]
+    loader = DataLoader([n + rank for n in numbers], batch_size=None)
+    options = {"accumulate_grad_batches": 2, "use_distributed_sampler": False}
+    fit("scratch_fsdp_zero3", folder, model, loader, **options)
+    assert len(model.weights) == len(numbers)
+    assert all(0.2 < weight < 1 for weight in model.weights), model.weights
+
+
+def test_the_weights_of_losses_stay_near_one_where_steps_differ(tmp_path):
+    on_trainer_ranks(_jump, 2, tmp_path)
+
+
 class _Adds(Tokens):
     """Adds up the gradients of two batches by hand, each the mean over its own tokens."""
 
@@ -409,7 +441,6 @@ def _resumed(rank, world_size, folder):
 
 
 def test_a_resumed_run_comes_to_the_same_bits(tmp_path):
-    """Though it begins with the unit of its own first micro-batch."""
     on_trainer_ranks(_resumed, 2, tmp_path)
 
 

@@ -10,9 +10,9 @@ finish     after the last one: this rank's slices of the gradients times ``unit 
 =========  ==========================================================================
 
 The gradients are final when ``on_after_backward`` of the last micro-batch is called, before they
-are unscaled, clipped or stepped with. Weights stay near 1 for bf16 and fp16: ``unit`` is about
-``N / W`` of the step before. It is a power of two, by which multiplying is exact, so that a resumed
-run, which begins with another one, comes to the same bits.
+are unscaled, clipped or stepped with. Weights stay near 1 for bf16 and fp16: ``unit`` is what
+``N / W`` would be if all micro-batches were like the step's first ones. It is a power of two, by
+which multiplying is exact.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class TokenMean:
         loss = torch.where(tokens > 0, loss, loss.nan_to_num(0.0, 0.0, 0.0))
         if self._sums is None:
             self._put_aside()
+            per_rank = _of_every_rank(tokens).mean() * num_micro_batches
+            self._unit = torch.where(per_rank > 0, _power_of_two(per_rank), self._unit)
         mean = loss.detach().double() * num_micro_batches
         sums = torch.stack([tokens, tokens * mean])
         self._sums = sums if self._sums is None else self._sums + sums
@@ -141,10 +143,8 @@ class TokenMean:
             return
         has_problem = torch.full((1,), float(self._problem is not None), device=self._device)
         mine, self._sums = torch.cat([self._sums, has_problem]), None
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        # Added up in rank order: an all-reduce need not give every rank the same bits.
-        num_tokens, loss, num_problems = torch.stack(every).sum(0).unbind()
+        every = _of_every_rank(mine)
+        num_tokens, loss, num_problems = every.sum(0).unbind()
         if self._device.type == "cpu" and num_problems > 0:  # elsewhere the host would wait
             problems: list[Any] = [None] * len(every)
             dist.all_gather_object(problems, self._problem)
@@ -157,7 +157,6 @@ class TokenMean:
             if name in self._earlier:
                 shard.add_(self._earlier[name])
         self._earlier.clear()
-        self._unit = torch.where(has_any, _power_of_two(per_rank), self._unit)
         self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
 
     def _put_aside(self) -> None:
@@ -200,28 +199,24 @@ class TokenMean:
         return tokens
 
     def _agree(self, problem: str | None, batch: Any, num_micro_batches: int) -> None:
-        """See that all ranks weigh, or none, and choose the first unit.
+        """See that all ranks weigh, or none.
 
         Raises:
             ValueError: On every rank, where one has a problem or they differ.
         """
-        tokens = None if self._tokens is None else float(self._tokens)
-        labels = _count_labels(batch) if tokens is None else []
+        has_number = self._tokens is not None
+        labels = [] if has_number else _count_labels(batch)
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problem, tokens, labels))
+        dist.all_gather_object(every, (problem, has_number, labels))
         _raise_first([theirs for theirs, _, _ in every])
-        numbers = [theirs for _, theirs, _ in every if theirs is not None]
-        if 0 < len(numbers) < len(every):
-            having = [rank for rank, (_, theirs, _) in enumerate(every) if theirs is not None]
+        having = [rank for rank, (_, has_number, _) in enumerate(every) if has_number]
+        if 0 < len(having) < len(every):
             raise ValueError(
                 f"{self._key or NUM_TOKENS}: expected it on every rank or on none, got it on ranks "
                 f"{having} of {len(every)}."
             )
-        self._is_weighed = bool(numbers)
-        if numbers:
-            mean = torch.tensor(max(sum(numbers) / len(every), 1.0), dtype=torch.float64)
-            self._unit = _power_of_two(mean * num_micro_batches).to(self._device)
-        elif not _warn_of_labels("Ranks have", [theirs for _, _, theirs in every]):
+        self._is_weighed = bool(having)
+        if not having and not _warn_of_labels("Ranks have", [theirs for _, _, theirs in every]):
             self._labels = [labels] if len(every) * num_micro_batches > 1 else None
 
 
@@ -229,6 +224,13 @@ def _raise_first(problems: list[str | None]) -> None:
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise ValueError(f"rank {rank}: {problem}")
+
+
+def _of_every_rank(mine: Tensor) -> Tensor:
+    """Stacked in rank order: an all-reduce need not give every rank the same bits. Collective."""
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return torch.stack(every)
 
 
 def _power_of_two(number: Tensor) -> Tensor:
