@@ -1,5 +1,6 @@
 """Steps whose gradients are not finite: raised or left out on all ranks, and where it began."""
 
+import functools
 import warnings
 from pathlib import Path
 
@@ -232,6 +233,30 @@ def _masked(rank, world_size, folder, accumulation, where, message):
                 callbacks=[GradientAccessProbe(steps=[99])],
             )
         assert "'mask'" not in str(caught.value)
+
+
+def _compiled(rank, world_size, folder):
+    warnings.simplefilter("ignore")  # what the compiler does raises warnings
+    compiler, operations = torch.compile, []
+
+    def noting(graph, inputs):
+        operations.extend(n.target for n in graph.graph.nodes if n.op.startswith("call"))
+        return graph
+
+    torch.compile = functools.partial(compiler, backend=noting)
+    found = []
+    for callbacks in ([], [GradientAccessProbe(steps=[99])]):
+        torch.compiler.reset()
+        strategy = with_options("scratch_fsdp_zero3", on_nonfinite="raise", compile=True)
+        fit(strategy, folder, seeded(AdamwRegressor), make_loader(16), callbacks=callbacks)
+        found.append(sorted(map(str, operations)))
+        operations.clear()
+    torch.compile = compiler
+    assert found[0] == found[1] != []
+
+
+def test_with_the_probe_each_operation_is_compiled_once_as_without(tmp_path):
+    on_trainer_ranks(_compiled, 2, tmp_path)
 
 
 _BLAMED = {

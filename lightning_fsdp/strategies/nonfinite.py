@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.access.grad_norm import NonfiniteGradient
-from lightning_fsdp.core.engine.torch_internals import is_in_backward
+from lightning_fsdp.core.engine.torch_internals import is_in_backward, not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
@@ -193,7 +193,9 @@ class NonfiniteGuard:
                     trace = _trace_of(value.detach())
                     self._activations.append((len(self._losses), label, trace))
 
-        return note
+        # Compiled, it would be compiled again with each number of outputs before it.
+        left_out: Callable[..., None] = not_compiled(note)
+        return left_out
 
     def _of_all_ranks(self) -> list[_Found]:
         self._is_looked_into = True
