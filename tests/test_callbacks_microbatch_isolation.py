@@ -80,6 +80,31 @@ def test_rounding_is_no_leak(tmp_path, precision):
     each_on_trainer_ranks(_watched, 2, STRATEGIES[1:], precision, str(tmp_path), 1)
 
 
+class _Weighed(Regressor):
+    """The number of tokens says what equal micro-batches and ranks do without it."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "num_tokens": 3}
+
+
+def _tokens(rank, world_size, strategy, folder):
+    reports = []
+    for kind in (Regressor, _Weighed):
+        probe = MicrobatchIsolationProbe()
+        trainer = make_trainer(
+            _strategy(strategy), Path(folder), accumulate_grad_batches=2, callbacks=[probe]
+        )
+        trainer.fit(seeded(kind), make_loader(32))
+        reports.append(probe.reports)
+    for without, weighed in zip(*reports, strict=True):
+        torch.testing.assert_close(weighed.norms, without.norms, rtol=1e-4, atol=0)
+
+
+def test_the_mean_over_tokens_is_no_leak(tmp_path):
+    strategies = (*STRATEGIES[1:-1], "scratch_fsdp_zero3+sum")
+    each_on_trainer_ranks(_tokens, 2, strategies, str(tmp_path))
+
+
 def test_a_single_device_works(tmp_path):
     on_trainer_ranks(_watched, 1, "auto", "32-true", str(tmp_path))
 

@@ -137,6 +137,61 @@ def test_a_last_step_of_fewer_and_smaller_micro_batches_is_right(tmp_path):
     assert len(sizes.found) == 2
 
 
+class _Counts(_Linear):
+    """Says how many samples its loss is the mean of."""
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), "num_tokens": len(batch[0])}
+
+
+def _weighed(rank, world_size, folder, sizes, num_equal):
+    """Micro-batches of these sizes on each rank, two to a step; the last one is alone."""
+    samples = list(_samples(world_size * sum(sizes)).split(sizes * world_size))
+    mine = [samples[rank * len(sizes) + i] for i in range(len(sizes))]
+    found = {}
+    for kind in (_Linear, _Counts):
+        probe = GradientNoiseScale(smoothing=0.0)
+        trainer = make_trainer(
+            "scratch_fsdp_zero3",
+            Path(folder),
+            accumulate_grad_batches=2,
+            callbacks=[probe],
+            max_steps=num_equal,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(seeded(kind), DataLoader([(x,) for x in mine], batch_size=None))
+        found[kind] = probe.estimate()
+    last = [samples[r * len(sizes) + i] for r in range(world_size) for i in range(len(sizes))]
+    return found, last
+
+
+def _weighed_alike(rank, world_size, folder):
+    found, _ = _weighed(rank, world_size, folder, [3, 3, 3], 2)
+    with_counts, without = found[_Counts], found[_Linear]
+    assert with_counts.signal == pytest.approx(without.signal, rel=1e-5)
+    assert with_counts.noise == pytest.approx(without.noise, rel=1e-5)
+
+
+def test_equal_numbers_of_tokens_change_nothing(tmp_path):
+    """Also in a last step of fewer micro-batches."""
+    on_trainer_ranks(_weighed_alike, 2, str(tmp_path))
+
+
+def _weighed_by_size(rank, world_size, folder):
+    found, batches = _weighed(rank, world_size, folder, [5, 2], 1)
+    means = torch.stack([batch.double().mean(0) for batch in batches])
+    small, num = means.square().sum(1).mean(), sum(map(len, batches))
+    big = torch.cat(batches).double().mean(0).square().sum()
+    b = len(batches) / sum(1 / len(batch) for batch in batches)
+    signal, noise = (num * big - b * small) / (num - b), (small - big) / (1 / b - 1 / num)
+    assert found[_Counts].signal == pytest.approx(signal.item(), rel=1e-4)
+    assert found[_Counts].noise == pytest.approx(noise.item(), rel=1e-4)
+
+
+def test_a_step_that_is_the_mean_over_tokens_is_taken_with_its_weights(tmp_path):
+    on_trainer_ranks(_weighed_by_size, 2, str(tmp_path))
+
+
 def _logged(rank, world_size, folder):
     logger = TensorBoardLogger(folder, name=None, version="run")
     trainer = make_trainer(

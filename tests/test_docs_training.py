@@ -171,7 +171,8 @@ def _run_chat_snippet(rank, world_size, code, folder):
     exec(code, names)
     tokens = torch.arange(8 * 16).view(8, 16) % 61
     rows = []
-    for length, row in zip((16, 3, 9, 1, 12, 5, 2, 14), tokens, strict=True):
+    # Some micro-batch has no token, whoever gets which.
+    for length, row in zip((16, 0, 9, 0, 0, 0, 0, 14), tokens, strict=True):
         labels = row.roll(-1).where(torch.arange(16) < length, -100)
         rows.append({"input_ids": row, "labels": labels})
     model = seeded(names["Chat"]).eval()  # no dropout, here and there
@@ -180,7 +181,8 @@ def _run_chat_snippet(rank, world_size, code, folder):
     trainer = make_trainer("scratch_fsdp", folder, accumulate_grad_batches=2, logger=False)
     trainer.fit(model, DataLoader(rows, batch_size=2))
     assert trainer.global_step == 1
-    torch.testing.assert_close(trainer.callback_metrics["loss"], expected.detach())
+    for name in ("loss", "epoch_loss"):
+        torch.testing.assert_close(trainer.callback_metrics[name], expected.detach())
 
 
 @runs("docs/numbers.md", "class Chat")

@@ -42,8 +42,9 @@ def _with_and_without_reading(rank, world_size, strategy, folder):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
-def test_reading_changes_no_bit(tmp_path):
-    each_on_trainer_ranks(_with_and_without_reading, 2, SHARDED, str(tmp_path))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_reading_changes_no_bit(tmp_path, world_size):
+    each_on_trainer_ranks(_with_and_without_reading, world_size, SHARDED, str(tmp_path))
 
 
 class _Wide(Regressor):

@@ -1,7 +1,5 @@
 """Where the number of tokens comes from, what is logged with it, and what cannot be one."""
 
-import warnings
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -56,7 +54,6 @@ def _resumed(rank, world_size, folder):
 
 
 def test_a_resumed_run_comes_to_the_same_bits(tmp_path):
-    """Though it begins with the unit of its own first micro-batch."""
     on_trainer_ranks(_resumed, 2, tmp_path)
 
 
@@ -89,30 +86,6 @@ def test_without_a_number_nothing_changes(tmp_path):
     on_trainer_ranks(_unweighed, 2, tmp_path)
 
 
-def _warned(rank, world_size, folder):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(
-            "scratch_fsdp_zero3",
-            folder,
-            seeded(lambda: Tokens(None)),
-            loader(),
-            use_distributed_sampler=False,
-            max_steps=2,
-        )
-    return [str(w.message) for w in caught if "labels that are not -100" in str(w.message)]
-
-
-def test_labels_that_are_left_out_without_a_number_are_warned_of_once(tmp_path):
-    of_rank_0, of_rank_1 = on_trainer_ranks(_warned, 2, tmp_path)
-    # Rank 0 has the sequences 0 and 2, rank 1 those 1 and 3.
-    assert len(of_rank_0) == 1
-    assert not of_rank_1
-    assert "Ranks have 4 to 26 labels" in of_rank_0[0]
-    assert "6.5 times" in of_rank_0[0]
-    assert '"num_tokens"' in of_rank_0[0]
-
-
 class _Wrong(Tokens):
     def __init__(self, how):
         super().__init__()
@@ -123,8 +96,10 @@ class _Wrong(Tokens):
         rank = self.trainer.global_rank
         if self.how == "one rank" and rank == 1:
             return output["loss"]
-        if self.how == "later" and batch_idx == 1:
+        if self.how == "later" and batch_idx == 1 and rank == 1:
             return output["loss"]
+        if self.how == "nan" and batch_idx == 1 and rank == 1:
+            return {**output, "num_tokens": float("nan")}
         if self.how == "labels" and rank == 1:
             return {**output, "num_tokens": batch["labels"]}
         if self.how == "text":
@@ -147,7 +122,8 @@ def _wrong(rank, world_size, folder, how, message):
     ("how", "message"),
     [
         ("one rank", r"num_tokens: expected it on every rank or on none, got it on ranks \[0\]"),
-        ("later", "expected a number, as of the first micro-batch, got none"),
+        ("later", "rank 1: num_tokens: expected a number, as of the first micro-batch, got none"),
+        ("nan", "rank 1: num_tokens: expected numbers of tokens, got nan"),
         ("labels", r"rank 1: num_tokens: expected numbers of tokens, got -100.*\(labels != -100\)"),
         ("text", "num_tokens: expected a number of tokens or a tensor"),
     ],

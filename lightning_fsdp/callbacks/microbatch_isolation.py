@@ -43,7 +43,7 @@ class MicroBatchReport:
     Attributes:
         step: Optimizer step, from 0.
         norms: ``[rank][micro_batch]``: of each one's own gradient, all parameters together, as
-            Lightning scales it (divided by ``accumulate_grad_batches``).
+            Lightning scales it (divided by ``accumulate_grad_batches``), or by its tokens.
         cosines: Likewise, to the sum of this rank's micro-batches; NaN where a norm is 0.
     """
 
@@ -166,13 +166,13 @@ class MicrobatchIsolationProbe(pl.Callback):
             parts = self._parts(name)
             size = _norm(self._difference(trainer, name, states[name]))
             numbers += [size, sum(map(_norm, parts)), self._rounding(trainer, parts)]
-        of_ranks = reporting.of_every_rank(trainer, numbers)
+        of_ranks, factor = reporting.of_every_rank(trainer, numbers), self._factor(trainer)
         for index, name in enumerate(names):
             sizes, scales, roundings = zip(
                 *(theirs[3 * index : 3 * index + 3] for theirs in of_ranks), strict=True
             )
             if states[name] == "reduced":
-                scales = (sum(scales) / len(scales),) * len(scales)
+                scales = (sum(scales) / len(scales) * factor,) * len(scales)
             for rank, (size, scale) in enumerate(zip(sizes, scales, strict=True)):
                 # A difference that is not finite has an operand that is not: overflow, no leak.
                 if math.isfinite(size) and size > max(roundings) * scale:
@@ -210,11 +210,16 @@ class MicrobatchIsolationProbe(pl.Callback):
             expected = _sum_of(parts, found)
             if trainer.world_size > 1:
                 dist.all_reduce(expected)
-            return found - expected / trainer.world_size
+            return found - expected * (self._factor(trainer) / trainer.world_size)
         if gradient.state == "local":
             found = gradient.local()
             return found - _sum_of(parts, found)
         return -_sum_of(parts, parts[0]) if parts else torch.zeros(1)
+
+    def _factor(self, trainer: pl.Trainer) -> float:
+        """What the mean over tokens has multiplied reduced gradients by: at the step's end."""
+        token_mean = getattr(trainer.precision_plugin, "token_mean", None)
+        return 1.0 if token_mean is None else float(token_mean.factor)
 
     def _parts(self, name: str) -> list[Tensor]:
         return [own[name] for own in self._own if name in own]
@@ -258,7 +263,7 @@ class MicrobatchIsolationProbe(pl.Callback):
             dot / math.sqrt(square * total) if square * total > 0 else math.nan
             for dot, square in zip(dots, squares, strict=True)
         ]
-        norms = [math.sqrt(square) / scale for square in squares]
+        norms = [math.sqrt(square) * self._factor(trainer) / scale for square in squares]
         of_ranks = reporting.of_every_rank(trainer, [*norms, *cosines])
         num = len(norms)
         report = MicroBatchReport(

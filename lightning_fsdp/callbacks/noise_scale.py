@@ -9,8 +9,9 @@ Two equations, two unknowns, both estimates unbiased. Their ratio B_simple = tr(
 the batch size, in samples, at which noise and signal are equal. The estimates of one step are so
 noisy that |G|^2 may be negative; so both are averaged over steps before they are divided.
 
-Where sizes differ, b is the harmonic mean, which keeps the first equation exact; and the step's
-gradient is the plain mean of the micro-batches' ones, so that B = n b holds with it as well.
+Where sizes differ, b is the harmonic mean, which keeps the first equation exact. The step's
+gradient is a mean with weights w, all equal or by tokens, and 1 / B is the sum of w^2 / b: B = n b
+where they are equal.
 
 Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv 1812.06162),
 appendix A.1.
@@ -70,7 +71,7 @@ class GradientNoiseScale(pl.Callback):
         smoothing: Weight of the past in the averages, from 0 on, below 1.
         every_n_steps: How often to log; every step is measured.
         num_samples: Samples in a batch of this rank. ``None``: the first dimension of the first
-            tensor in it.
+            tensor in it. Beside ``num_tokens``, better its tokens.
 
     Raises:
         ValueError: A value out of range, or a step of a single micro-batch on one rank, from which
@@ -79,8 +80,8 @@ class GradientNoiseScale(pl.Callback):
     """
 
     _arriving: list[Tensor]  # squares of this backward's gradients
-    _squares: list[Tensor]  # one per micro-batch of this step
-    _samples: list[float]  # likewise
+    _parts: list[tuple[Tensor, float | Tensor, float]]  # squares, weight, samples by micro-batch
+    _samples: float  # of the micro-batch at hand
 
     def __init__(
         self,
@@ -119,14 +120,15 @@ class GradientNoiseScale(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count the samples."""
-        self._samples.append(float(self.num_samples(batch)))
+        self._samples = float(self.num_samples(batch))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Close a micro-batch."""
         scale = reporting.loss_scale(trainer)
         if self._arriving:
-            self._squares.append(torch.stack(self._arriving).sum() / scale**2)
+            square = torch.stack(self._arriving).sum() / scale**2
+            self._parts.append((square, reporting.loss_weight(trainer), self._samples))
         self._arriving = []
 
     @override
@@ -135,28 +137,31 @@ class GradientNoiseScale(pl.Callback):
     ) -> None:
         """Estimate. Collective; clipping comes later."""
         assert self._access is not None, "training has started"
-        divided_by = trainer.accumulate_grad_batches  # each loss, by Lightning
         big = [square_of(g.shard) for g in _reduced(self._access)]
+        parts = [(float(square), float(weight), size) for square, weight, size in self._parts]
+        parts = [part for part in parts if part[1] > 0]  # without a token there is no gradient
+        self._forget_step()
         numbers = [
             float(torch.stack(big).sum()) if big else 0.0,
-            float(torch.stack(self._squares).sum()) * divided_by**2 if self._squares else 0.0,
-            float(len(self._squares)),
-            sum(1 / size for size in self._samples),
+            sum(square / weight**2 for square, weight, _ in parts),
+            float(len(parts)),
+            sum(1 / size for _, _, size in parts),
+            sum(weight for _, weight, _ in parts),
+            sum(weight**2 / size for _, weight, size in parts),
         ]
-        num_of_rank = len(self._squares)
-        self._forget_step()
         of_ranks = reporting.of_every_rank(trainer, numbers)
-        big_square, small_squares, num, inverse_sizes = (
+        big_square, small_squares, num, inverse_sizes, weights, spread = (
             sum(column) for column in zip(*of_ranks, strict=True)
         )
         if num < 2 or not math.isfinite(big_square + small_squares):
             return
-        # The last step of an epoch may have fewer micro-batches than its losses were divided by.
-        big_square *= (divided_by / num_of_rank) ** 2
-        small, batch = small_squares / num, num / inverse_sizes  # the latter: harmonic mean
-        self._average(*_estimate(big_square, small, num * batch, batch))
+        if getattr(trainer.strategy, "mean_loss", None) is None:
+            # The last step of an epoch may have fewer micro-batches than losses were divided by.
+            big_square *= (trainer.world_size / weights) ** 2
+        size = weights**2 / spread
+        self._average(*_estimate(big_square, small_squares / num, size, num / inverse_sizes))
         if trainer.global_step % self.every_n_steps == 0:  # type: ignore[operator]
-            self._log(trainer, num * batch)
+            self._log(trainer, size)
 
     def estimate(self, batch_size: float = math.nan) -> NoiseScale:
         """The averages so far; NaN before the first step."""
@@ -207,7 +212,7 @@ class GradientNoiseScale(pl.Callback):
         reporting.log(trainer, metrics, trainer.global_step)
 
     def _forget_step(self) -> None:
-        self._arriving, self._squares, self._samples = [], [], []
+        self._arriving, self._parts, self._samples = [], [], 0.0
 
     def _release(self) -> None:
         if self._handle is not None:

@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+from torch import Tensor
 
 Steps = int | Collection[int]
 """Every so many optimizer steps, from the first on; or the numbers of those steps, from 0."""
@@ -60,6 +61,13 @@ def loss_scale(trainer: pl.Trainer) -> float:
     """By how much a gradient is too large between its backward and the step: fp16's scaling."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def loss_weight(trainer: pl.Trainer) -> float | Tensor:
+    """By what the mean loss of the last micro-batch was multiplied, without fp16's scaling."""
+    token_mean = getattr(trainer.precision_plugin, "token_mean", None)
+    weight: Tensor | None = None if token_mean is None else token_mean.weight
+    return 1 / trainer.accumulate_grad_batches if weight is None else weight
 
 
 def of_every_rank(trainer: pl.Trainer, numbers: Sequence[float]) -> list[list[float]]:

@@ -205,8 +205,8 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def after_backward(self) -> None:
+        self._waits = not self._syncs  # first: by it gradients of one rank are told apart
         super().after_backward()
-        self._waits = not self._syncs
 
     @override
     def clear_unreduced(self, names: Iterable[str]) -> None:

@@ -8,11 +8,15 @@ To say where it began, each local gradient leaves one number behind as it arrive
 are read when a norm was not finite, and only then. What comes first in this order was the cause:
 
 =============  ==================================================================
-weight         a parameter was not finite before the step
+weight         a trainable parameter was not finite before the step
 local          a rank's own gradient, the first one in the order of the backward
 reduction      all local ones were finite, and their mean over the ranks is not
 norm           every gradient is finite, and their norm too large for fp32
 =============  ==================================================================
+
+What is infinite on purpose (a mask) is no cause. So a frozen parameter is named, but not blamed;
+and a module whose output was not finite where the gradients were, in another micro-batch or in an
+earlier step, is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.access.grad_norm import NonfiniteGradient
+from lightning_fsdp.core.engine.torch_internals import is_in_backward, not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
@@ -48,6 +53,7 @@ class _Found:
     local: list[tuple[int, int, str]]
     reduced: list[str]
     weights: list[str]
+    frozen: list[str]
 
 
 class NonfiniteGuard:
@@ -83,6 +89,11 @@ class NonfiniteGuard:
         self._losses: list[Tensor] = []
         self._local: list[tuple[int, str, Tensor]] = []
         self._activations: list[tuple[int, str, Tensor]] = []
+        self._is_step_over = False  # and what follows is of the next one
+        self._is_looked_into = False
+        self._usual: dict[
+            str, Tensor
+        ] = {}  # NaN: modules whose output was not in fine steps either
         self._handles: list[Removable] = []
         self._last_look = engine.gradients.on_local(self._note_local)
 
@@ -101,6 +112,7 @@ class NonfiniteGuard:
 
     def note_loss(self, loss: Tensor) -> None:
         """A backward of this loss is about to begin."""
+        self._begin()
         self._is_finite.clear()  # gradients change
         self._last_look.remove()  # after functions that others gave, which may edit gradients
         self._last_look = self._engine.gradients.on_local(self._note_local)
@@ -112,8 +124,9 @@ class NonfiniteGuard:
         Raises:
             NonfiniteGradient: They may not, and that is to raise; on every rank.
         """
-        self._is_finite[id(optimizer)] = is_finite = bool(norm.isfinite())
-        if not is_finite:
+        was_finite = self._is_finite.get(id(optimizer), True)
+        self._is_finite[id(optimizer)] = is_finite = was_finite and bool(norm.isfinite())
+        if was_finite and not is_finite:  # once, however often they are clipped
             self._refuse(f"got a norm of {norm.item()}")
         return is_finite
 
@@ -126,7 +139,7 @@ class NonfiniteGuard:
         """Likewise, from the norm that clipping took, or from one that is taken now. Collective."""
         if id(optimizer) not in self._is_finite:
             self.allows_clipping(optimizer, parameters)
-        self.forget()
+        self.end_step()
         return self._is_finite.pop(id(optimizer))
 
     def note_skipped(self, loss_scale: float) -> None:
@@ -147,43 +160,59 @@ class NonfiniteGuard:
             "No weight and no optimizer state was written."
         )
         if self._raises:
-            self.forget()
+            self.end_step()
             raise NonfiniteGradient(message)
         self.num_skipped += 1
         rank_zero_warn(f"Skipped (skip {self.num_skipped} of this fit): {message}")
         self._log(self.num_skipped)
 
-    def forget(self) -> None:
+    def end_step(self) -> None:
         """A step was taken, or left out: what comes belongs to the next one."""
-        self._losses.clear()
-        self._local.clear()
-        self._activations.clear()
+        self._is_step_over = True  # nothing is dropped yet: another optimizer may step as well
+
+    def _begin(self) -> None:
+        if self._is_step_over:
+            if not self._is_looked_into:
+                for _, name, trace in self._activations:
+                    self._usual[name] = trace + self._usual.get(name, 0.0)
+            self._is_step_over = self._is_looked_into = False
+            self._losses.clear()
+            self._local.clear()
+            self._activations.clear()
 
     def _note_local(self, name: str, gradient: Tensor, micro_batch: int) -> None:
         self._local.append((micro_batch, name, _trace_of(gradient.detach())))
 
     def _noting_output(self, label: str) -> Callable[..., None]:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or is_in_backward():
                 return
+            self._begin()
             for value in output if isinstance(output, (tuple, list)) else (output,):
                 if isinstance(value, Tensor) and value.is_floating_point():
                     trace = _trace_of(value.detach())
                     self._activations.append((len(self._losses), label, trace))
 
-        return note
+        # Compiled, it would be compiled again with each number of outputs before it.
+        left_out: Callable[..., None] = not_compiled(note)
+        return left_out
 
     def _of_all_ranks(self) -> list[_Found]:
+        self._is_looked_into = True
+        trainable = set(self._engine.gradients.names())
+        broken = [n for n, w in self._engine.weights.items() if not _is_finite(w.shard)]
+        usual = {name for name, trace in self._usual.items() if trace.isnan()}
         mine = _Found(
             losses=[micro_batch for micro_batch, t in enumerate(self._losses) if t.isnan()],
-            activations=[(micro_batch, n) for micro_batch, n, t in self._activations if t.isnan()],
+            activations=[(i, n) for i, n, t in self._activations if n not in usual and t.isnan()],
             local=[
                 (micro_batch, place, name)
                 for place, (micro_batch, name, trace) in enumerate(self._local)
                 if trace.isnan()
             ],
             reduced=[n for n, s in self._engine.gradients.shards().items() if not _is_finite(s)],
-            weights=[n for n, w in self._engine.weights.items() if not _is_finite(w.shard)],
+            weights=[name for name in broken if name in trainable],
+            frozen=[name for name in broken if name not in trainable],
         )
         every: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
@@ -202,8 +231,12 @@ def units_by_parameter(root: nn.Module, selector: UnitSelector) -> dict[str, str
 
 
 def _trace_of(values: Tensor) -> Tensor:
-    """0-d fp32: zero for finite values and NaN for others; nothing waits for it."""
-    return values.sum(dtype=torch.float32) * 0.0
+    """0-d: zero for finite values and NaN for others; nothing waits for it."""
+    if values.numel() == 0:
+        return values.new_zeros(())
+    # Not their sum, which overflows where they are large and finite.
+    least, largest = values.aminmax()
+    return least * 0.0 + largest * 0.0
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -220,7 +253,8 @@ def _describe(found: Sequence[_Found], unit_of: Mapping[str, str]) -> str:
         for rank, theirs in ranks
         for micro_batch, place, name in theirs.local
     ]
-    others = dict.fromkeys(name for _, _, _, name in sorted(local))
+    others = dict.fromkeys(name for _, theirs in ranks for name in theirs.frozen)
+    others.update(dict.fromkeys(name for _, _, _, name in sorted(local)))
     others.update(dict.fromkeys(reduced))
     if weights:
         first, holders = next(iter(weights.items()))
@@ -242,11 +276,18 @@ def _describe(found: Sequence[_Found], unit_of: Mapping[str, str]) -> str:
         return "Each gradient is finite; their norm is too large for fp32."
     others.pop(first, None)
     sentences = [f"It began in the {began}."]
+    usual = {
+        name
+        for theirs in found
+        for micro_batch, name in theirs.activations
+        if micro_batch not in theirs.losses and all(i != micro_batch for i, _, _ in theirs.local)
+    }
     for rank, theirs in ranks:
         if theirs.losses:
             sentences.append(f"The loss was not finite on rank {rank} in {_list(theirs.losses)}.")
-        if theirs.activations:
-            micro_batch, name = theirs.activations[0]
+        activations = [pair for pair in theirs.activations if pair[1] not in usual]
+        if activations:
+            micro_batch, name = activations[0]
             sentences.append(
                 f"The first activation: the output of {name}, on rank {rank} in micro-batch "
                 f"{micro_batch}."

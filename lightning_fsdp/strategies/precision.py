@@ -199,6 +199,12 @@ class ShardedPrecision(Precision):
             self.engine.end_step()
         return result
 
+    @override
+    def _after_closure(self, model: pl.LightningModule, optimizer: Steppable) -> None:
+        if self.token_mean is not None:
+            self.token_mean.finish()  # where the step's last micro-batch had no backward
+        super()._after_closure(model, optimizer)
+
     @property
     def _scales(self) -> bool:
         """Whether a gradient scaler skips steps whose gradients are not finite."""
@@ -212,7 +218,7 @@ class ShardedPrecision(Precision):
         if self.nonfinite is not None and self._scales:
             if self.scaler.get_scale() < before:
                 self.nonfinite.note_skipped(before)
-            self.nonfinite.forget()
+            self.nonfinite.end_step()
 
     def _allows_step(self, optimizer: Steppable) -> bool:
         if self.nonfinite is None:

@@ -10,9 +10,9 @@ finish     after the last one: this rank's slices of the gradients times ``unit 
 =========  ==========================================================================
 
 The gradients are final when ``on_after_backward`` of the last micro-batch is called, before they
-are unscaled, clipped or stepped with. Weights stay near 1 for bf16 and fp16: ``unit`` is about
-``N / W`` of the step before. It is a power of two, by which multiplying is exact, so that a resumed
-run, which begins with another one, comes to the same bits.
+are unscaled, clipped or stepped with. Weights stay near 1 for bf16 and fp16: ``unit`` is what
+``N / W`` would be if all micro-batches were like the step's first ones. It is a power of two, by
+which multiplying is exact.
 """
 
 from __future__ import annotations
@@ -23,15 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.engines.base import Engine
 
 NUM_TOKENS = "num_tokens"
 """The key of ``training_step``'s dictionary that is read by itself."""
 
 _IGNORED = -100  # what torch's cross_entropy leaves out
+_NUM_WATCHED = 16  # micro-batches whose labels are counted: on an accelerator the host waits for it
+
+_Labels = list[tuple[int, int]]
+"""Of each int64 tensor of a batch: how many elements are not -100, and how many there are."""
 
 
 class TokenMean:
@@ -47,6 +51,8 @@ class TokenMean:
         is_last: Whether the coming backward is the optimizer step's last.
         loss: The mean over the tokens of the last optimizer step, 0-d fp32, equal on every rank;
             ``None`` before there is one.
+        weight: What the last backward's mean loss was multiplied by, 0-d; ``None``: by nothing.
+        factor: What the step's gradients were multiplied by since they were reduced, 0-d.
     """
 
     def __init__(self, engine: Engine, device: torch.device, key: str | None) -> None:
@@ -55,9 +61,14 @@ class TokenMean:
         self._key = key
         self.is_last = True
         self.loss: Tensor | None = None
+        self.weight: Tensor | None = None
+        self.factor = torch.ones((), dtype=torch.float64, device=device)
         self._is_weighed: bool | None = None  # not known before the first micro-batch
+        self._problem: str | None = None  # of this rank in this step
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
+        self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
+        self._labels: list[_Labels] | None = None  # of this rank's micro-batches, until warned
         self._sums: Tensor | None = None  # tokens, and tokens times loss, of this rank in this step
 
     def note(self, output: Any, batch: Any, *, num_micro_batches: int) -> None:
@@ -70,7 +81,7 @@ class TokenMean:
 
         Raises:
             ValueError: There is no number where one is expected, or one where none is; of the
-                first micro-batch on every rank.
+                first micro-batch on every rank, and later by :meth:`finish`.
         """
         if output is None:
             return  # no backward follows
@@ -88,7 +99,14 @@ class TokenMean:
                 f"{self._key or NUM_TOKENS}: expected {had}, as of the first micro-batch, got "
                 f"{has}. Return it for every micro-batch on every rank, or for none."
             )
-        if problem is not None:
+        elif self._labels is not None:
+            self._labels.append(_count_labels(batch))
+            is_enough = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
+            self._labels = None if is_enough or len(self._labels) == _NUM_WATCHED else self._labels
+        if problem is not None and self._is_weighed and self._device.type == "cpu":
+            # Raised by finish, on every rank: others would wait for this one.
+            self._problem, self._tokens = problem, torch.zeros((), dtype=torch.float64)
+        elif problem is not None:
             raise ValueError(problem)
 
     def weigh(self, loss: Tensor, num_micro_batches: int) -> Tensor:
@@ -103,29 +121,49 @@ class TokenMean:
         tokens, self._tokens = self._tokens, None
         # A mean over no token is NaN; so would be its gradients, times zero.
         loss = torch.where(tokens > 0, loss, loss.nan_to_num(0.0, 0.0, 0.0))
+        if self._sums is None:
+            self._put_aside()
+            per_rank = _of_every_rank(tokens).mean() * num_micro_batches
+            self._unit = torch.where(per_rank > 0, _power_of_two(per_rank), self._unit)
         mean = loss.detach().double() * num_micro_batches
         sums = torch.stack([tokens, tokens * mean])
         self._sums = sums if self._sums is None else self._sums + sums
-        return loss * (tokens * num_micro_batches / self._unit).to(loss.dtype)
+        self.weight, self.factor = tokens / self._unit, torch.ones_like(tokens)
+        return loss * (self.weight * num_micro_batches).to(loss.dtype)
 
     def finish(self) -> None:
         """After an optimizer step's last backward: make the gradients those of the mean.
 
         Collective; nothing happens where no loss was weighed.
+
+        Raises:
+            ValueError: A number was missing on a rank, or was none; on every rank.
         """
         if self._sums is None:
             return
-        mine, self._sums = self._sums, None
-        every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, mine)
-        # Added up in rank order: an all-reduce need not give every rank the same bits.
-        num_tokens, loss = torch.stack(every).sum(0).unbind()
+        has_problem = torch.full((1,), float(self._problem is not None), device=self._device)
+        mine, self._sums = torch.cat([self._sums, has_problem]), None
+        every = _of_every_rank(mine)
+        num_tokens, loss, num_problems = every.sum(0).unbind()
+        if self._device.type == "cpu" and num_problems > 0:  # elsewhere the host would wait
+            problems: list[Any] = [None] * len(every)
+            dist.all_gather_object(problems, self._problem)
+            _raise_first(problems)
         has_any = num_tokens > 0
         per_rank = num_tokens / len(every)
-        factor = torch.where(has_any, self._unit / per_rank, 0.0)
-        self._engine.scale_gradients(factor)
-        self._unit = torch.where(has_any, _power_of_two(per_rank), self._unit)
+        self.factor = torch.where(has_any, self._unit / per_rank, 0.0)
+        self._engine.scale_gradients(self.factor)
+        for name, shard in self._engine.gradients.shards().items() if self._earlier else ():
+            if name in self._earlier:
+                shard.add_(self._earlier[name])
+        self._earlier.clear()
         self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
+
+    def _put_aside(self) -> None:
+        # There are some where an overridden optimizer_zero_grad adds up steps. They are finished.
+        for name, shard in self._engine.gradients.shards().items():
+            self._earlier[name] = shard.clone()
+            shard.zero_()
 
     def _find(self, output: Any, batch: Any) -> Tensor | None:
         if self._key is None:
@@ -161,58 +199,67 @@ class TokenMean:
         return tokens
 
     def _agree(self, problem: str | None, batch: Any, num_micro_batches: int) -> None:
-        """See that all ranks weigh, or none, and choose the first unit.
+        """See that all ranks weigh, or none.
 
         Raises:
             ValueError: On every rank, where one has a problem or they differ.
         """
-        tokens = None if self._tokens is None else float(self._tokens)
-        counted = _count_labels(batch) if tokens is None else None
+        has_number = self._tokens is not None
+        labels = [] if has_number else _count_labels(batch)
         every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, (problem, tokens, counted))
-        for rank, (their_problem, _, _) in enumerate(every):
-            if their_problem is not None:
-                raise ValueError(f"rank {rank}: {their_problem}")
-        numbers = [theirs for _, theirs, _ in every if theirs is not None]
-        if 0 < len(numbers) < len(every):
-            having = [rank for rank, (_, theirs, _) in enumerate(every) if theirs is not None]
+        dist.all_gather_object(every, (problem, has_number, labels))
+        _raise_first([theirs for theirs, _, _ in every])
+        having = [rank for rank, (_, has_number, _) in enumerate(every) if has_number]
+        if 0 < len(having) < len(every):
             raise ValueError(
                 f"{self._key or NUM_TOKENS}: expected it on every rank or on none, got it on ranks "
                 f"{having} of {len(every)}."
             )
-        self._is_weighed = bool(numbers)
-        if numbers:
-            mean = torch.tensor(max(sum(numbers) / len(every), 1.0), dtype=torch.float64)
-            self._unit = _power_of_two(mean * num_micro_batches).to(self._device)
-        else:
-            _warn_of_labels([theirs for _, _, theirs in every])
+        self._is_weighed = bool(having)
+        if not having and not _warn_of_labels("Ranks have", [theirs for _, _, theirs in every]):
+            self._labels = [labels] if len(every) * num_micro_batches > 1 else None
+
+
+def _raise_first(problems: list[str | None]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise ValueError(f"rank {rank}: {problem}")
+
+
+def _of_every_rank(mine: Tensor) -> Tensor:
+    """Stacked in rank order: an all-reduce need not give every rank the same bits. Collective."""
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return torch.stack(every)
 
 
 def _power_of_two(number: Tensor) -> Tensor:
     return torch.exp2(torch.log2(number).round())
 
 
-def _count_labels(batch: Any) -> int | None:
-    """How many labels of a batch count, if some are left out."""
-    found: list[int] = []
-
-    def count(tensor: Tensor) -> Tensor:
-        counts = tensor != _IGNORED
-        if tensor.dtype == torch.int64 and not counts.all():
-            found.append(int(counts.sum()))
-        return tensor
-
-    apply_to_collection(batch, Tensor, count)
-    return found[0] if found else None
+def _count_labels(batch: Any) -> _Labels:
+    return [
+        (int((tensor != _IGNORED).sum()), tensor.numel())
+        for tensor in tensors_in(batch)
+        if tensor.dtype == torch.int64 and tensor.layout == torch.strided and not tensor.is_nested
+    ]
 
 
-def _warn_of_labels(counts: list[int | None]) -> None:
-    known = [count for count in counts if count is not None]
-    if len(known) == len(counts) and min(known) < max(known):
-        rank_zero_warn(
-            f"Ranks have {min(known)} to {max(known)} labels that are not {_IGNORED} in their "
-            "first micro-batch, and each rank's mean loss counts alike: a token on one rank weighs "
-            f"{max(known) / max(min(known), 1):.1f} times one on another. Return "
-            '{"loss": loss, "num_tokens": number of labels that count} from training_step for the '
-            "mean over all tokens."
-        )
+def _warn_of_labels(who: str, batches: list[_Labels]) -> bool:
+    """Whether there was a reason: the labels are the first that one of the batches leaves out."""
+    for same in zip(*batches, strict=False):
+        counts = [count for count, _ in same]
+        if any(count < numel for count, numel in same):
+            break
+    else:
+        return False
+    if min(counts) == max(counts):
+        return False
+    rank_zero_warn(
+        f"{who} {min(counts)} to {max(counts)} labels that are not {_IGNORED} in a micro-batch, "
+        "and each micro-batch's mean loss counts alike: a token in one weighs "
+        f"{max(counts) / max(min(counts), 1):.1f} times one in another. Return "
+        '{"loss": loss, "num_tokens": number of labels that count} from training_step for the '
+        "mean over all tokens."
+    )
+    return True

@@ -32,7 +32,8 @@ class Broken(AdamwRegressor):
         return self.head(x)
 
     def _breaks(self, where):
-        return self.where == where and self.batch == BATCH and self.trainer.global_rank == RANK
+        is_last_rank = self.trainer.global_rank == self.trainer.world_size - 1
+        return self.where == where and self.batch == BATCH and is_last_rank
 
     def on_train_start(self):
         access = self.trainer.strategy
