@@ -13,17 +13,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Of a large corpus: what a process takes for any, and less than an eighth of what it reads.
+# Of a large corpus: what a process takes for any, and less than a fifth of what it reads.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("what", "megabytes", "most_megabytes"),
     [
-        pytest.param(".txt", 400, 85, id="text, a token a line"),
+        pytest.param(".txt", 250, 85, id="text, a token a line"),
         pytest.param(".txt", 10, 200, id="text, with a tokenizer trained on it"),
-        pytest.param(".json", 400, 130, id="a list"),
-        pytest.param(".jsonl", 400, 120, id="lines"),
-        pytest.param(".csv", 400, 120, id="rows"),
-        pytest.param(".parquet", 400, 150, id="one group of rows"),
+        pytest.param(".json", 250, 130, id="a list"),
+        pytest.param(".jsonl", 250, 120, id="lines"),
+        pytest.param(".csv", 250, 120, id="rows"),
+        pytest.param(".parquet", 250, 150, id="one group of rows"),
         pytest.param("tokens", 1000, 130, id="a shuffled epoch of a gigabyte of tokens"),
     ],
 )

@@ -42,7 +42,9 @@ def test_each_value_is_in_a_case_and_few_cases_are_needed():
 @pytest.fixture
 def known(monkeypatch, tmp_path):
     path = tmp_path / "seconds.json"
-    path.write_text(json.dumps({"test_b.py::test_slow": 9.0, "test_b.py::test_quick": 1.5}))
+    seconds = {"test_b.py::test_slow": 9.0, "test_b.py::test_quick": 1.5}
+    seconds |= {"test_c.py::test_long": 8.0, "test_c.py::test_longer": 9.0}
+    path.write_text(json.dumps(seconds))
     monkeypatch.setattr(selection, "SECONDS", path)
 
 
@@ -53,6 +55,13 @@ def test_what_takes_long_is_slow_and_its_file_comes_first(known):
     selection.mark_and_sort(items)
     assert [item.nodeid for item in items][-1] == "tests/test_a.py::test_short"
     assert set(selection.each_value_once(items)) == set(quick)
+
+
+def test_of_a_file_in_which_all_is_slow_the_shortest_stays(known):
+    names = ["longer[a]", "longer[b]", "long[a]", "long[b]"]
+    items = [_Item(f"tests/test_c.py::test_{name}") for name in names]
+    selection.mark_and_sort(items)
+    assert selection.each_value_once(items) == [items[2]]
 
 
 def test_seconds_are_written_per_case_of_a_test(known):

@@ -51,13 +51,19 @@ def each_value_once(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """Few cases of each test that is not slow, such that each value of a parameter is in one.
 
     Of three engines times two precisions that is three cases, not six. Tests without parameters are
-    kept.
+    kept; and of a file all of whose tests are slow, a case of the one that takes least.
     """
-    by_test = collections.defaultdict[str, list[pytest.Item]](list)
+    known = json.loads(SECONDS.read_text())
+    by_file = collections.defaultdict[Path, dict[str, list[pytest.Item]]](dict)
     for item in items:
-        if item.get_closest_marker("slow") is None:
-            by_test[_function(item.nodeid)].append(item)
-    return [item for cases in by_test.values() for item in _covering(cases)]
+        by_file[item.path].setdefault(_function(item.nodeid), []).append(item)
+    kept: list[pytest.Item] = []
+    for tests in by_file.values():
+        quick = [cases for cases in tests.values() if not cases[0].get_closest_marker("slow")]
+        kept += [item for cases in quick for item in _covering(cases)]
+        if not quick:
+            kept.append(tests[min(tests, key=lambda test: known.get(test, _USUAL_S))][0])
+    return kept
 
 
 def _covering(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
