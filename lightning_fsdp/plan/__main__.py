@@ -112,7 +112,7 @@ def make_parser() -> CommandParser:
         "--device-memory",
         type=bytes_argument,
         metavar="AMOUNT",
-        help="such as 80GB: look for the largest batch that fits (default: plan --batch-size)",
+        help="such as 80GB: look for the largest batch that fits (default: --batch-size is taken)",
     )
     parser.add_argument(
         "--max-batch-size",

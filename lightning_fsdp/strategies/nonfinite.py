@@ -91,9 +91,8 @@ class NonfiniteGuard:
         self._activations: list[tuple[int, str, Tensor]] = []
         self._is_step_over = False  # and what follows is of the next one
         self._is_looked_into = False
-        self._usual: dict[
-            str, Tensor
-        ] = {}  # NaN: modules whose output was not in fine steps either
+        # By module; NaN where its output was not finite in steps whose gradients were.
+        self._usual: dict[str, Tensor] = {}
         self._handles: list[Removable] = []
         self._last_look = engine.gradients.on_local(self._note_local)
 
