@@ -28,11 +28,10 @@ def _file(folder, pairs=PAIRS, name="pairs.jsonl"):
     return path
 
 
-def _data(folder, path=None, **options):
+def _data(path, **options):
     defaults = {"text_field": "prompt", "answer_field": "completion", "seq_len": 48}
     defaults |= {"batch_size": 2, "vocab_size": 300, "val_fraction": 0.25}
-    path = path or _file(folder)
-    return TextData(path=path, cache_dir=Path(folder) / "cache", **{**defaults, **options})
+    return TextData(path=path, cache_dir=Path(path).parent / "cache", **{**defaults, **options})
 
 
 def _text(tokens, ids):
@@ -40,7 +39,7 @@ def _text(tokens, ids):
 
 
 def test_a_sequence_is_a_prompt_and_its_answer_and_labels_are_the_answer_and_its_end(tmp_path):
-    data = _data(tmp_path)
+    data = _data(_file(tmp_path))
     tokens = data.open()
     assert (len(data.train), len(data.val)) == (18, 6)
     for number, (prompt, answer) in enumerate(PAIRS):
@@ -62,7 +61,7 @@ def test_a_sequence_is_a_prompt_and_its_answer_and_labels_are_the_answer_and_its
 
 def test_of_what_is_too_long_the_prompt_loses_its_beginning_and_the_answer_its_end(tmp_path):
     pairs = [("begin " * 40 + "here", "short"), ("prompt", "much " * 60)] * 4
-    data = _data(tmp_path, _file(tmp_path, pairs), seq_len=16, val_fraction=0)
+    data = _data(_file(tmp_path, pairs), seq_len=16, val_fraction=0)
     tokens = data.open()
     long_prompt, long_answer = data.train[0], data.train[1]
     counts = long_prompt["labels"] != -100
@@ -85,16 +84,16 @@ def test_of_what_is_too_long_the_prompt_loses_its_beginning_and_the_answer_its_e
 )
 def test_prompts_and_answers_without_text_are_refused(tmp_path, pairs, message):
     with pytest.raises(RecipeError, match=message):
-        _data(tmp_path, _file(tmp_path, pairs)).open()
+        _data(_file(tmp_path, pairs)).open()
 
 
 def test_other_wrong_use_is_named(tmp_path):
     with pytest.raises(RecipeError, match="expected another field for the answers"):
-        _data(tmp_path, text_field="completion").open()
+        _data(_file(tmp_path), text_field="completion").open()
     plain = tmp_path / "plain.txt"
     plain.write_text("text")
     with pytest.raises(RecipeError, match=r"expected files with fields .*got plain text"):
-        _data(tmp_path, plain).open()
+        _data(plain).open()
     with pytest.raises(RecipeError, match=r"expected files with fields"):
         TextData(answer_field="completion", cache_dir=tmp_path / "cache").open()
 
@@ -149,14 +148,14 @@ def _trainer(folder, strategy, **options):
     )
 
 
-def _train(rank, world_size, folder):
-    data, model = _data(folder), seeded(Tiny)
-    trainer = _trainer(folder, "scratch_fsdp", accumulate_grad_batches=2)
+def _train(rank, world_size, file):
+    data, model = _data(file), seeded(Tiny)
+    trainer = _trainer(Path(file).parent, "scratch_fsdp", accumulate_grad_batches=2)
     torch.manual_seed(0)
     trainer.fit(model, data)
 
     # One process, one sum over the answers' tokens of each step, in the order that was trained.
-    data = _data(folder)
+    data = _data(file)
     data.open()
     plain = seeded(Tiny)
     torch.manual_seed(0)
@@ -192,13 +191,13 @@ def _train(rank, world_size, folder):
 
 
 def test_two_ranks_train_the_mean_over_the_answers_tokens_of_each_step(tmp_path):
-    on_trainer_ranks(_train, 2, tmp_path)
+    on_trainer_ranks(_train, 2, _file(tmp_path))
 
 
-def _ddp(rank, world_size, folder):
+def _ddp(rank, world_size, file):
     with pytest.raises(RecipeError, match="answer_field: expected a strategy of lightning_fsdp"):
-        _trainer(folder, "ddp").fit(seeded(Tiny), _data(folder))
+        _trainer(Path(file).parent, "ddp").fit(seeded(Tiny), _data(file))
 
 
 def test_a_strategy_that_cannot_weigh_is_refused(tmp_path):
-    on_trainer_ranks(_ddp, 2, tmp_path)
+    on_trainer_ranks(_ddp, 2, _file(tmp_path))
