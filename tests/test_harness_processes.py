@@ -1,7 +1,11 @@
 """A command that is run, and where it believes that it runs."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -33,3 +37,26 @@ def test_a_command_that_was_killed_says_so(tmp_path):
     failure = run_command([sys.executable, "-c", kills], log=tmp_path / "log.txt", timeout_s=60)
     assert failure is not None
     assert failure.says == "exit code -9: killed, as the system does when memory runs out"
+
+
+COMMAND = """
+import sys
+from pathlib import Path
+from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.processes import run_command
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+exit_with(lambda: run_command([sys.executable, "-c", child], log=Path(sys.argv[1]), timeout_s=60))
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_command_that_is_asked_to_end_ends_what_it_started(tmp_path, kind):
+    log = tmp_path / "log.txt"
+    command = subprocess.Popen([sys.executable, "-c", COMMAND, str(log)], stderr=subprocess.PIPE)
+    while not (log.exists() and log.read_text().strip()) and command.poll() is None:
+        time.sleep(0.02)
+    command.send_signal(kind)
+    _, says = command.communicate(timeout=30)
+    assert (command.returncode, b"interrupted; nothing is left running" in says) == (130, True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,11 +104,15 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     Args:
         main: Returns the exit code. It ends what it started also when it is interrupted.
     """
+    # The end that schedulers and `timeout` ask for is a Ctrl-C: what was started ends with it.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         code = main()
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted; nothing is left running\n")
         code = INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     sys.exit(code)
 
 
