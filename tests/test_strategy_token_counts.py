@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_fsdp.strategies.token_mean import TokenMean
 from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
 from tests.support.trainer import fit, on_trainer_ranks, seeded, weights_of, with_options
 
@@ -130,6 +131,41 @@ def _wrong(rank, world_size, folder, how, message):
 )
 def test_what_cannot_be_a_number_of_tokens_is_refused_on_every_rank(tmp_path, how, message):
     on_trainer_ranks(_wrong, 2, tmp_path, how, message)
+
+
+def _wrong_on_an_accelerator(rank, world_size, folder):
+    """The host reads what was wrong in a step only at the end of the next one, or of the fit."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenMean, "__init__", _looking_later(TokenMean.__init__))
+        for how, message, num_batches in (
+            ("later", "rank 1: num_tokens: expected a number, as of the first micro-batch", 3),
+            ("later", "rank 1: num_tokens: expected a number, as of the first micro-batch", 2),
+            ("nan", "num_tokens: expected numbers of tokens, got a negative, NaN or infin", 3),
+        ):
+            model = seeded(lambda how=how: _Wrong(how))
+            with pytest.raises(ValueError, match=message):
+                fit(
+                    "scratch_fsdp_zero3",
+                    folder,
+                    model,
+                    loader(),
+                    use_distributed_sampler=False,
+                    limit_train_batches=num_batches,
+                )
+            assert all(weight.to_local().isfinite().all() for weight in model.parameters())
+            assert len(model.step_losses) == 2, how  # the first step's, and the wrong one's
+
+
+def _looking_later(init):
+    def on_an_accelerator(self, *args):
+        init(self, *args)
+        self._looks_at_once = False
+
+    return on_an_accelerator
+
+
+def test_on_an_accelerator_every_rank_hears_of_a_wrong_number_after_the_next_step(tmp_path):
+    on_trainer_ranks(_wrong_on_an_accelerator, 2, tmp_path)
 
 
 def _missing(rank, world_size, folder):

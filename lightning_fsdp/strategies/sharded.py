@@ -398,6 +398,11 @@ class ShardedStrategy(ProcessStrategy):
         training_position.count_in_own_batches(trainer)
         training_position.leave_finished_epoch(trainer)
 
+    @override
+    def on_train_end(self) -> None:
+        if self.precision_plugin.token_mean is not None:
+            self.precision_plugin.token_mean.raise_problems()
+
     # -- each batch --------------------------------------------------------------------------------
 
     @override

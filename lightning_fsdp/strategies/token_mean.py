@@ -58,13 +58,16 @@ class TokenMean:
     def __init__(self, engine: Engine, device: torch.device, key: str | None) -> None:
         self._engine = engine
         self._device = device
+        self._looks_at_once = device.type == "cpu"
         self._key = key
         self.is_last = True
         self.loss: Tensor | None = None
         self.weight: Tensor | None = None
         self.factor = torch.ones((), dtype=torch.float64, device=device)
         self._is_weighed: bool | None = None  # not known before the first micro-batch
-        self._problem: str | None = None  # of this rank in this step
+        self._problem: str | None = None  # of this rank, in a step that not all have heard of yet
+        self._num_wrong = torch.zeros_like(self.factor)  # numbers of this rank in this step
+        self._num_problems: Tensor | None = None  # over all ranks, in the last step that is over
         self._tokens: Tensor | None = None  # of the coming backward
         self._unit = torch.ones((), dtype=torch.float64, device=device)
         self._earlier: dict[str, Tensor] = {}  # gradients that were there when the step began
@@ -81,7 +84,7 @@ class TokenMean:
 
         Raises:
             ValueError: There is no number where one is expected, or one where none is; of the
-                first micro-batch on every rank, and later by :meth:`finish`.
+                first micro-batch on every rank, and later by :meth:`raise_problems`.
         """
         if output is None:
             return  # no backward follows
@@ -103,9 +106,9 @@ class TokenMean:
             self._labels.append(_count_labels(batch))
             is_enough = _warn_of_labels("Micro-batches of rank 0 have", self._labels)
             self._labels = None if is_enough or len(self._labels) == _NUM_WATCHED else self._labels
-        if problem is not None and self._is_weighed and self._device.type == "cpu":
-            # Raised by finish, on every rank: others would wait for this one.
-            self._problem, self._tokens = problem, torch.zeros((), dtype=torch.float64)
+        if problem is not None and self._is_weighed:
+            # Not raised here, by this rank alone: others would wait for it.
+            self._problem, self._tokens = problem, torch.zeros_like(self._unit)
         elif problem is not None:
             raise ValueError(problem)
 
@@ -137,18 +140,18 @@ class TokenMean:
         Collective; nothing happens where no loss was weighed.
 
         Raises:
-            ValueError: A number was missing on a rank, or was none; on every rank.
+            ValueError: As :meth:`raise_problems`: on CPU of this step, elsewhere of the one before,
+                for which the host need not wait.
         """
         if self._sums is None:
             return
-        has_problem = torch.full((1,), float(self._problem is not None), device=self._device)
-        mine, self._sums = torch.cat([self._sums, has_problem]), None
-        every = _of_every_rank(mine)
-        num_tokens, loss, num_problems = every.sum(0).unbind()
-        if self._device.type == "cpu" and num_problems > 0:  # elsewhere the host would wait
-            problems: list[Any] = [None] * len(every)
-            dist.all_gather_object(problems, self._problem)
-            _raise_first(problems)
+        self.raise_problems()
+        num_problems = self._num_wrong + float(self._problem is not None)
+        every = _of_every_rank(torch.stack([*self._sums, num_problems]))
+        num_tokens, loss, self._num_problems = every.sum(0).unbind()
+        self._sums, self._num_wrong = None, torch.zeros_like(num_problems)
+        if self._looks_at_once:
+            self.raise_problems()
         has_any = num_tokens > 0
         per_rank = num_tokens / len(every)
         self.factor = torch.where(has_any, self._unit / per_rank, 0.0)
@@ -158,6 +161,22 @@ class TokenMean:
                 shard.add_(self._earlier[name])
         self._earlier.clear()
         self.loss = torch.where(has_any, loss / num_tokens, 0.0).float()
+
+    def raise_problems(self) -> None:
+        """Raise what was wrong with a number since this was called before. Collective.
+
+        Raises:
+            ValueError: A number was missing on a rank, or was none; on every rank.
+        """
+        num_problems, self._num_problems = self._num_problems, None
+        if num_problems is not None and num_problems > 0:
+            problems: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(problems, self._problem)
+            _raise_first(problems)
+            raise ValueError(
+                f"{self._key or NUM_TOKENS}: expected numbers of tokens, got a negative, NaN or "
+                "infinite one."
+            )
 
     def _put_aside(self) -> None:
         # There are some where an overridden optimizer_zero_grad adds up steps. They are finished.
@@ -188,15 +207,16 @@ class TokenMean:
             )
         given = torch.as_tensor(value).detach()
         tokens = given.sum(dtype=torch.float64).to(self._device)
+        is_right = (given >= 0).all().to(self._device) & tokens.isfinite()
         # Looking at a number on another device would wait for it: once, at the beginning.
-        if self._device.type == "cpu" or self._is_weighed is None:
-            least = float(given.min()) if given.numel() else 0.0
-            if not (least >= 0 and tokens.isfinite()):
-                raise ValueError(
-                    f"{key}: expected numbers of tokens, got {least}. Of labels, give "
-                    f"(labels != {_IGNORED}).sum()."
-                )
-        return tokens
+        if (self._looks_at_once or self._is_weighed is None) and not is_right:
+            least = float(given.min())
+            raise ValueError(
+                f"{key}: expected numbers of tokens, got {least}. Of labels, give "
+                f"(labels != {_IGNORED}).sum()."
+            )
+        self._num_wrong += ~is_right
+        return torch.where(is_right, tokens, 0.0)
 
     def _agree(self, problem: str | None, batch: Any, num_micro_batches: int) -> None:
         """See that all ranks weigh, or none.
