@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
@@ -50,7 +49,7 @@ class FSDP2Engine(NativeEngine):
         _refuse_what_it_cannot(module)
         originals = dict(module.named_parameters())
         options: dict[str, Any] = {
-            "mesh": torch_internals.flat_mesh(device),
+            "mesh": self.grid.mesh or torch_internals.flat_mesh(device),
             "mp_policy": _policy(precision),
             "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
             if self.cpu_offload
@@ -88,7 +87,7 @@ class FSDP2Engine(NativeEngine):
         with torch.no_grad():
             whole = cast(DTensor, tensor.detach().to(self.device)).full_tensor()
         # Gathered into memory of its own; on one rank the piece is the whole, and nothing was.
-        return whole.clone() if dist.get_world_size() == 1 else whole
+        return whole.clone() if self.grid.shard_size == 1 else whole
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
@@ -100,7 +99,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        shape, ranks = self.shapes[name], range(dist.get_world_size())
+        shape, ranks = self.shapes[name], range(self.grid.shard_size)
         rows = -(-shape[0] // len(ranks))  # as torch.chunk cuts them
         inner = shape[1:].numel()
         stops = [min(rows * rank, shape[0]) * inner for rank in (*ranks, len(ranks))]

@@ -228,7 +228,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
         mine = partial_dot(first, second, self._engine.device)
-        return self._engine.of_all_ranks(mine).sum()
+        return self._engine.of_replica(mine).sum()
 
 
 class NativeWeight:

@@ -52,6 +52,7 @@ class ScratchEngine(Engine):
                 module,
                 self.plan,
                 units=self.units,
+                mesh=self.grid.mesh,
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
             )

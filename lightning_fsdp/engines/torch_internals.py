@@ -46,8 +46,13 @@ _meshes: list[weakref.ref[DeviceMesh]] = []
 def flat_mesh(device: torch.device) -> DeviceMesh:
     """All ranks in a row."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    _meshes.append(weakref.ref(mesh))
+    let_go_later(mesh)
     return mesh
+
+
+def let_go_later(mesh: DeviceMesh) -> None:
+    """Note a mesh for :func:`let_go_of_groups`."""
+    _meshes.append(weakref.ref(mesh))
 
 
 def let_go_of_groups() -> None:
