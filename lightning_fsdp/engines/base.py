@@ -92,6 +92,14 @@ class Engine(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside keep their gradients on this rank, without communication."""
 
+    def within_replica(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave the mean over replicas to a later one.
+
+        Nothing where there are no replicas, where the engine cannot (FSDP1), or where gradients are
+        kept apart by micro-batch.
+        """
+        return nullcontext()
+
     @abstractmethod
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:
         """What an optimizer would step with, sharing memory; without those that are ``None``.

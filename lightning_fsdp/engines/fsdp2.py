@@ -38,6 +38,7 @@ class FSDP2Engine(NativeEngine):
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         self._fsdp_parameters: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}  # of parameters, by name: torch's own, one for each unit
         self._syncs = True
 
     @override
@@ -63,9 +64,9 @@ class FSDP2Engine(NativeEngine):
         fsdp.fully_shard(module, **options)
         parameters = dict(module.named_parameters())
         name_of = {id(parameter): name for name, parameter in parameters.items()}
-        for sharded, fsdp_parameter in torch_internals.fsdp2_parameters(module):
+        for sharded, fsdp_parameter, group in torch_internals.fsdp2_parameters(module):
             name = name_of[id(sharded)]
-            self._fsdp_parameters[name] = fsdp_parameter
+            self._fsdp_parameters[name], self._groups[name] = fsdp_parameter, group
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
         mark_replaced(originals)
@@ -74,7 +75,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def _forget(self) -> None:
-        self._fsdp_parameters = {}
+        self._fsdp_parameters, self._groups = {}, {}
 
     @override
     def piece(self, tensor: Tensor) -> Tensor:
@@ -124,6 +125,12 @@ class FSDP2Engine(NativeEngine):
         return torch_internals.fsdp2_unreduced(self._fsdp_parameters[name])
 
     @override
+    def waits_in_replica(self, name: str) -> bool:
+        return (
+            name in self._groups and torch_internals.fsdp2_partial(self._groups[name]) is not None
+        )
+
+    @override
     def reduced(self, name: str) -> Tensor | None:
         return self.parameters[name].grad
 
@@ -131,6 +138,19 @@ class FSDP2Engine(NativeEngine):
     def clear_unreduced(self, names: Iterable[str]) -> None:
         for name in self._fsdp_parameters.keys() & set(names):
             torch_internals.fsdp2_clear_unreduced(self._fsdp_parameters[name])
+        waiting = [name for name in self._groups if self.waits_in_replica(name)]
+        cleared = set(names).intersection(waiting)
+        for name in cleared:
+            kept = [n for n in waiting if self._groups[n] is self._groups[name]]
+            if not cleared.issuperset(kept):
+                rest = next(n for n in kept if n not in cleared)
+                raise NotImplementedError(
+                    f"zero_grad() under FSDP2: expected to clear what waits for the mean over "
+                    f"replicas of whole units, got {name!r} without {rest!r}, with which torch "
+                    "keeps it in one buffer. Clear both, or use accumulation='local'."
+                )
+        for name in cleared:
+            torch_internals.fsdp2_clear_partial(self._groups[name])
 
     @property
     @override
@@ -152,6 +172,16 @@ class FSDP2Engine(NativeEngine):
             yield
         finally:
             self._set_syncs(True)
+
+    @contextmanager
+    @override
+    def within_replica(self) -> Iterator[None]:
+        root = cast(FSDPModule, self.module)
+        root.set_requires_all_reduce(self.keeps_separate or self.grid.num_replicas == 1)
+        try:
+            yield
+        finally:
+            root.set_requires_all_reduce(True)
 
     def _set_syncs(self, syncs: bool) -> None:
         root = cast(FSDPModule, self.module)

@@ -136,6 +136,10 @@ class NativeEngine(Engine):
     def unreduced(self, name: str) -> Tensor | None:
         """This rank's gradient that waits to be reduced, original shape."""
 
+    def waits_in_replica(self, name: str) -> bool:
+        """Whether a gradient was reduced within the replica only."""
+        return False
+
     @abstractmethod
     def reduced(self, name: str) -> Tensor | None:
         """The reduced gradient, as the optimizer gets it."""
@@ -333,6 +337,12 @@ class NativeEngine(Engine):
                     f"{what}: expected reduced gradients, but that of {name!r} is this rank's own "
                     f"({self.name}): the last backward did not communicate. Run the last "
                     "micro-batch outside of no_sync()."
+                )
+            if self.waits_in_replica(name):
+                raise RuntimeError(
+                    f"{what}: expected reduced gradients, but that of {name!r} is one replica's "
+                    f"({self.name}): the last backward took no mean over the replicas. Clear it "
+                    "with zero_grad(), or step after the last micro-batch."
                 )
 
     def _of(self, optimizer: Optimizer) -> Iterator[str]:

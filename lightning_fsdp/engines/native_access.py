@@ -44,9 +44,14 @@ class NativeGradient:
 
     @property
     def state(self) -> GradientState:
-        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``.
+
+        Or ``replica``: the mean over this rank's replica waits for the one over the replicas.
+        """
         if self._engine.unreduced(self.name) is not None:
             return "local"
+        if self._engine.waits_in_replica(self.name):
+            return "replica"
         return "none" if self._engine.reduced(self.name) is None else "reduced"
 
     def local(self) -> Tensor:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -90,7 +90,7 @@ class ShardedStrategy(ProcessStrategy):
             smallest number of parameters of a unit.
         accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
-            reduced into the shard.
+            reduced into the shard; over replicas, the last one only, but under FSDP1.
         checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
             which each rank writes its slices. It loads either, whatever this says.
         async_save: During a fit, sharded checkpoints are copied to the host and written while
@@ -502,7 +502,8 @@ class ShardedStrategy(ProcessStrategy):
         token_mean = self.precision_plugin.token_mean
         if token_mean is not None:
             token_mean.is_last = False
-        with nullcontext() if self._communicates_every_micro_batch else self.engine.no_sync():
+        reduces_each = self._communicates_every_micro_batch
+        with self.engine.within_replica() if reduces_each else self.engine.no_sync():
             yield
         if token_mean is not None:
             token_mean.is_last = True
