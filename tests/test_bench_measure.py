@@ -16,7 +16,7 @@ from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.measure import Measure, _num_tokens
 from lightning_fsdp.bench.memory import mean_over_time, thinned
 from lightning_fsdp.bench.records import RankMeasurement
-from lightning_fsdp.bench.theory import demand, sent_bytes
+from lightning_fsdp.bench.theory import demand, model_units, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
 from tests.support.bench_results import workload
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
@@ -131,9 +131,10 @@ def _over_replicas(rank, world_size, folder):
 
 def test_replicas_communicate_what_theory_demands(tmp_path):
     (found, *_), few = on_trainer_ranks(_over_replicas, 4, tmp_path, timeout_s=280), 3
-    units = None
+    task = Task(tied=True)
+    task.configure_model()
+    units = model_units(task)
     for name, measured in found.items():
-        units = units or measured.units
         engine, _, stage = name.replace("_fsdp", "").partition("_zero")
         arm = Arm(engine=engine, zero_stage=int(stage), batch_size=2, grad_accum=2)
         expected = demand(arm, replace(workload(), num_ranks=4, shard_size=2), units)
