@@ -3,12 +3,16 @@
 Ranks 0, 1 hold one model and ranks 2, 3 another. Each writes what it alone has, once.
 """
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
 
 from lightning_fsdp import load_sharded
+from tests.support.models import tiny_gpt2
 from tests.support.resumed import Dropping, keep_checkpoints, run_dropping
-from tests.support.trainer import on_trainer_ranks, seeded, weights_of, with_options
+from tests.support.trainer import make_trainer, on_trainer_ranks, seeded, weights_of, with_options
 
 STEPS = (1, 2, 3)  # in the first of two epochs, at its end, in the second
 FORMS = {
@@ -84,3 +88,37 @@ def _read(path):
         model.load_state_dict(state["state_dict"])
         optimizer.load_state_dict(state["optimizer_states"][0])
     return weights_of(model), optimizer.state_dict()["state"]
+
+
+class _Gpt2(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = tiny_gpt2(num_blocks=1)
+
+    def training_step(self, batch, batch_idx):
+        return self.model(batch, labels=batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self):
+        self.trainer.strategy.save_pretrained(self.folder)
+
+
+def _save_pretrained(rank, world_size, folder):
+    weights = {}
+    for name in ("scratch_fsdp_zero3", "fsdp2_zero2", "fsdp1_zero3"):
+        model = _Gpt2()
+        model.folder = folder / name
+        tokens = torch.arange(64).view(8, 8)
+        trainer = make_trainer(with_options(name, shard_size=2), folder)
+        trainer.fit(model, DataLoader(tokens, batch_size=2))
+        weights[name] = weights_of(model.model)
+    return weights
+
+
+def test_models_of_transformers_are_written_once(tmp_path):
+    weights, *_ = on_trainer_ranks(_save_pretrained, 4, tmp_path)
+    for name, expected in weights.items():
+        found = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        torch.testing.assert_close(dict(found), expected, atol=0, rtol=0)
