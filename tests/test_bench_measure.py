@@ -16,11 +16,11 @@ from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.measure import Measure, _num_tokens
 from lightning_fsdp.bench.memory import mean_over_time, thinned
 from lightning_fsdp.bench.records import RankMeasurement
-from lightning_fsdp.bench.theory import demand, sent_bytes
+from lightning_fsdp.bench.theory import demand, model_units, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
 from tests.support.bench_results import workload
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
-from tests.support.trainer import SHARDED, on_trainer_ranks
+from tests.support.trainer import SHARDED, on_trainer_ranks, with_options
 
 STEPS = {"warmup_steps": 1, "timed_steps": 2, "profiled_steps": 1}
 TOTAL = 5
@@ -120,6 +120,31 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(
             for kind, number in expected.collectives.items():
                 few = 0 if measured.data_collectives else 1  # the ranks agree once per step
                 assert 0 <= calls[kind] - number <= few, what
+
+
+def _over_replicas(rank, world_size, folder):
+    return {
+        name: _fit(rank, 4, with_options(name, shard_size=2), 2, folder / name)
+        for name in ("scratch_fsdp_zero3", "fsdp2_zero2")
+    }
+
+
+def test_replicas_communicate_what_theory_demands(tmp_path):
+    (found, *_), few = on_trainer_ranks(_over_replicas, 4, tmp_path, timeout_s=280), 3
+    task = Task(tied=True)
+    task.configure_model()
+    units = model_units(task)
+    for name, measured in found.items():
+        engine, _, stage = name.replace("_fsdp", "").partition("_zero")
+        arm = Arm(engine=engine, zero_stage=int(stage), batch_size=2, grad_accum=2)
+        expected = demand(arm, replace(workload(), num_ranks=4, shard_size=2), units)
+        sent = sent_bytes(measured.collective_bytes, 4, shard_size=2)
+        assert 0 <= sent - expected.sent_bytes <= CONTROL_BYTES, name
+        assert 0 <= measured.payload_bytes - expected.payload_bytes <= CONTROL_BYTES, name
+        calls = measured.data_collectives or measured.collectives
+        assert expected.collectives["all_reduce"] > 0
+        for kind, number in expected.collectives.items():
+            assert 0 <= calls[kind] - number <= few * (measured.data_collectives is None), name
 
 
 def _is_whole(measured, grad_accum):

@@ -41,6 +41,8 @@ SIMULATE = ["scaling", "--ranks", "8"]
         (["scaling"], "the following arguments are required: --ranks"),
         (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
         (["optimizer", "--ranks", "1"], "argument --ranks: expected 2 or more, got '1'"),
+        (["--ranks", "4", "--shard-size", "3"], "a divisor of --ranks 4, got 3"),
+        ([*SIMULATE, "--shard-size", "2"], "unrecognized arguments: --shard-size 2"),
         (["--timeout", "0"], "--timeout: expected more than 0, got '0'"),
     ],
 )

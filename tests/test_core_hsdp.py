@@ -371,8 +371,6 @@ def _refused(rank, world_size, what):
         fully_shard(model, mesh=meshes[rank == 3])
     elif what == "other models":
         fully_shard(model if rank < 2 else causal_lm(), mesh=mesh_of((2, 2)))
-    elif what == "all-reduce later":
-        fully_shard(model, mesh=mesh_of((2, 2))).set_requires_all_reduce(False)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +382,6 @@ def _refused(rank, world_size, what):
         ("one mesh, tied", "ValueError", ["one mesh", "2 replicas of 2 shards"]),
         ("other meshes", "RuntimeError", ["ranks disagree", "2 replicas of 2 shards", "rank 3:"]),
         ("other models", "RuntimeError", ["ranks disagree", "ranks 0, 1:", "ranks 2, 3:"]),
-        ("all-reduce later", "NotImplementedError", ["set_requires_all_reduce", "no_sync()"]),
     ],
 )
 def test_wrong_use_is_named_on_every_rank(what, type_name, words):

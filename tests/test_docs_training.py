@@ -19,7 +19,14 @@ from tests.support.nonfinite import Broken
 from tests.support.pages import blocks
 from tests.support.ranks import run_on_ranks
 from tests.support.snippets import runs
-from tests.support.trainer import fit, make_loader, make_trainer, on_trainer_ranks, seeded
+from tests.support.trainer import (
+    Regressor,
+    fit,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+)
 
 
 def _run_gradient_snippet(rank, world_size, code):
@@ -229,3 +236,23 @@ def test_the_page_shows_what_is_said_of_a_step_that_is_not_finite(tmp_path, code
     (shown,) = [text for _, text in blocks("docs/numbers.md") if text.startswith("optimizer step")]
     for said in on_trainer_ranks(_run_nonfinite_snippet, 2, code, tmp_path):
         assert said.split() == shown.split()
+
+
+def _run_replicas_snippet(rank, world_size, code, folder):
+    names = {}
+    exec(
+        code.replace(
+            "devices=4",
+            f"devices=4, default_root_dir={str(folder)!r}, logger=False, "
+            "enable_checkpointing=False, enable_progress_bar=False, "
+            "enable_model_summary=False, max_steps=1",
+        ),
+        names,
+    )
+    names["trainer"].fit(seeded(Regressor), make_loader())
+    return names["strategy"].num_replicas
+
+
+@runs("docs/training.md", "shard_size=2")
+def test_the_snippet_of_replicas_makes_two(tmp_path, code):
+    assert on_trainer_ranks(_run_replicas_snippet, 4, code, tmp_path) == [2] * 4

@@ -9,6 +9,7 @@ import torch
 from lightning_fsdp.plan.dry_run import Run, largest_batch
 from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, config_of
+from lightning_fsdp.plan.report import format_plan
 from tests.support.planned import SEQ_LEN, VOCABULARY, folder_with, planned
 
 
@@ -30,6 +31,18 @@ def test_what_rests_is_sixteen_bytes_per_parameter_over_the_ranks(folder, world_
     padding = 4 * 8 * 64  # of all regions: less than 8 elements each, and 32 per parameter
     for owner, num_bytes in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
         assert resting[owner] == pytest.approx(num_bytes * share, rel=0.01, abs=4 * padding), owner
+
+
+def test_replicas_hold_what_a_flat_mesh_of_their_ranks_holds(folder):
+    flat = planned(folder, world_size=8)
+    with_replicas = planned(folder, world_size=32, shard_size=8)
+    assert with_replicas.phases == flat.phases
+    assert planned(folder, world_size=8, shard_size=8).phases == flat.phases
+    assert "32 ranks (4 replicas of 8)" in format_plan("model", with_replicas)
+    assert "replicas" not in format_plan("model", flat)
+    for size in (0, 3):
+        with pytest.raises(ValueError, match=f"a divisor of the 8 ranks, got {size}"):
+            Run(world_size=8, shard_size=size)
 
 
 def test_a_folder_that_names_the_dtype_of_its_weights_takes_what_is_trained(folder):

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_fsdp
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.config import ZERO2, ZERO3
+from lightning_fsdp.engines.rank_grid import GridChoice
 from lightning_fsdp.strategies import registry
 from tests.support.ranks import run_snippet
 from tests.support.trainer import (
@@ -158,6 +159,14 @@ def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch
     assert strategy._timeout == timedelta(seconds=90)
     by_size = _configured(["--config", str(config), "--trainer.strategy.init_args.units=100"])
     assert by_size.engine.units == 100
+    for size in (2, "host"):
+        with_replicas = f"--trainer.strategy.init_args.shard_size={size}"
+        strategy = _configured(["--config", str(config), with_replicas])
+        assert strategy._grid_choice == GridChoice(shard_size=size)
+    by_mesh = _configured(
+        ["--config", str(config), "--trainer.strategy.init_args.device_mesh=[2,4]"]
+    )
+    assert by_mesh._grid_choice.sizes == (2, 4)
     named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
     assert type(named) is ScratchFSDPStrategy
     assert named.engine.plan == ZERO2

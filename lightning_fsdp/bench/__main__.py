@@ -55,6 +55,7 @@ def _workload(name: str, args: Namespace) -> Workload:
         observed_steps=2,
         writes_traces=is_run and args.profile,
         writes_snapshots=is_run and args.snapshot,
+        shard_size=getattr(args, "shard_size", None),
     )
 
 

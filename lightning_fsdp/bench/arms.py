@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_fsdp.strategies.registry import NAMES
+
 # engine -> the strategy names that its stages complete
 _STRATEGIES = {"scratch": "scratch_fsdp_zero", "fsdp1": "fsdp1_zero", "fsdp2": "fsdp2_zero"}
 ENGINES = tuple(_STRATEGIES)
@@ -34,6 +36,7 @@ class Workload:
         writes_snapshots: Whether each run leaves a snapshot of CUDA's memory in a warm-up step.
         overrides: Further command line arguments of the recipe.
         launcher: Module that runs the recipe, and its arguments; none: it runs by itself.
+        shard_size: Ranks that hold one model together, in arms that shard; ``None``: all.
     """
 
     config: Path
@@ -48,6 +51,7 @@ class Workload:
     writes_snapshots: bool = False
     overrides: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ()
+    shard_size: int | None = None
 
     @property
     def total_steps(self) -> int:
@@ -82,6 +86,19 @@ class Arm:
         """Unique, and good for a file name."""
         return f"{self.kind}_b{self.batch_size}_a{self.grad_accum}"
 
+    def _strategy(self, shard_size: int | None) -> str:
+        name = f"{_STRATEGIES[self.engine]}{self.zero_stage}"
+        if shard_size is None:
+            return name
+        cls, _, arguments = NAMES[name]
+        options = {**arguments, "shard_size": shard_size}
+        return json.dumps({"class_path": f"lightning_fsdp.{cls}", "init_args": options})
+
+    def num_shards(self, workload: Workload) -> int:
+        """Processes that hold one model together, where the arm shards."""
+        shards = self.engine in ENGINES
+        return (shards and workload.shard_size) or self.num_processes(workload)
+
     def num_processes(self, workload: Workload) -> int:
         """Processes that the arm starts."""
         return 1 if self.engine == "single" else workload.num_ranks
@@ -90,7 +107,7 @@ class Arm:
         """Command line of ``recipes.train`` for this arm, which writes measurements to ``out``."""
         is_single = self.engine == "single"
         references = {"single": "auto", "ddp": "ddp"}
-        strategy = references.get(self.engine) or f"{_STRATEGIES[self.engine]}{self.zero_stage}"
+        strategy = references.get(self.engine) or self._strategy(workload.shard_size)
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
         measure = _callback(

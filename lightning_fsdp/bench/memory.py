@@ -15,7 +15,7 @@ from lightning_fsdp.callbacks.memory import OWNERS, tell_owners
 from lightning_fsdp.callbacks.plain_access import close, gradients_of
 from lightning_fsdp.callbacks.storages import Ledger, nbytes_of, resting_tensors
 from lightning_fsdp.callbacks.throughput import flop_counter
-from lightning_fsdp.core.ranks.groups import communicator_of
+from lightning_fsdp.core.ranks.groups import communicator_of, communicator_of_mesh
 
 MOST_POINTS = 500
 """Of a time line."""
@@ -99,8 +99,10 @@ def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
     """Of this core, so far; ``None`` where another engine is at work."""
     if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
         return None
-    assert dist.group.WORLD is not None, "a strategy has made it"
-    traffic = communicator_of(dist.group.WORLD).traffic
+    mesh, world = trainer.strategy.engine.grid.mesh, dist.group.WORLD  # type: ignore[attr-defined]
+    assert world is not None, "a strategy has made it"
+    communicator = communicator_of(world) if mesh is None else communicator_of_mesh(mesh)
+    traffic = communicator.traffic
     return {kind: of_kind.calls for kind, of_kind in traffic.items()}
 
 

@@ -75,6 +75,9 @@ def _refuse_what_cannot_run(parser: CommandParser, args: argparse.Namespace) -> 
             f"--device cuda: expected a CUDA device per rank, so {num_wanted}, got "
             f"{torch.cuda.device_count()}. Lower --ranks, or leave it at --device cpu"
         )
+    shard_size = getattr(args, "shard_size", None)
+    if shard_size is not None and args.ranks % shard_size:
+        parser.error(f"--shard-size: expected a divisor of --ranks {args.ranks}, got {shard_size}")
     if getattr(args, "snapshot", False) and (args.warmup < 1 or not on_cuda):
         parser.error(
             "--snapshot records CUDA's memory in the last warm-up step: expected --device cuda "
@@ -112,6 +115,7 @@ def _run() -> CommandParser:
     )
     add = parser.add_argument
     add("--ranks", type=at_least(1), default=2, help="processes of a sharded arm")
+    _add_shard_size(parser)
     _add_training(parser, has_sizes=True)
     add("--profile", action="store_true", help="write a chrome trace of each run's profiled steps")
     add("--snapshot", action="store_true", help="write CUDA's memory of rank 0, per run")
@@ -156,6 +160,7 @@ def _largest_batch() -> CommandParser:
     )
     add = parser.add_argument
     add("--ranks", type=at_least(1), default=2, help="processes of each arm")
+    _add_shard_size(parser)
     cap: dict[str, Any] = {"type": at_least(1), "default": _MAX_BATCH_SIZE, "metavar": "CAP"}
     add("--max-batch-size", **cap, help=f"{_OF_BATCH} where the search ends")
     says = (
@@ -230,6 +235,11 @@ def _add_training(parser: CommandParser, *, has_sizes: bool) -> None:
     add("--timeout", type=positive, default=300.0, help="seconds per run")
     if has_sizes:
         add("--repeats", type=at_least(1), default=2, help="rounds over all arms")
+
+
+def _add_shard_size(parser: CommandParser) -> None:
+    says = "of --ranks, those that hold one model together (default: all)"
+    parser.add_argument("--shard-size", type=at_least(1), metavar="RANKS", help=says)
 
 
 def _add_engines(parser: CommandParser, engines: Sequence[str]) -> None:

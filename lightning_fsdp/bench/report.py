@@ -54,7 +54,8 @@ def summarize(
         if failed:
             row.failure, row.failure_kind = failed[0].failure, failed[0].failure_kind
             continue
-        _fill_in(row, of_arm)
+        shard_size = workload.shard_size and arm.num_shards(workload)
+        _fill_in(row, of_arm, shard_size)
         _judge(row, of_arm, references.get(row.shape), workload.precision)
         if row.failure is None:
             references.setdefault(row.shape, of_arm[0])
@@ -74,7 +75,7 @@ def summarize(
 _NOT_RUN = Run("", failure="not run", failure_kind="no measurement")
 
 
-def _fill_in(row: Row, runs: Sequence[Run]) -> None:
+def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
     """Everything but what other arms or the machine must be known for."""
     ranks, firsts = runs[0].ranks, [run.ranks[0] for run in runs]
     first = ranks[0]
@@ -87,7 +88,9 @@ def _fill_in(row: Row, runs: Sequence[Run]) -> None:
     row.resting_bytes = [rank.resting_bytes for rank in ranks]
     row.collectives, row.collective_bytes = first.collectives, first.collective_bytes
     row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
-    row.sent_bytes = sent_bytes(first.collective_bytes or {}, first.world_size)
+    row.sent_bytes = sent_bytes(
+        first.collective_bytes or {}, first.world_size, shard_size=shard_size
+    )
     parts = [step for rank in firsts for step in rank.parts]
     names = [part.name.removesuffix("_s") for part in fields(Parts)]
     if parts:

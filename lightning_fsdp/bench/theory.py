@@ -14,6 +14,8 @@ ddp          none                                    none                  1, of
 single       none                                    none                  none
 ============ ======================================= ===================== ==================
 
+Over replicas, each reduction is followed by one all-reduce of the shard.
+
 The core sends a shared weight alone; FSDP2 makes one unit of the units that share it; FSDP1 leaves
 it to its root, which stays whole from forward to backward, and makes a unit of each single module.
 
@@ -101,12 +103,14 @@ def demand(arm: Arm, workload: Workload, units: Sequence[UnitFacts]) -> Demand:
     engine, world_size = arm.engine, arm.num_processes(workload)
     if world_size == 1:  # which has nothing to send to anybody
         return Demand({}, 0, 0)
+    num_shards = arm.num_shards(workload)
+    num_replicas = world_size // num_shards
     bytes_share = 0.5 if workload.precision.endswith("-mixed") else 1.0
     backend = "nccl" if workload.accelerator == "cuda" else "gloo"
-    others = (world_size - 1) / world_size
+    others = (num_shards - 1) / num_shards
     total = sum(unit.nbytes for unit in units)
     if engine == "ddp":
-        return Demand(None, total, 2 * others * total)
+        return Demand(None, total, 2 * others * total)  # one shard, as it were, on all ranks
     travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
     num_gathers, gathered = 0, 0.0
     for unit in travelling:
@@ -114,19 +118,35 @@ def demand(arm: Arm, workload: Workload, units: Sequence[UnitFacts]) -> Demand:
         num_gathers += times * unit.num_modules
         gathered += times * unit.nbytes * bytes_share
     sent = others * (gathered + total)
-    is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, world_size)
-    payload = sent if is_pairwise else gathered / world_size + total
+    is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, num_shards)
+    payload = sent if is_pairwise else gathered / num_shards + total
     num_reductions = sum(unit.num_modules for unit in travelling)
-    return Demand({"all_gather": num_gathers, "reduce_scatter": num_reductions}, payload, sent)
+    collectives = {"all_gather": num_gathers, "reduce_scatter": num_reductions}
+    if num_replicas > 1:  # then each shard is averaged over the replicas, once a step
+        collectives["all_reduce"] = num_reductions
+        payload += total / num_shards
+        sent += 2 * (1 - 1 / num_replicas) * total / num_shards
+    return Demand(collectives, payload, sent)
 
 
-def sent_bytes(payload_of: dict[str, float], world_size: int) -> float:
-    """Bytes that have to leave a rank for what it passed to collectives, by kind."""
+def sent_bytes(
+    payload_of: dict[str, float], world_size: int, *, shard_size: int | None = None
+) -> float:
+    """Bytes that have to leave a rank for what it passed to collectives, by kind.
+
+    Args:
+        payload_of: By kind.
+        world_size: Ranks.
+        shard_size: Those that hold one model together, if not all; what is summed over all ranks
+            then goes over the replicas.
+    """
+    num_shards = shard_size or world_size
+    num_summed = world_size if num_shards == world_size else world_size // num_shards
     share = {
-        "all_gather": world_size - 1.0,
-        "reduce_scatter": 1 - 1 / world_size,
-        "all_to_all": 1 - 1 / world_size,
-        "all_reduce": 2 * (1 - 1 / world_size),
+        "all_gather": num_shards - 1.0,
+        "reduce_scatter": 1 - 1 / num_shards,
+        "all_to_all": 1 - 1 / num_shards,
+        "all_reduce": 2 * (1 - 1 / num_summed),
     }
     return sum(nbytes * share.get(kind, 1.0) for kind, nbytes in payload_of.items())
 

@@ -161,7 +161,7 @@ class GradientAccessProbe(pl.Callback):
             state = _STATES[int(codes[0])] if len(set(codes)) == 1 else "unavailable"
             states[name] = state
             if state in ("local", "reduced"):
-                num = len(squares) if state == "local" else 1
+                num = len(squares) if state == "local" else reporting.num_replicas(trainer)
                 norms[name] = math.sqrt(sum(squares) / num)
             if any(nans):
                 nan.append(name)

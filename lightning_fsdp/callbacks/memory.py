@@ -304,7 +304,7 @@ def _parameters(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Ten
 def _gradients(access: ReadableGradients) -> Iterator[Tensor]:
     for name in access.names():
         gradient = access[name]
-        if gradient.state != "none":
+        if gradient.state not in ("none", "replica"):  # what waits in a replica is read by nobody
             yield gradient.local() if gradient.state == "local" else gradient.shard
 
 

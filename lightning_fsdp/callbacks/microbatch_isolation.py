@@ -159,7 +159,8 @@ class MicrobatchIsolationProbe(pl.Callback):
         All ranks judge the same numbers, so that all of them raise, and the same.
         """
         assert self._access is not None, "training has started"
-        names = self._access.names()
+        # What was reduced within the replica alone is looked at once all have been averaged.
+        names = [name for name in self._access.names() if self._access[name].state != "replica"]
         states = self._agreed_states(trainer, names)
         numbers: list[float] = []
         for name in names:

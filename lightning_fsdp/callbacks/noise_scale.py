@@ -153,6 +153,7 @@ class GradientNoiseScale(pl.Callback):
         big_square, small_squares, num, inverse_sizes, weights, spread = (
             sum(column) for column in zip(*of_ranks, strict=True)
         )
+        big_square /= reporting.num_replicas(trainer)
         if num < 2 or not math.isfinite(big_square + small_squares):
             return
         if getattr(trainer.strategy, "mean_loss", None) is None:

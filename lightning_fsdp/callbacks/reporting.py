@@ -70,6 +70,12 @@ def loss_weight(trainer: pl.Trainer) -> float | Tensor:
     return 1 / trainer.accumulate_grad_batches if weight is None else weight
 
 
+def num_replicas(trainer: pl.Trainer) -> int:
+    """How often each shard is there, on one rank each."""
+    count: int = getattr(trainer.strategy, "num_replicas", 1)
+    return count
+
+
 def of_every_rank(trainer: pl.Trainer, numbers: Sequence[float]) -> list[list[float]]:
     """The numbers of each rank, in rank order, equal on all ranks. Collective.
 

@@ -127,6 +127,20 @@ class ShardedModule(nn.Module):
         for unit in self._units(recurse):
             unit.syncs_gradients = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether a backward that reduces also takes the mean over replicas (HSDP).
+
+        Without replicas it makes no difference.
+
+        Args:
+            requires_all_reduce: ``False``: gradients are reduced within the replica, where they add
+                up in the shard, until a backward that also takes the mean over replicas.
+            recurse: Also for the units of inner modules.
+        """
+        for unit in self._units(recurse):
+            has_replicas = bool(unit.communicator.after_reduction)
+            unit.averages_replicas = requires_all_reduce or not has_replicas
+
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
@@ -329,7 +343,6 @@ _REFUSED = {
     "set_modules_to_forward_prefetch": "The order is recorded in the first step.",
     "set_modules_to_backward_prefetch": "The order is recorded in the first step.",
     "set_is_last_backward": "Use set_requires_gradient_sync or no_sync().",
-    "set_requires_all_reduce": "Every reduction ends in the mean over the replicas; use no_sync().",
     "set_reduce_scatter_divide_factor": "Use set_gradient_divide_factor.",
     "set_force_sum_reduction_for_comms": "Use set_gradient_divide_factor(1.0) for sums.",
     "set_unshard_in_backward": "Units whose backward reads no weight are not gathered anyway.",

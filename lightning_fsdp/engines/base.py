@@ -26,6 +26,7 @@ from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign
+from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
 
 OWNER = "_lightning_fsdp_engine"
@@ -45,6 +46,7 @@ class Engine(ABC):
         shows_whole_shapes: Sharded parameters have the shape of the whole, so that optimizers can
             be built after sharding.
         module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
+        grid: Which ranks hold one model together; set before :meth:`shard`.
 
     Raises:
         ValueError: There is no such stage, or a size below 1.
@@ -57,6 +59,7 @@ class Engine(ABC):
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         self.module = None
+        self.grid = RankGrid()
         self.plan = plan_of_stage(zero_stage)
         self.units = _checked(units)
         self.cpu_offload = cpu_offload
@@ -88,6 +91,14 @@ class Engine(ABC):
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside keep their gradients on this rank, without communication."""
+
+    def within_replica(self) -> AbstractContextManager[None]:
+        """Backward passes inside leave the mean over replicas to a later one.
+
+        Nothing where there are no replicas, where the engine cannot (FSDP1), or where gradients are
+        kept apart by micro-batch.
+        """
+        return nullcontext()
 
     @abstractmethod
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:

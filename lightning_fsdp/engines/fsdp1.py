@@ -42,6 +42,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
+from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
 
 
@@ -72,6 +73,7 @@ class FSDP1Engine(NativeEngine):
             _refuse_tied_children(module)
         options: dict[str, Any] = {
             "sharding_strategy": self._strategy(),
+            "process_group": self._groups(),
             "mixed_precision": _policy(precision),
             "cpu_offload": CPUOffload(offload_params=self._is_offloaded),
             "use_orig_params": True,
@@ -94,16 +96,28 @@ class FSDP1Engine(NativeEngine):
         flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
         self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
         self._waits = False
-        self._places = _places({name: p.numel() for name, p in parameters.items()})
+        self._places = _places({name: p.numel() for name, p in parameters.items()}, self.grid)
         self._syncs = True
         return parameters
 
     def _strategy(self) -> ShardingStrategy:
         if dist.get_world_size() == 1:
             return ShardingStrategy.NO_SHARD  # the only one that FSDP1 takes there
-        if self.plan.reshard_after_forward:
-            return ShardingStrategy.FULL_SHARD
-        return ShardingStrategy.SHARD_GRAD_OP
+        is_hybrid, frees = self.grid.mesh is not None, self.plan.reshard_after_forward
+        if is_hybrid and self.grid.shard_size == 1:
+            raise NotImplementedError(
+                f"FSDP1: expected 2 or more ranks to hold a model together, got replicas of 1 on "
+                f"{self.grid.num_replicas} ranks, which torch would never average. Use "
+                "strategy='ddp', scratch_fsdp or fsdp2."
+            )
+        if frees:
+            return ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
+        return ShardingStrategy._HYBRID_SHARD_ZERO2 if is_hybrid else ShardingStrategy.SHARD_GRAD_OP
+
+    def _groups(self) -> Any:
+        """Within a replica and between them; ``None``: all ranks."""
+        mesh = self.grid.mesh
+        return None if mesh is None else (self.grid.shard_group, mesh.get_group(0))
 
     @override
     def _forget(self) -> None:
@@ -125,19 +139,19 @@ class FSDP1Engine(NativeEngine):
         for rank, (start, count) in enumerate(self._places[name]):
             if count:
                 part = result[start : start + count]
-                if rank == dist.get_rank():
+                if rank == self.grid.shard_rank:
                     part.copy_(piece)
-                dist.broadcast(part, src=rank)
+                dist.broadcast(part, group=self.grid.shard_group, group_src=rank)
         return result.view(self.shapes[name])
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        start, count = self._places[name][dist.get_rank()]
+        start, count = self._places[name][self.grid.shard_rank]
         return whole.detach().reshape(-1)[start : start + count].clone()
 
     @override
     def is_cut(self, name: str, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.numel() == self._places[name][dist.get_rank()][1]
+        return tensor.dim() > 0 and tensor.numel() == self._places[name][self.grid.shard_rank][1]
 
     @override
     def ranges(self, name: str) -> list[tuple[int, int]]:
@@ -149,11 +163,11 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def has_elements(self, name: str) -> bool:
-        return self._places[name][dist.get_rank()][1] > 0
+        return self._places[name][self.grid.shard_rank][1] > 0
 
     def flat_piece(self, name: str, piece: Tensor) -> FlatPiece:
         """This rank's elements of a parameter or of its state, and which they are."""
-        start, _ = self._places[name][dist.get_rank()]
+        start, _ = self._places[name][self.grid.shard_rank]
         return FlatPiece(self.piece(piece), self.shapes[name], start)
 
     def state_dict_of_pieces(self, part: nn.Module | None = None) -> dict[str, Any]:
@@ -360,9 +374,9 @@ def _refuse_tied_children(module: nn.Module) -> None:
         )
 
 
-def _places(numels: dict[str, int]) -> dict[str, list[tuple[int, int]]]:
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, numels)
+def _places(numels: dict[str, int], grid: RankGrid) -> dict[str, list[tuple[int, int]]]:
+    every: list[Any] = [None] * grid.shard_size
+    dist.all_gather_object(every, numels, group=grid.shard_group)
     places: dict[str, list[tuple[int, int]]] = {}
     for name in numels:
         start, places[name] = 0, []

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule
@@ -39,6 +38,7 @@ class FSDP2Engine(NativeEngine):
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         self._fsdp_parameters: dict[str, Any] = {}
+        self._groups: dict[str, Any] = {}  # of parameters, by name: torch's own, one for each unit
         self._syncs = True
 
     @override
@@ -50,7 +50,7 @@ class FSDP2Engine(NativeEngine):
         _refuse_what_it_cannot(module)
         originals = dict(module.named_parameters())
         options: dict[str, Any] = {
-            "mesh": torch_internals.flat_mesh(device),
+            "mesh": self.grid.mesh or torch_internals.flat_mesh(device),
             "mp_policy": _policy(precision),
             "offload_policy": fsdp.CPUOffloadPolicy(pin_memory=device.type != "cpu")
             if self.cpu_offload
@@ -64,9 +64,9 @@ class FSDP2Engine(NativeEngine):
         fsdp.fully_shard(module, **options)
         parameters = dict(module.named_parameters())
         name_of = {id(parameter): name for name, parameter in parameters.items()}
-        for sharded, fsdp_parameter in torch_internals.fsdp2_parameters(module):
+        for sharded, fsdp_parameter, group in torch_internals.fsdp2_parameters(module):
             name = name_of[id(sharded)]
-            self._fsdp_parameters[name] = fsdp_parameter
+            self._fsdp_parameters[name], self._groups[name] = fsdp_parameter, group
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
         mark_replaced(originals)
@@ -75,7 +75,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def _forget(self) -> None:
-        self._fsdp_parameters = {}
+        self._fsdp_parameters, self._groups = {}, {}
 
     @override
     def piece(self, tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class FSDP2Engine(NativeEngine):
         with torch.no_grad():
             whole = cast(DTensor, tensor.detach().to(self.device)).full_tensor()
         # Gathered into memory of its own; on one rank the piece is the whole, and nothing was.
-        return whole.clone() if dist.get_world_size() == 1 else whole
+        return whole.clone() if self.grid.shard_size == 1 else whole
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class FSDP2Engine(NativeEngine):
 
     @override
     def ranges(self, name: str) -> list[tuple[int, int]]:
-        shape, ranks = self.shapes[name], range(dist.get_world_size())
+        shape, ranks = self.shapes[name], range(self.grid.shard_size)
         rows = -(-shape[0] // len(ranks))  # as torch.chunk cuts them
         inner = shape[1:].numel()
         stops = [min(rows * rank, shape[0]) * inner for rank in (*ranks, len(ranks))]
@@ -125,6 +125,12 @@ class FSDP2Engine(NativeEngine):
         return torch_internals.fsdp2_unreduced(self._fsdp_parameters[name])
 
     @override
+    def waits_in_replica(self, name: str) -> bool:
+        return (
+            name in self._groups and torch_internals.fsdp2_partial(self._groups[name]) is not None
+        )
+
+    @override
     def reduced(self, name: str) -> Tensor | None:
         return self.parameters[name].grad
 
@@ -132,6 +138,19 @@ class FSDP2Engine(NativeEngine):
     def clear_unreduced(self, names: Iterable[str]) -> None:
         for name in self._fsdp_parameters.keys() & set(names):
             torch_internals.fsdp2_clear_unreduced(self._fsdp_parameters[name])
+        waiting = [name for name in self._groups if self.waits_in_replica(name)]
+        cleared = set(names).intersection(waiting)
+        for name in cleared:
+            kept = [n for n in waiting if self._groups[n] is self._groups[name]]
+            if not cleared.issuperset(kept):
+                rest = next(n for n in kept if n not in cleared)
+                raise NotImplementedError(
+                    f"zero_grad() under FSDP2: expected to clear what waits for the mean over "
+                    f"replicas of whole units, got {name!r} without {rest!r}, with which torch "
+                    "keeps it in one buffer. Clear both, or use accumulation='local'."
+                )
+        for name in cleared:
+            torch_internals.fsdp2_clear_partial(self._groups[name])
 
     @property
     @override
@@ -153,6 +172,16 @@ class FSDP2Engine(NativeEngine):
             yield
         finally:
             self._set_syncs(True)
+
+    @contextmanager
+    @override
+    def within_replica(self) -> Iterator[None]:
+        root = cast(FSDPModule, self.module)
+        root.set_requires_all_reduce(self.keeps_separate or self.grid.num_replicas == 1)
+        try:
+            yield
+        finally:
+            root.set_requires_all_reduce(True)
 
     def _set_syncs(self, syncs: bool) -> None:
         root = cast(FSDPModule, self.module)

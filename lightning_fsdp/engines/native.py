@@ -136,6 +136,10 @@ class NativeEngine(Engine):
     def unreduced(self, name: str) -> Tensor | None:
         """This rank's gradient that waits to be reduced, original shape."""
 
+    def waits_in_replica(self, name: str) -> bool:
+        """Whether a gradient was reduced within the replica only."""
+        return False
+
     @abstractmethod
     def reduced(self, name: str) -> Tensor | None:
         """The reduced gradient, as the optimizer gets it."""
@@ -334,6 +338,12 @@ class NativeEngine(Engine):
                     f"({self.name}): the last backward did not communicate. Run the last "
                     "micro-batch outside of no_sync()."
                 )
+            if self.waits_in_replica(name):
+                raise RuntimeError(
+                    f"{what}: expected reduced gradients, but that of {name!r} is one replica's "
+                    f"({self.name}): the last backward took no mean over the replicas. Clear it "
+                    "with zero_grad(), or step after the last micro-batch."
+                )
 
     def _of(self, optimizer: Optimizer) -> Iterator[str]:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
@@ -356,12 +366,15 @@ class NativeEngine(Engine):
     @override
     def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         mine = partial_norm(gradients, norm_type, self.device)
-        return total_norm(self.of_all_ranks(mine), norm_type)
+        return total_norm(self.of_replica(mine), norm_type)
 
-    def of_all_ranks(self, number: Tensor) -> Tensor:
-        """``(W,)``: a 0-d tensor of every rank, in rank order, equal on all. Collective."""
-        every = [torch.empty_like(number) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, number)
+    def of_replica(self, number: Tensor) -> Tensor:
+        """``(n,)``: a 0-d tensor of every rank of a replica, in rank order. Collective.
+
+        Replicas hold the same pieces, so that each counts once.
+        """
+        every = [torch.empty_like(number) for _ in range(self.grid.shard_size)]
+        dist.all_gather(every, number, group=self.grid.shard_group)
         return torch.stack(every)
 
     @property
@@ -405,9 +418,7 @@ class _Pieces(Slices):
 
     def __init__(self, engine: NativeEngine) -> None:
         self._engine = engine
-        group = dist.group.WORLD
-        assert group is not None, "it was opened"
-        self._communicator = communicator_of(group)
+        self._communicator = communicator_of(engine.grid.shard_group)
         self._names = {id(parameter): name for name, parameter in engine.parameters.items()}
 
     @override

@@ -44,9 +44,14 @@ class NativeGradient:
 
     @property
     def state(self) -> GradientState:
-        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``.
+
+        Or ``replica``: the mean over this rank's replica waits for the one over the replicas.
+        """
         if self._engine.unreduced(self.name) is not None:
             return "local"
+        if self._engine.waits_in_replica(self.name):
+            return "replica"
         return "none" if self._engine.reduced(self.name) is None else "reduced"
 
     def local(self) -> Tensor:
@@ -228,7 +233,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
         mine = partial_dot(first, second, self._engine.device)
-        return self._engine.of_all_ranks(mine).sum()
+        return self._engine.of_replica(mine).sum()
 
 
 class NativeWeight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
-from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients
+from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients, keeps_apart
 from lightning_fsdp.core.access.weights import weights
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
@@ -52,6 +52,7 @@ class ScratchEngine(Engine):
                 module,
                 self.plan,
                 units=self.units,
+                mesh=self.grid.mesh,
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
             )
@@ -77,6 +78,18 @@ class ScratchEngine(Engine):
             "there is a module between setup and teardown"
         )
         return self.module.no_sync()
+
+    @contextmanager
+    @override
+    def within_replica(self) -> Iterator[None]:
+        units = [] if any(map(keeps_apart, self._all_units())) else self._all_units()
+        for unit in units:
+            unit.averages_replicas = self.grid.num_replicas == 1
+        try:
+            yield
+        finally:
+            for unit in units:
+                unit.averages_replicas = True
 
     @override
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:

@@ -46,8 +46,13 @@ _meshes: list[weakref.ref[DeviceMesh]] = []
 def flat_mesh(device: torch.device) -> DeviceMesh:
     """All ranks in a row."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    _meshes.append(weakref.ref(mesh))
+    let_go_later(mesh)
     return mesh
+
+
+def let_go_later(mesh: DeviceMesh) -> None:
+    """Note a mesh for :func:`let_go_of_groups`."""
+    _meshes.append(weakref.ref(mesh))
 
 
 def let_go_of_groups() -> None:
@@ -62,8 +67,8 @@ def let_go_of_groups() -> None:
     _meshes.clear()
 
 
-def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
-    """FSDP2's sharded parameters and its own object for each, where unreduced gradients are."""
+def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any, Any]]:
+    """FSDP2's sharded parameters, its own object for each, and that of those reduced together."""
     seen = set()
     for module in root.modules():
         if not isinstance(module, FSDPModule):
@@ -76,7 +81,7 @@ def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any]]:
             for fsdp_parameter in group.fsdp_params:
                 if id(fsdp_parameter) not in seen:
                     seen.add(id(fsdp_parameter))
-                    yield fsdp_parameter.sharded_param, fsdp_parameter
+                    yield fsdp_parameter.sharded_param, fsdp_parameter, group
 
 
 def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
@@ -95,6 +100,17 @@ def fsdp2_clear_unreduced(fsdp_parameter: Any) -> None:
     unsharded = getattr(fsdp_parameter, "_unsharded_param", None)
     if unsharded is not None:
         unsharded.grad = None
+
+
+def fsdp2_partial(group: Any) -> Tensor | None:
+    """What waits for the mean over replicas, of all parameters of a group."""
+    partial: Tensor | None = group._partial_reduce_output
+    return partial
+
+
+def fsdp2_clear_partial(group: Any) -> None:
+    """FSDP2 offers no way; left there, it is added to the next step's."""
+    group._partial_reduce_output = None
 
 
 def fsdp1_flat_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, list[nn.Parameter]]]:

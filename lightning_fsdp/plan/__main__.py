@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = config_of(args.model)
         run = Run(
             world_size=args.ranks,
+            shard_size=args.shard_size,
             zero_stage=args.stage,
             precision=args.precision,
             batch_size=args.batch_size,
@@ -102,6 +103,12 @@ def make_parser() -> CommandParser:
         help=f"one of {', '.join(MODELS)}; or a folder with a config.json of transformers",
     )
     parser.add_argument("--ranks", type=int, required=True, help="of the run")
+    parser.add_argument(
+        "--shard-size",
+        type=int,
+        metavar="RANKS",
+        help="that hold one model together; each group of as many holds a replica (default: all)",
+    )
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO: 2 or 3")
     parser.add_argument(
         "--precision", default=Run.precision, help="of the Trainer: 32-true, bf16-true, bf16-mixed"

@@ -39,7 +39,7 @@ from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.optimizers.owners import Load
 from lightning_fsdp.core.optimizers.whole_state import kept_by, loads_of
-from lightning_fsdp.core.ranks.groups import communicator_of
+from lightning_fsdp.core.ranks.groups import communicator_of_mesh
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
@@ -65,6 +65,7 @@ class Run:
 
     Attributes:
         world_size: Ranks.
+        shard_size: Those that hold one model together; ``None``: all.
         zero_stage: 2 or 3.
         precision: Of the Trainer.
         batch_size: Sequences per rank and micro-batch.
@@ -77,6 +78,7 @@ class Run:
     """
 
     world_size: int
+    shard_size: int | None = None
     zero_stage: int = 3
     precision: str = "bf16-mixed"
     batch_size: int = 1
@@ -98,6 +100,13 @@ class Run:
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name}: expected at least 1, got {getattr(self, name)}. Raise it."
+                )
+        if self.shard_size is not None:
+            is_divisor = self.shard_size >= 1 and self.world_size % self.shard_size == 0
+            if not is_divisor:
+                raise ValueError(
+                    f"shard_size: expected a divisor of the {self.world_size} ranks, got "
+                    f"{self.shard_size}. Each replica of the model needs as many ranks."
                 )
         for name, choices in (("backend", ("nccl", "gloo")), ("optimizer", ("adamw", "muon"))):
             if getattr(self, name) not in choices:
@@ -338,9 +347,10 @@ def _group_of(run: Run) -> Iterator[DeviceMesh]:
         )
     torch_internals.open_fake_group(run.world_size)
     try:
-        mesh = init_device_mesh("cpu", (run.world_size,))
-        in_pairs = exchanges_in_pairs(run.backend, run.world_size)
-        communicator_of(mesh.get_group(), in_pairs=in_pairs)
+        size = run.shard_size or run.world_size
+        shape = (run.world_size // size, size)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        communicator_of_mesh(mesh, in_pairs=exchanges_in_pairs(run.backend, size))
         yield mesh
     finally:
         dist.destroy_process_group()

@@ -25,8 +25,9 @@ stays false, so that ``on_load_checkpoint`` may still rebuild the module, and th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from os import PathLike
 from pathlib import Path
@@ -43,12 +44,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint import background
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
+from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
 from lightning_fsdp.strategies import (
     lightning_internals,
     random_states,
@@ -87,7 +90,7 @@ class ShardedStrategy(ProcessStrategy):
             smallest number of parameters of a unit.
         accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
-            reduced into the shard.
+            reduced into the shard; over replicas, the last one only, but under FSDP1.
         checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
             which each rank writes its slices. It loads either, whatever this says.
         async_save: During a fit, sharded checkpoints are copied to the host and written while
@@ -95,6 +98,10 @@ class ShardedStrategy(ProcessStrategy):
             a checkpoint that is replaced is removed once the next one is in place.
         activation_checkpointing: ``True``: every unit that encloses no other is computed again in
             the backward, and only its inputs are kept; or the names of classes to do this for.
+        shard_size: Ranks that hold one model together; each group of as many holds a replica, and
+            gradients are averaged over the replicas too (HSDP). ``"host"``: the ranks of a host.
+            ``None``: all ranks.
+        device_mesh: The same as ``(replicas, shards)``, or as a ``DeviceMesh`` of these dimensions.
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
             rank, and the optimizer steps there; pinned memory beside an accelerator.
         compile: Compile every unit that encloses no other, as ``module.compile()`` does.
@@ -122,6 +129,7 @@ class ShardedStrategy(ProcessStrategy):
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
+    _world: Callable[[], dist.ProcessGroup | None]  # for which ranks were put into replicas
     _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
     def __init__(
@@ -137,6 +145,8 @@ class ShardedStrategy(ProcessStrategy):
         checkpoint: Literal["full", "sharded"] = "full",
         async_save: bool = False,
         activation_checkpointing: list[str] | bool | None = None,
+        shard_size: int | Literal["host"] | None = None,
+        device_mesh: tuple[int, int] | DeviceMesh | None = None,
         cpu_offload: bool = False,
         compile: bool = False,  # noqa: A002 (a public name)
         on_nonfinite: Literal["raise", "skip"] | None = None,
@@ -155,6 +165,7 @@ class ShardedStrategy(ProcessStrategy):
             weigh_by=weigh_by,
             timeout=timeout,
         )
+        self._grid_choice = GridChoice(shard_size, device_mesh)
         self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         super().__init__(
             accelerator=accelerator,
@@ -176,6 +187,7 @@ class ShardedStrategy(ProcessStrategy):
         self._weigh_by = weigh_by
         self._is_interrupted = False
         self._is_in_step = False
+        self._world = lambda: None
         self._random_states = None
 
     def __repr__(self) -> str:
@@ -193,6 +205,11 @@ class ShardedStrategy(ProcessStrategy):
     def weights(self) -> WeightAccess:
         """Parameters by original name, while a module is sharded."""
         return self.engine.weights
+
+    @property
+    def num_replicas(self) -> int:
+        """How many models the ranks hold together; once there are processes."""
+        return self.engine.grid.num_replicas
 
     @property
     def mean_loss(self) -> Tensor | None:
@@ -263,6 +280,17 @@ class ShardedStrategy(ProcessStrategy):
             engine = owner_of(self.lightning_module) or self.engine
             engine.make_whole(self.lightning_module)
             unit_calls.undo(self.lightning_module)
+        self._open_grid()
+
+    def _open_grid(self) -> None:
+        """Choose the ranks of each replica, once for as long as there is a process group."""
+        world = dist.group.WORLD
+        assert world is not None, "it was opened"
+        if self._world() is not world:
+            self.engine.grid = open_grid(
+                self._grid_choice, device_type=self.root_device.type, host=self.node_rank
+            )
+            self._world = weakref.ref(world)
 
     @contextmanager
     @override
@@ -479,7 +507,8 @@ class ShardedStrategy(ProcessStrategy):
         token_mean = self.precision_plugin.token_mean
         if token_mean is not None:
             token_mean.is_last = False
-        with nullcontext() if self._communicates_every_micro_batch else self.engine.no_sync():
+        reduces_each = self._communicates_every_micro_batch
+        with self.engine.within_replica() if reduces_each else self.engine.no_sync():
             yield
         if token_mean is not None:
             token_mean.is_last = True

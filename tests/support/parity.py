@@ -130,7 +130,8 @@ def train_on_rank(
     """Train a sharded model on this rank's part of the batches.
 
     Args:
-        accumulation: ``local`` reduces with the last micro-batch only, ``sum`` with each.
+        accumulation: ``local`` reduces with the last micro-batch only, ``sum`` with each, and
+            ``replica`` with each within the replica, over the replicas with the last only.
     """
     trace = Trace()
     for step in batches:
@@ -138,6 +139,8 @@ def train_on_rank(
         for index, micro_batch in enumerate(step):
             is_last = index == len(step) - 1
             is_local = accumulation == "local" and not is_last
+            if accumulation == "replica":
+                model.set_requires_all_reduce(is_last)
             with model.no_sync() if is_local else contextlib.nullcontext():
                 loss = loss_of(model, micro_batch[rank]) / len(step)
                 loss.backward()

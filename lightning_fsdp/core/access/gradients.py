@@ -32,7 +32,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 
 MicroBatchMode = Literal["sum", "local", "separate"]
-GradientState = Literal["none", "local", "reduced"]
+GradientState = Literal["none", "local", "replica", "reduced"]
 GradientFunction = Callable[[str, Tensor, int], None]
 Hook = TypeVar("Hook")
 GradientSet = int | Mapping[str, Tensor] | None
@@ -67,12 +67,15 @@ class Gradient:
 
     @property
     def state(self) -> GradientState:
-        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``."""
+        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``.
+
+        Or ``replica``: the mean over this rank's replica waits for the one over the replicas.
+        """
         gradient = self._parameter.grad
         if gradient is None:
             return "none"
         if isinstance(gradient, UnreducedGradient):
-            return "local"
+            return "replica" if gradient.part is None else "local"
         return "reduced"
 
     def local(self) -> Tensor:
@@ -84,7 +87,7 @@ class Gradient:
             GradientUnavailable: There is none, or it was reduced already.
         """
         gradient = self._parameter.grad
-        if isinstance(gradient, UnreducedGradient):
+        if isinstance(gradient, UnreducedGradient) and gradient.part is not None:
             return gradient.part
         raise self._unavailable(
             "local",
@@ -117,8 +120,8 @@ class Gradient:
         if isinstance(gradient, UnreducedGradient) or not isinstance(gradient, ShardedTensor):
             raise self._unavailable(
                 "reduced",
-                "run a backward that reduces (set_requires_gradient_sync(True), or outside of "
-                "no_sync())",
+                "run a backward that reduces (set_requires_all_reduce(True) and "
+                "set_requires_gradient_sync(True), or outside of no_sync())",
             )
         if micro_batch is None:
             return gradient
@@ -185,7 +188,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             gradient = self[name]
             if gradient.state == "none":
                 continue
-            if micro_batch is None or gradient.state == "local":
+            if micro_batch is None or gradient.state != "reduced":
                 shards[name] = gradient.shard
             elif micro_batch in _kept(self.parameters[name]):
                 shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
@@ -231,9 +234,10 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 "earlier backward without reduction. Reduce them with the next backward, or drop "
                 "them with zero_grad()."
             )
-        before = {unit: unit.syncs_gradients for unit in units}
+        before = {unit: (unit.syncs_gradients, unit.averages_replicas) for unit in units}
         for unit in units:
             unit.syncs_gradients = mode != "local"
+            unit.averages_replicas |= mode != "sum"
         for flat_param in flat_params:
             flat_param.micro_batch = 0
         # Where another context keeps them apart already, that one does.
@@ -250,8 +254,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 for schedule in schedules_in(self.module):
                     schedule.reduce_waiting()
         finally:
-            for unit, syncs in before.items():
-                unit.syncs_gradients = syncs
+            for unit, flags in before.items():
+                unit.syncs_gradients, unit.averages_replicas = flags
             apart.remove()
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
@@ -306,6 +310,12 @@ def gradients(module: nn.Module) -> Gradients:
         ValueError: Nothing in the module is sharded.
     """
     return Gradients(module)
+
+
+def keeps_apart(unit: Unit) -> bool:
+    """Whether ``micro_batches("separate")`` keeps the gradients of a unit apart now."""
+    watchers = (w for f in unit.flat_params for w in f.gradient_watchers.values())
+    return any(isinstance(watcher, _KeepingApart) for watcher in watchers)
 
 
 def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:

@@ -21,22 +21,19 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
-from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine import torch_internals, waiting
 from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
-from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, local_gradient_of
+from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
-
-KeepLocal = Callable[[Sharded, Tensor, Sharded | None], LocalGradient]
-"""Of a parameter, its local gradient, and a reduced one that was there before."""
 
 
 class FlatParameter:
@@ -48,14 +45,16 @@ class FlatParameter:
         shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
         home: Where the shard lives, and the way from and to it.
-        keep_local: Makes what stands in ``.grad`` for a parameter's local gradient, and a reduced
-            one beside it.
+        make_waiting: Makes what stands in ``.grad`` for a gradient that waits to be reduced.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
         holders: Who does.
         divide_factor: What the sum over all ranks is divided by; ``None``: their number.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
+        stays_in_replica: Whether reductions leave out the mean over replicas, which a later one
+            takes. Likewise.
+        waits_for_mean: Whether the last one did.
         micro_batch: Of the running or coming backward; the schedule counts.
         copy: Life of the whole copy.
         gradient_watchers: By the id of the handle that takes each off.
@@ -70,11 +69,11 @@ class FlatParameter:
         communicator: Communicator,
         policy: PrecisionPolicy,
         home: Home,
-        keep_local: KeepLocal,
+        make_waiting: waiting.MakeWaiting,
     ) -> None:
         self.name, self.layout, self.parameters = name, layout, tuple(parameters)
         self.communicator, self.policy = communicator, policy
-        self.home, self.keep_local = home, keep_local
+        self.home, self.make_waiting = home, make_waiting
         self.micro_batch = 0
         self.divide_factor: float | None = None
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
@@ -96,7 +95,7 @@ class FlatParameter:
         self.copy = ParameterState.UNSHARDED
         self._gather: Pending | None = None
         self._free()
-        self.sends_sums = False
+        self.sends_sums = self.stays_in_replica = self.waits_for_mean = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
@@ -104,6 +103,7 @@ class FlatParameter:
         self.holders: set[object] = set()
         self._gathered_version = -1
         self._reduction: Pending | None = None
+        self._used_in_replica: list[bool] | None = None  # by slot, of a reduction that stays there
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
@@ -202,10 +202,15 @@ class FlatParameter:
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether gradients wait here that were not reduced and not dropped."""
+        """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
         return bool(self._arrived) or any(
-            local_gradient_of(parameter) is not None for parameter in self.parameters
+            waiting.local_gradient_of(parameter) is not None for parameter in self.parameters
         )
+
+    @property
+    def may_wait_elsewhere(self) -> bool:
+        """Whether ranks may have gradients that wait; it is the same on all of them."""
+        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -249,8 +254,9 @@ class FlatParameter:
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        if (local := local_gradient_of(self.parameters[slot])) is not None:  # of backwards before
-            local.part.add_(gradient)
+        own = waiting.own_gradient_of(self.parameters[slot])
+        if own is not None:  # of backwards before
+            own.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
         else:
@@ -270,9 +276,12 @@ class FlatParameter:
                 sent_dtype=self.sent_dtype,
                 dtype=self._reduce_dtype,
             )
-        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
-            self._reduction.then(name, self.name, stage)
-        self.sends_sums = False
+        self._used_in_replica = has_one if self.stays_in_replica else None
+        if not self.stays_in_replica:
+            waiting.let_join(self._reduction, self.parameters, has_one)
+            for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
+                self._reduction.then(name, self.name, stage)
+        self.sends_sums, self.waits_for_mean = False, self.stays_in_replica
         return has_one
 
     def advance(self) -> bool:
@@ -286,6 +295,10 @@ class FlatParameter:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = reduction.wait()
+            if (used := self._used_in_replica) is not None:  # what has trained stays noted
+                of_each = zip(self.parameters, self._trained, used, strict=True)
+                waiting.keep_in_replica(of_each, shard, self.make_waiting)
+                return
             if self.divide_factor is not None:  # the mean over all ranks was taken
                 shard.mul_(self.communicator.mesh_size / self.divide_factor)
             shard = shard.to(self.shard.dtype)
@@ -299,9 +312,9 @@ class FlatParameter:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
             slot, gradient = self._arrived.popitem()
-            parameter = self.parameters[slot]
-            prior = cast(Sharded | None, parameter.grad)
-            parameter.grad = self.keep_local(parameter, gradient.to(self._reduce_dtype), prior)
+            waiting.keep_own(
+                self.parameters[slot], gradient.to(self._reduce_dtype), self.make_waiting
+            )
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -312,6 +325,7 @@ class FlatParameter:
         self.holders.clear()
         if drops_gradients:
             self._take_local()
+            waiting.take_of_replica(self.parameters, [False] * len(self.parameters))
         reduction, self._reduction = self._reduction, None
         try:
             if reduction is not None:
@@ -321,11 +335,9 @@ class FlatParameter:
                 self._free()
 
     def _take_local(self) -> dict[int, Tensor]:
-        """The local gradients by slot; nothing of them is left here and in ``.grad``."""
+        """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
-        for slot, parameter in enumerate(self.parameters):
-            if (local := local_gradient_of(parameter)) is not None:
-                gradients[slot], parameter.grad = local.part, local.prior
+        gradients.update(waiting.take_own(self.parameters))
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
@@ -354,15 +366,8 @@ class FlatParameter:
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
-        gradient = total = type(parameter)(shard, parameter.spec)
-        local = local_gradient_of(parameter)
-        present = parameter.grad if local is None else local.prior
-        if present is not None:
-            total = cast(Sharded, present.add_(gradient))
-        elif local is not None:
-            local.prior = total
-        else:
-            parameter.grad = total
+        gradient = type(parameter)(shard, parameter.spec)
+        total = waiting.add_reduced(parameter, gradient)
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 

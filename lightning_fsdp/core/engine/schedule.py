@@ -251,7 +251,8 @@ class Schedule:
             return self._backward
         if self._backward is not None:
             self._recover("a backward")
-        for flat_param in self._users:
+        for flat_param, users in self._users.items():
+            flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
             # Whether or not this rank has gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
@@ -272,7 +273,9 @@ class Schedule:
         for flat_param in list(backward.unsettled):
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
-        self._reduce_waiting(s for s in self._users if s.sends_sums and self._syncs_gradients(s))
+        self._reduce_waiting(
+            s for s in self._users if s.may_wait_elsewhere and self._syncs_gradients(s)
+        )
         self._gathers.drop_ahead()
         self._reductions.land()
         for flat_param in self._users:

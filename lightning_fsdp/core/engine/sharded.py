@@ -67,19 +67,3 @@ class Sharded(Tensor):
     def to_local(self) -> Tensor:
         """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
         return self._local
-
-
-class LocalGradient(Sharded):
-    """What stands in ``.grad`` while only this rank's own, not yet reduced gradient exists.
-
-    ``.grad`` is the one truth: whoever sets it to ``None`` or zeroes it drops the gradient.
-    """
-
-    part: Tensor  # the sum of this rank's own: original shape, reduce dtype
-    prior: Sharded | None  # reduced gradient of earlier micro-batches, to be added to
-
-
-def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
-    """What waits in ``.grad`` to be reduced."""
-    present = parameter.grad
-    return present if isinstance(present, LocalGradient) else None

@@ -82,6 +82,7 @@ class Unit:
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
         reshard_after_backward: Likewise.
         syncs_gradients: Whether a backward reduces gradients over the ranks.
+        averages_replicas: Whether such a reduction goes over the replicas too, if there are any.
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
@@ -107,7 +108,7 @@ class Unit:
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = reshard_after_backward
-        self.syncs_gradients = True
+        self.syncs_gradients = self.averages_replicas = True
         self.needs_backward_gather = not all(map(_is_plain_embedding, modules))
         self.has_leaves_installed = False
         self.is_kept_for_graph = False
@@ -132,7 +133,7 @@ class Unit:
             )
         copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
         copied.__dict__.update(self.__dict__)
-        copied.syncs_gradients = True
+        copied.syncs_gradients = copied.averages_replicas = True
         copied._hold = object()
         copied.has_leaves_installed = False
         copied.is_kept_for_graph = False

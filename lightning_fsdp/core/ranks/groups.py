@@ -12,7 +12,6 @@ in a row; then every shard of gradients is averaged down its column, by an all-r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,17 +34,18 @@ def communicator_of(group: dist.ProcessGroup, *, in_pairs: bool | None = None) -
     return _known(group, None, None, in_pairs)
 
 
-def communicator_of_mesh(mesh: DeviceMesh) -> Communicator:
+def communicator_of_mesh(mesh: DeviceMesh, *, in_pairs: bool | None = None) -> Communicator:
     """The communicator of a mesh: sharded over its last dimension, replicated over the first.
 
     Collective over the mesh.
 
     Args:
         mesh: 1-D or 2-D; one replica is the same as none.
+        in_pairs: As of :func:`communicator_of`.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
-        return communicator_of(mesh.get_group(mesh.ndim - 1))
-    return _known(mesh.get_group(1), mesh.get_group(0), mesh.mesh.flatten().tolist(), None)
+        return communicator_of(mesh.get_group(mesh.ndim - 1), in_pairs=in_pairs)
+    return _known(mesh.get_group(1), mesh.get_group(0), mesh, in_pairs)
 
 
 def control_of(communicator: Communicator) -> ControlGroup:
@@ -115,7 +115,7 @@ class _Replicas:
 def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
-    everyone: Sequence[int] | None,
+    mesh: DeviceMesh | None,
     in_pairs: bool | None,
 ) -> Communicator:
     of_group = _communicators.setdefault(group, {})
@@ -125,7 +125,7 @@ def _known(
         if in_pairs is None:
             in_pairs = exchanges_in_pairs(backend, world_size)
         control = ControlGroup(
-            everyone or dist.get_process_group_ranks(group),
+            dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist(),
             torch_internals.group_timeout(group),
             data_backend=backend,
         )

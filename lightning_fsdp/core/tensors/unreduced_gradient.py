@@ -1,4 +1,4 @@
-"""What stands in ``.grad`` while only this rank's own, not yet reduced gradient exists.
+"""What stands in ``.grad`` while a gradient waits to be reduced: this rank's own, or a replica's.
 
 It can be dropped or zeroed, as ``zero_grad`` does, and read by nobody: an optimizer's step, a norm
 or a value taken from it would differ between the ranks.
@@ -7,12 +7,12 @@ or a value taken from it would differ between the ranks.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
-from torch import Tensor
 
-from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, ShardSpec
+from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
+from lightning_fsdp.core.engine.waiting import LocalGradient
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
 
 aten = torch.ops.aten
@@ -21,14 +21,15 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradie
 
 
 class UnreducedGradient(ShardedTensor, LocalGradient):
-    """Owns the sum of a parameter's local gradients, which goes when this is dropped."""
+    """Owns what waits of a parameter's gradients, which goes when this is dropped."""
 
     _parameter: weakref.ref[Sharded]
 
     @staticmethod
-    def __new__(cls, parameter: Sharded, part: Tensor, prior: Sharded | None) -> Self:  # noqa: D102
+    def __new__(cls, parameter: Sharded) -> Self:  # noqa: D102
         stand_in = super().__new__(cls, parameter.to_local().new_empty(0), parameter.spec)
-        stand_in.part, stand_in.prior = part, prior
+        stand_in.part, stand_in.of_replica, stand_in.is_used = None, None, False
+        stand_in.prior = cast(Sharded | None, parameter.grad)
         stand_in._parameter = weakref.ref(parameter)
         return stand_in
 
@@ -81,16 +82,24 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
         rank = self.spec.communicator.mesh_rank
         return (
             f"UnreducedGradient({self.spec.name!r}, shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"rank {rank}'s own, not reduced over the ranks)"
+            f"rank {rank}'s {'own' if self.of_replica is None else 'replica'}, not reduced over "
+            "the ranks)"
         )
 
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
-        return unreduced(self.spec, what)
+        return unreduced(self.spec, what, is_of_replica=self.part is None)
 
 
-def unreduced(spec: ShardSpec, what: str) -> RuntimeError:
+def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
     """The error for an attempt to use a gradient, which waits on some rank, for ``what``."""
+    if is_of_replica:
+        return RuntimeError(
+            f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
+            f"gradient for {what}, got one replica's, which was not averaged over the replicas. "
+            "Run the last micro-batch's backward with set_requires_all_reduce(True) first, or drop "
+            "it with zero_grad()."
+        )
     return RuntimeError(
         f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
         f"gradient for {what}, got one rank's own, which was not reduced over the ranks. Run the "
