@@ -37,6 +37,7 @@ from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.groups import (
     communicator_of,
     communicator_of_mesh,
+    connect,
     control_of,
     describe,
 )
@@ -252,6 +253,7 @@ def _shard(request: _Request) -> None:
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
         communicator, device = _open_group(request.mesh)
         prepared = _agree_on(request, communicator)
+        connect(communicator)
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)

@@ -22,6 +22,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective, may_overflow
 from lightning_fsdp.core.engine.torch_internals import alive, all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
+from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
 
 
@@ -30,7 +31,8 @@ def communicator_of(group: dist.ProcessGroup, *, in_pairs: bool | None = None) -
 
     Args:
         group: That moves data.
-        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it.
+        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it,
+            and on one host by its memory.
     """
     return _known(group, None, None, in_pairs)
 
@@ -46,6 +48,16 @@ def communicator_of_mesh(mesh: DeviceMesh) -> Communicator:
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return communicator_of(mesh.get_group(mesh.ndim - 1))
     return _known(mesh.get_group(1), mesh.get_group(0), mesh.mesh.flatten().tolist(), None)
+
+
+def connect(communicator: Communicator) -> None:
+    """Let ranks of one host read each other's memory, if they can. Collective.
+
+    Args:
+        communicator: All its ranks have agreed that they use it.
+    """
+    if isinstance(communicator, OneHostCommunicator):
+        communicator.connect()
 
 
 def control_of(communicator: Communicator) -> ControlGroup:
@@ -121,15 +133,13 @@ def _known(
     of_group = _communicators.setdefault(group, {})
     name = None if replicas is None else replicas.group_name
     if name not in of_group:
-        backend, world_size = dist.get_backend(group), dist.get_world_size(group)
-        if in_pairs is None:
-            in_pairs = exchanges_in_pairs(backend, world_size)
+        backend = dist.get_backend(group)
         control = ControlGroup(
             everyone or dist.get_process_group_ranks(group),
             torch_internals.group_timeout(group),
             data_backend=backend,
         )
-        cls = PairCommunicator if in_pairs else Communicator
+        cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
         communicator = cls(group, control.rank, control.world_size)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
@@ -138,6 +148,14 @@ def _known(
         of_group[name] = communicator
     return of_group[name]
 
+
+def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
+    """What its backend wants."""
+    is_small_gloo = exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
+    return OneHostCommunicator if is_small_gloo else Communicator
+
+
+_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: Communicator}
 
 # By sharding group, then by the name of the group of replicas.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
