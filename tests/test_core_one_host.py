@@ -19,19 +19,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_model
+from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import lines, neighbours, one_host, pairs, process_memory
-from lightning_fsdp.core.ranks.groups import communicator_of, communicator_of_mesh
+from lightning_fsdp.core.ranks.groups import communicator_of, communicator_of_mesh, way_of
+from tests.support import ranks
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import OPTIMIZERS, PLANS, assert_traces_match
 from tests.support.programs.drawing import draw_program
 from tests.support.programs.running import NotAProgram, run_program
-from tests.support.ranks import ends_on_ranks, errors_on_ranks, run_on_ranks
+from tests.support.ranks import PLAIN, ends_on_ranks, errors_on_ranks, run_on_ranks
 from tests.support.worst_case import poison
 from tests.test_core_parity import batches_for
 
+pytestmark = pytest.mark.skipif(
+    ranks.active_transport == ranks.PAIRS, reason="what is tested is switched off"
+)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TIMEOUT_S = 4.0  # of a group whose peer does not come
 AT_ONCE_S = 20.0  # what a busy machine may need for what takes milliseconds; no timeout
@@ -147,9 +153,9 @@ def sleep_at_random(rank, longest_s=0.004):
 
         return after_a_pause
 
-    for name in ("start", "wait_for", "_send", "_receive", "_take", "_places"):
+    for name in ("start", "wait_for", "_send", "_listen", "_receive", "_take", "_places"):
         setattr(lines.Lines, name, paused(getattr(lines.Lines, name)))
-    lines.Place.read = paused(lines.Place.read)
+    process_memory.Place.read = paused(process_memory.Place.read)
 
 
 def overwrite_as_soon_as_permitted(rank, world_size):
@@ -361,9 +367,9 @@ def give_up_while_reading(rank, world_size):
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     gather_on(group).wait()
     dist.barrier()
-    read = lines.Place.read
+    read = process_memory.Place.read
     if rank == 1:
-        lines.Place.read = lambda *args: (time.sleep(TIMEOUT_S / 2 + 1), read(*args))
+        process_memory.Place.read = lambda *args: (time.sleep(TIMEOUT_S / 2 + 1), read(*args))
     whole = torch.full((2 * SHARD_NUMEL,), float(rank))
     with pytest.raises(RuntimeError, match="expected rank"):
         communicator_of(group).gather(whole, "u").wait()
@@ -374,6 +380,119 @@ def give_up_while_reading(rank, world_size):
 
 def test_a_rank_that_gave_up_may_use_its_memory_again():
     run_on_ranks(give_up_while_reading, 2)
+
+
+def interrupted(rank, world_size, when):
+    """Rank 0 posts, is interrupted, frees and changes its data; rank 1 reads after that."""
+    model = shard_model(TASKS["mlp"].build(), mesh=new_mesh(2))
+    flat_param = next(iter(hooks_of(model).schedule.flat_params))
+    flat_param.unshard("a test")
+    flat_param.reshard("a test")
+    dist.barrier()
+    if rank == 1:
+        take = lines.Lines._take
+        lines.Lines._take = lambda *args: (time.sleep(2), take(*args))
+        with pytest.raises(RuntimeError, match=r"gather of unit .* expected rank 0 to take part"):
+            _unshard(flat_param)
+        return
+    if when == "in the wait":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        owner, name = {
+            "after the post": (one_host.OneHostCommunicator, "_start"),
+            "before the wait": (Pending, "wait"),
+        }[when]
+        setattr(owner, name, _interrupted(owner, name))
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        _unshard(flat_param)
+    flat_param.reshard("a test")
+    assert flat_param.buffer.flat.untyped_storage().nbytes() == 0
+    assert time.monotonic() - start < AT_ONCE_S
+    with pytest.raises(RuntimeError, match="expected rank 1 to take part") as failed:
+        gather_on(hooks_of(model).schedule.communicator.group).wait()
+    assert "this rank was interrupted" in str(failed.value.__cause__)
+
+
+def _unshard(flat_param):
+    flat_param.unshard("a test")
+    flat_param.wait_for_unshard()
+
+
+def _interrupted(owner, name):
+    function = getattr(owner, name)
+
+    def interrupted(*args):
+        setattr(owner, name, function)  # once
+        if owner is not Pending:
+            function(*args)
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
+@pytest.mark.parametrize("when", ["after the post", "before the wait", "in the wait"])
+def test_data_of_a_rank_that_was_interrupted_is_not_taken(when):
+    run_on_ranks(interrupted, 2, when)
+
+
+def interrupted_in_a_post(rank, world_size):
+    """What rank 0 starts next is not what rank 1 waits for."""
+    communicator = connected(dist.new_group())
+    layout = plan_layout([("a", (40,))], world_size)
+
+    def reduce(number):
+        gradients = {0: torch.full((40,), number)}
+        return communicator.reduce(gradients, layout, "u", _empty, sent_dtype=FP32, dtype=FP32)
+
+    if rank == 0:
+        send, lines.Lines._send = lines.Lines._send, _raise_interrupt
+        with pytest.raises(KeyboardInterrupt):
+            reduce(1.0)
+        lines.Lines._send = send
+    with pytest.raises(RuntimeError, match=f"reduction of unit 'u' .* expected rank {1 - rank} to"):
+        reduce(2.0).wait()
+
+
+def _raise_interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_what_was_not_posted_is_not_mixed_up_with_what_comes_next():
+    run_on_ranks(interrupted_in_a_post, 2)
+
+
+def child_that_ends_lines(rank, world_size):
+    communicator = connected(dist.group.WORLD)
+    gather_on(dist.group.WORLD).wait()
+    if (pid := os.fork()) == 0:
+        communicator.break_off()
+        communicator._lines.close()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    dist.barrier()
+    gather_on(dist.group.WORLD).wait()
+
+
+def test_a_forked_child_does_not_end_the_lines_of_its_parent():
+    run_on_ranks(child_that_ends_lines, 2)
+
+
+def gather_many_at_once(rank, world_size):
+    communicator, listen = connected(dist.group.WORLD), lines.Lines._listen
+    dist.barrier()
+    if rank == 1:  # for a while it receives nothing
+        pauses = iter([1.0])
+        lines.Lines._listen = lambda *args: (time.sleep(next(pauses, 0)), listen(*args))
+    wholes = [torch.full((2 * n,), 10.0 * n + rank) for n in range(400)]  # one without elements
+    gathers = [communicator.gather(whole, f"u{n}") for n, whole in enumerate(wholes)]
+    for n, gather in enumerate(gathers):
+        assert gather.wait().view(2, -1).tolist() == [[10.0 * n] * n, [10.0 * n + 1] * n]
+
+
+def test_more_is_posted_than_a_line_holds():
+    run_on_ranks(gather_many_at_once, 2)
 
 
 def ranks_that_post_different_sizes(rank, world_size):
@@ -441,6 +560,80 @@ def test_all_ranks_take_one_road_and_one_of_them_says_which(road, words):
     for *_, leaked, num_threads in results:
         assert num_threads == (road == "memory")
         assert road == "memory" or not leaked
+
+
+# --- what the user chooses ---
+
+
+def layer():
+    return torch.nn.Linear(6, 5)
+
+
+def way(model):
+    return way_of(hooks_of(model).schedule.communicator)
+
+
+def choose(rank, world_size):
+    mesh, traces = new_mesh(2), []
+    for comm in ("pairs", "direct", "auto"):
+        task = TASKS["mlp"]
+        torch.manual_seed(0)
+        model = shard_model(task.build(), mesh=mesh, comm=comm)
+        assert way(model) == ("pairs" if comm == "pairs" else "direct")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        traces.append(train_on_rank(model, batches_for("mlp", 2), task.loss, optimizer, rank))
+    for trace in traces[1:]:
+        assert_traces_match(trace, traces[0], atol=0, what="comm")
+    model = torch.nn.Sequential(layer(), torch.nn.Linear(5, 4))
+    fully_shard(model[0], mesh=mesh, comm="pairs")  # each call has its own
+    fully_shard(model, mesh=mesh, comm="direct")
+    model(torch.ones(2, 6)).sum().backward()
+    untouched = layer()
+    with pytest.raises(ValueError, match=r"expected one of \('auto', .* for comm, got 'memory'"):
+        fully_shard(untouched, mesh=mesh, comm="memory")
+    fully_shard(layer(), mesh=(mesh := new_mesh(2, timeout_s=AT_ONCE_S)))
+    with pytest.raises(RuntimeError, match=r"ranks disagree .*(?s:.)*comm='pairs'"):
+        fully_shard(untouched, mesh=mesh, comm=("pairs", "auto")[rank])
+    assert type(untouched.weight) is torch.nn.Parameter
+
+
+def test_the_user_chooses_how_data_moves():
+    run_on_ranks(choose, 2)
+
+
+def choose_where_there_is_no_choice(rank, world_size):
+    for comm in ("pairs", "direct"):
+        with pytest.raises(ValueError, match=f"expected gloo and at most 8 .*{comm}.*'auto'"):
+            fully_shard(layer(), comm=comm)
+    assert way(fully_shard(layer())) == PLAIN
+
+
+def test_other_backends_have_their_own_collectives_alone():
+    run_on_ranks(choose_where_there_is_no_choice, 2, backend=PLAIN)
+
+
+def choose_what_one_rank_is_refused(rank, world_size, shape):
+    if rank == 3:
+
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        neighbours.read_memory = refuse
+    mesh, model = new_mesh(*shape), layer()
+    with pytest.raises(
+        RuntimeError, match=r"comm='direct'(?s:.)*rank \d: \[Errno 1\] Operation not"
+    ):
+        fully_shard(model, mesh=mesh, comm="direct")
+    assert type(model.weight) is torch.nn.Parameter
+    fully_shard(model, mesh=mesh)(torch.ones(2, 6)).sum().backward()
+    return way(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways"), [((4,), ["pairs"] * 4), ((2, 2), ["direct"] * 2 + ["pairs"] * 2)]
+)
+def test_who_insists_on_memory_that_may_not_be_read_is_told_on_all_ranks(shape, ways):
+    assert run_on_ranks(choose_what_one_rank_is_refused, 4, shape) == ways
 
 
 def _descriptors():

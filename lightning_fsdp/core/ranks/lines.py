@@ -11,9 +11,10 @@ not wait for each other to wait:
 
 Note: lifetimes
 Data stays as it is until the sender's ``wait()`` has returned, and that needs the acknowledgement.
-A rank that gives up (timeout, interrupt) hangs up all its lines before ``wait()`` raises, so before
-its data can change. A read counts only if the acknowledgement could be sent after it: then the line
-was there all the time, and the data as it was posted.
+A rank that gives up after the timeout hangs up all its lines before its data can change, and so
+does one whose gather was interrupted. A read counts only if the acknowledgement could be sent after
+it: then the line was there all the time, and the data as it was posted. An interrupted reduction
+needs nothing of the kind: what it reads is referred to here, and nobody else has it.
 
 Note: order of memory
 What was written before a message was sent is seen by whoever received it: on every architecture,
@@ -42,47 +43,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.ranks.process_memory import read_memory
+from lightning_fsdp.core.ranks.process_memory import PeerLost, Place
 
 # Kind; tag, or the rank that was waited for in vain; of a post, address and length of its table.
 _MESSAGE = struct.Struct("<BQQQ")
 _POST, _ACKNOWLEDGE, _GIVE_UP = 0, 1, 2
-
-
-class _PeerLost(Exception):  # noqa: N818 (it is caught here)
-    """A peer cannot be read any more."""
-
-    def __init__(self, peer: int, why: str) -> None:
-        super().__init__(why)
-        self.peer, self.why = peer, why
-
-
-@dataclass(frozen=True)
-class Place:
-    """Memory of a peer.
-
-    Attributes:
-        peer: The rank.
-        pid: Its process.
-        address: First byte there.
-        nbytes: How many.
-    """
-
-    peer: int
-    pid: int
-    address: int
-    nbytes: int
-
-    def read(self, into: int, nbytes: int, start: int = 0) -> None:
-        """Copy ``nbytes``, from ``start`` on, to an address of this process.
-
-        Raises:
-            _PeerLost: The peer cannot be read.
-        """
-        try:
-            read_memory(self.pid, self.address + start, into, nbytes)
-        except OSError as error:
-            raise _PeerLost(self.peer, str(error)) from error
+_PAUSE_MS = 1  # while a line is full
 
 
 Places = dict[int, list[Place]]
@@ -107,6 +73,7 @@ class Exchange:
         acknowledged: The peers that have taken theirs.
         deadline: When it has been waited for too long; set when it is first waited for.
         missed: The peer that did not do its part, where one did not.
+        why: What it did not do.
     """
 
     tag: int
@@ -119,6 +86,7 @@ class Exchange:
     acknowledged: set[int] = field(default_factory=set)
     deadline: float | None = None
     missed: int | None = None
+    why: str = ""
 
     def __post_init__(self) -> None:
         self.tables = {
@@ -185,6 +153,7 @@ class Lines:
         self._wake = os.eventfd(0)
         for line in sockets.values():
             line.setblocking(False)
+        self._poll = select.poll()
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
 
@@ -195,12 +164,12 @@ class Lines:
             What to wait for, each with the rank that it depends on.
         """
         with self._changed:
-            for peer in self._sockets:
+            for peer in () if self._has_hung_up else self._sockets:
                 self._started[peer, exchange.tag].append(exchange)
                 self._unacknowledged[peer, exchange.tag].append(exchange)
                 self._match((peer, exchange.tag))
         for peer, table in exchange.tables.items():
-            self._send(peer, _POST, exchange.tag, *table.buffer_info())
+            self._send(peer, _POST, exchange.tag, *table.buffer_info(), waits=True)
         with self._changed:
             if self._ready and not self._ends:
                 os.eventfd_write(self._wake, 1)
@@ -215,27 +184,27 @@ class Lines:
         if exchange.missed is None:
             if exchange.deadline is None:
                 exchange.deadline = time.monotonic() + self._timeout_s
-            try:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: exchange.is_over or any(map(exchange.needs, self._lost)),
-                        exchange.deadline - time.monotonic(),
-                    )
-                    if exchange.is_over:
-                        return
-                    exchange.missed = self._who_missed(exchange)
-            except BaseException:
-                self.hang_up("this rank was interrupted while it waited")
-                raise
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: exchange.is_over or any(map(exchange.needs, self._lost)),
+                    exchange.deadline - time.monotonic(),
+                )
+                if exchange.is_over:
+                    return
+                exchange.missed = self._who_missed(exchange)
+            self._give_up(exchange, exchange.missed)
         if peer == exchange.missed:
-            why = self._lost.get(peer, f"nothing came within {self._timeout_s:g} s")
-            for other in self._sockets:  # so that all name the same rank
-                self._send(other, _GIVE_UP, peer)
-            self.hang_up(f"this rank gave up when it waited for rank {peer}")
-            what = "it to read what is here" if peer in exchange.posts else "its data"
             raise RuntimeError(
-                f"line to rank {peer} (process {self._pids[peer]}): expected {what}, but {why}."
+                f"line to rank {peer} (process {self._pids[peer]}): expected {exchange.why}."
             )
+
+    def _give_up(self, exchange: Exchange, peer: int) -> None:
+        what = "it to read what is here" if peer in exchange.posts else "its data"
+        why = self._lost.get(peer, f"nothing came within {self._timeout_s:g} s")
+        exchange.why = f"{what}, but {why}"
+        for other in self._sockets:  # so that all name the same rank
+            self._send(other, _GIVE_UP, peer)
+        self.hang_up(f"this rank gave up when it waited for rank {peer}")
 
     def _who_missed(self, exchange: Exchange) -> int:
         """Whose line is gone; else who did not post; else who did not read."""
@@ -246,13 +215,15 @@ class Lines:
 
     def hang_up(self, why: str) -> None:
         """End all lines. When this returns nothing here is written any more by a read."""
-        with self._reading:
-            self._has_hung_up = True
-            for line in self._sockets.values():
-                with contextlib.suppress(OSError):  # closed, or the peer is gone
-                    line.shutdown(socket.SHUT_RDWR)
-        for peer in self._sockets:
+        if os.getpid() != self._owner:  # a forked child, which has copies of the lines
+            return
+        self._has_hung_up = True
+        for peer, line in self._sockets.items():
             self._lose(peer, why)
+            with contextlib.suppress(OSError):  # closed, or the peer is gone
+                line.shutdown(socket.SHUT_RDWR)
+        with self._reading:  # what is being read here has ended
+            pass
         with self._changed:  # nobody takes these any more, and they keep gradients
             self._started.clear()
             self._unacknowledged.clear()
@@ -272,13 +243,12 @@ class Lines:
     # -- in the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        poll = select.poll()
         lines = [line.fileno() for line in self._sockets.values()]
         for descriptor in (*lines, *self._processes.values(), self._wake):
-            poll.register(descriptor, select.POLLIN)
+            self._poll.register(descriptor, select.POLLIN)
         try:
             while not self._ends:
-                self._listen(poll)
+                self._listen()
                 while self._ready:
                     self._take(self._ready.popleft())
         except BaseException as error:  # noqa: BLE001 (whatever it is, who waits must hear of it)
@@ -291,9 +261,9 @@ class Lines:
                 for descriptor in (*self._processes.values(), self._wake):
                     os.close(descriptor)
 
-    def _listen(self, poll: select.poll) -> None:
-        """Sleep until something comes, and take it in."""
-        came = {descriptor for descriptor, _ in poll.poll()}
+    def _listen(self, pause_ms: int | None = None) -> None:
+        """Sleep until something comes, or a pause is over, and take it in."""
+        came = {descriptor for descriptor, _ in self._poll.poll(pause_ms)}
         if self._wake in came:
             os.eventfd_read(self._wake)
         for peer, line in self._sockets.items():
@@ -302,8 +272,8 @@ class Lines:
             elif self._processes[peer] in came:  # all that it sent was received
                 self._lose(peer, "it has ended")
             if peer in self._lost and came & {line.fileno(), self._processes[peer]}:
-                poll.unregister(line.fileno())
-                poll.unregister(self._processes[peer])
+                self._poll.unregister(line.fileno())
+                self._poll.unregister(self._processes[peer])
 
     def _receive(self, peer: int) -> None:
         message = b""  # the end, and so is an error
@@ -344,11 +314,13 @@ class Lines:
                 return
             try:
                 exchange.take({peer: self._places(exchange, peer) for peer in exchange.posts})
-            except _PeerLost as lost:
+            except PeerLost as lost:
                 self._lose(lost.peer, lost.why)
                 return
             # What was read counts if the lines are still there.
-            if not all(self._send(peer, _ACKNOWLEDGE, exchange.tag) for peer in exchange.posts):
+            if not all(
+                self._send(peer, _ACKNOWLEDGE, exchange.tag, waits=True) for peer in exchange.posts
+            ):
                 return
         with self._changed:
             exchange.is_taken = True
@@ -357,22 +329,34 @@ class Lines:
 
     def _places(self, exchange: Exchange, peer: int) -> list[Place]:
         address, length = exchange.posts[peer]
-        table, pid = array("Q", bytes(8 * length)), self._pids[peer]
-        Place(peer, pid, address, 8 * length).read(table.buffer_info()[0], 8 * length)
-        places = [Place(peer, pid, *each) for each in zip(table[::2], table[1::2], strict=True)]
-        if [place.nbytes for place in places] != exchange.sizes:
-            raise _PeerLost(peer, f"it posted other sizes than {exchange.sizes} bytes")
-        return places
+        table, pid = array("Q", bytes(16 * len(exchange.sizes))), self._pids[peer]
+        if length == len(table):
+            Place(peer, pid, address, 8 * length).read(table.buffer_info()[0], 8 * length)
+        if length != len(table) or table[1::2].tolist() != exchange.sizes:
+            raise PeerLost(peer, f"it posted other sizes than {exchange.sizes} bytes")
+        return [Place(peer, pid, *each) for each in zip(table[::2], table[1::2], strict=True)]
 
     # -- in either ---------------------------------------------------------------------------------
 
-    def _send(self, peer: int, *message: int) -> bool:
-        try:
-            self._sockets[peer].send(_MESSAGE.pack(*message, *(0,) * (4 - len(message))))
-        except OSError as error:
-            self._lose(peer, f"it has ended or given up ({error})")
-            return False
-        return True
+    def _send(self, peer: int, *message: int, waits: bool = False) -> bool:
+        packed = _MESSAGE.pack(*message, *(0,) * (4 - len(message)))
+        deadline = time.monotonic() + waits * self._timeout_s
+        while True:
+            try:
+                self._sockets[peer].send(packed)
+            except ConnectionError:  # the thread hears of it, and of what the peer has said before
+                return False
+            except OSError as error:
+                if not isinstance(error, BlockingIOError) or time.monotonic() >= deadline:
+                    self._lose(peer, f"it has ended or given up ({error})")
+                    return False
+            else:
+                return True
+            # The line is full. The thread goes on to receive, or two could wait for each other.
+            if threading.current_thread() is self._thread:
+                self._listen(_PAUSE_MS)
+            else:
+                time.sleep(_PAUSE_MS / 1e3)
 
     def _lose(self, peer: int, why: str) -> None:
         with self._changed:

@@ -66,7 +66,7 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
                     processes[peer] = os.pidfd_open(card.pid)
                     opened.callback(os.close, processes[peer])
                 if peer < rank:
-                    sockets[peer] = opened.enter_context(_new_socket())
+                    sockets[peer] = opened.enter_context(_new_socket(timeout_s))
                     sockets[peer].connect(card.line)
         except (OSError, AttributeError) as error:
             refusal = f"rank {rank}: {error}"
@@ -82,8 +82,9 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
                 stranger.close()
             else:
                 sockets[peer] = opened.enter_context(stranger)
+        lines = Lines(sockets, {peer: cards[peer].pid for peer in sockets}, processes, timeout_s)
         opened.pop_all()
-    return Lines(sockets, {peer: cards[peer].pid for peer in sockets}, processes, timeout_s)
+    return lines
 
 
 def _tell_all(group: dist.ProcessGroup, mine: _Card | str) -> list[Any]:
@@ -102,15 +103,16 @@ def _read_cards(every: list[_Card | str]) -> tuple[list[_Card], str]:
     return cards, ""
 
 
-def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def _new_socket(timeout_s: float) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(timeout_s)
+    return made
 
 
 def _listener(world_size: int, timeout_s: float) -> socket.socket:
-    listener = _new_socket()
+    listener = _new_socket(timeout_s)
     listener.bind("")  # the kernel gives it an address that is in no file system
     listener.listen(world_size)
-    listener.settimeout(timeout_s)
     return listener
 
 

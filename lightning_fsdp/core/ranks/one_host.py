@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import Empty, Pending, Works
+from lightning_fsdp.core.engine.communicator import Empty, Pending, Works, collective
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 from lightning_fsdp.core.ranks.lines import Exchange, Lines, Places
 from lightning_fsdp.core.ranks.neighbours import connect
@@ -28,34 +28,61 @@ _BLOCK_NUMEL = 2**18  # read and added up at a time: what caches hold
 
 
 class OneHostCommunicator(PairCommunicator):
-    """Every rank reads what each other rank has for it; in pairs, where not all of them can."""
+    """Every rank reads what each other rank has for it; in pairs, where not all of them can.
 
+    Attributes:
+        refusal: Why they do not, the same on all ranks; ``None`` before they have tried, empty
+            where they do.
+    """
+
+    refusal: str | None = None
     _lines: Lines | None = None
-    _is_connected = False
 
     @property
     def reads_memory(self) -> bool:
         """Whether it does."""
         return self._lines is not None
 
-    def connect(self) -> None:
+    def connect(self, *, may_read: bool = True) -> None:
         """Find out whether all ranks can, and say so in the log; nothing the next times.
 
         Collective over the group; ranks have agreed that they use it.
+
+        Args:
+            may_read: Whether the user permits it.
         """
-        if self._is_connected:
+        if self.refusal is not None or self.world_size == 1:
             return
-        self._is_connected = True
-        found = connect(self.group) if self.world_size > 1 else "there is one"
-        road = "read each other's memory"
+        found: Lines | str = "comm='pairs'"
+        if may_read:
+            with collective(f"first exchange {self.where}", "every rank"):
+                found = connect(self.group)
         if isinstance(found, Lines):
-            self._lines = found
+            self.refusal, self._lines = "", found
             weakref.finalize(self.group, found.close)  # also when the process exits
             self._shown = torch_internals.likeness_of(self.group)
         else:
-            road = f"send to each other in pairs: {found}"
+            self.refusal = found
         if self.rank == 0:
-            _log.info("ranks %s of %d %s", list(self.ranks), self.mesh_size, road)
+            way = (
+                f"send to each other in pairs: {found}"
+                if self.refusal
+                else "read each other's memory"
+            )
+            _log.info("ranks %s of %d %s", list(self.ranks), self.mesh_size, way)
+
+    def gather(self, whole: Tensor, unit_name: str) -> Pending:
+        """As everywhere; what is interrupted in between breaks it off."""
+        try:
+            return super().gather(whole, unit_name)
+        except BaseException:  # or the memory would be freed while peers read it
+            self.break_off()
+            raise
+
+    def break_off(self) -> None:
+        """Let no peer take for true what it reads from now on: all lines end."""
+        if self._lines is not None:
+            self._lines.hang_up("this rank was interrupted")
 
     def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
         if self._lines is None:
@@ -110,7 +137,11 @@ class OneHostCommunicator(PairCommunicator):
             for data in outgoing[peer]:
                 self._shown.send([data], peer, tag)
         sizes = [data.nbytes for data in next(iter(like_incoming.values()))]
-        return self._lines.start(Exchange(tag, outgoing, sizes, take))
+        try:
+            return self._lines.start(Exchange(tag, outgoing, sizes, take))
+        except BaseException:  # or what is started next would be taken for what was not posted
+            self.break_off()
+            raise
 
 
 @torch.no_grad()

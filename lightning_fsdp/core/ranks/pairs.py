@@ -27,13 +27,13 @@ from lightning_fsdp.core.engine.communicator import (
 )
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 
-_MAX_PAIRWISE_WORLD_SIZE = 8
+MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
 
 
 def exchanges_in_pairs(backend: str, world_size: int) -> bool:
     """Whether ranks of such a group send to each other in pairs."""
-    return backend == "gloo" and world_size <= _MAX_PAIRWISE_WORLD_SIZE
+    return backend == "gloo" and world_size <= MAX_PAIRWISE_WORLD_SIZE
 
 
 @dataclass(frozen=True, eq=False)

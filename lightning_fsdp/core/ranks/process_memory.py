@@ -12,6 +12,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -48,6 +49,42 @@ def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
             code = ctypes.get_errno() or errno.EFAULT
             raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
         into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
+
+
+class PeerLost(Exception):  # noqa: N818 (the lines catch it)
+    """A peer cannot be read any more."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer, self.why = peer, why
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of a peer.
+
+    Attributes:
+        peer: The rank.
+        pid: Its process.
+        address: First byte there.
+        nbytes: How many.
+    """
+
+    peer: int
+    pid: int
+    address: int
+    nbytes: int
+
+    def read(self, into: int, nbytes: int, start: int = 0) -> None:
+        """Copy ``nbytes``, from ``start`` on, to an address of this process.
+
+        Raises:
+            PeerLost: The peer cannot be read.
+        """
+        try:
+            read_memory(self.pid, self.address + start, into, nbytes)
+        except OSError as error:
+            raise PeerLost(self.peer, str(error)) from error
 
 
 def host_of_this_process() -> tuple[str, str, str]:
