@@ -31,8 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--transport",
-        choices=[ranks.PLAIN, "late", "early", "mixed", "staged"],
-        help="run every collective of ranks over one of the groups of tests/support/transports.py",
+        choices=[ranks.PLAIN, ranks.PAIRS, "late", "early", "mixed", "staged"],
+        help="run every collective of ranks over one of the groups of tests/support/transports.py, "
+        "or over gloo without reading memory (pairs)",
     )
     parser.addoption(
         "--once",

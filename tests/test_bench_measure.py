@@ -101,6 +101,8 @@ def test_every_arm_is_measured_and_communicates_what_theory_demands(
     for of_rank in found:
         for strategy, measured in of_rank.items():
             _is_whole(measured, grad_accum)
+            is_scratch = strategy.startswith("scratch")
+            assert measured.comm in (("direct", "pairs") if is_scratch else ("gloo",))
             rounding = 1e-6 if precision == "32-true" else 1e-2
             assert measured.grad_norm == pytest.approx(of_rank["ddp"].grad_norm, rel=rounding)
             engine, _, stage = strategy.replace("_fsdp", "").partition("_zero")

@@ -84,18 +84,19 @@ def _see_memory(rank, world_size):
     """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
     pairs._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    receive, exchange = FlatParameter.receive, pairs.PairCommunicator._exchange
+    receive, cut = FlatParameter.receive, pairs.PairCommunicator._pieces
     made, sent = {}, set()
 
     def watch(self, slot, gradient):
         made[self.parameters[slot]] = gradient
         receive(self, slot, gradient)
 
-    def watch_sends(self, what, to, into, tag):
-        sent.update(data.untyped_storage().data_ptr() for data in to(1 - self.rank))
-        return exchange(self, what, to, into, tag)
+    def watch_sends(self, *args):
+        pieces, shards = cut(self, *args)
+        sent.update(p.data.untyped_storage().data_ptr() for p in shards[1 - self.rank])
+        return pieces, shards
 
-    FlatParameter.receive, pairs.PairCommunicator._exchange = watch, watch_sends
+    FlatParameter.receive, pairs.PairCommunicator._pieces = watch, watch_sends
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]

@@ -70,7 +70,7 @@ def test_the_strategies_and_their_arguments_are_those_of_the_code():
     rows = table("docs/training.md", "Arguments of the strategies")
     told = {_names_in([name])[0]: eval(default.strip("`")) for name, default, _ in rows}
     for strategy, more in (
-        (ScratchFSDPStrategy, {}),
+        (ScratchFSDPStrategy, {"comm": "auto"}),
         (FSDP2Strategy, {}),
         (ShardedStrategy, {}),
         (FSDP1Strategy, {"use_orig_params": True}),

@@ -1,5 +1,7 @@
 """The Trainer's features that users expect, each against DDP on the same run."""
 
+import logging
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -144,6 +146,26 @@ def _count_reductions(rank, world_size, folder, names):
 def test_accumulation_skips_communication_unless_told_to_sum(tmp_path, engine):
     names = [name for name in SHARDED if name.startswith(engine)]
     on_trainer_ranks(_count_reductions, 2, tmp_path, names)
+
+
+def _choose_comm(rank, world_size, folder):
+    outcomes, said = [], []
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.info = lambda message, *_, **__: said.append(message)
+    for comm in ("direct", "pairs"):
+        strategy = with_options("scratch_fsdp", comm=comm)
+        outcomes.append(outcome_of(*fit(strategy, folder, seeded(AdamwRegressor))))
+    torch.testing.assert_close(outcomes[0], outcomes[1], atol=0, rtol=0)
+    return [message for message in said if "Ranks exchange" in message]
+
+
+def test_comm_says_how_data_moves_and_one_line_tells_it(tmp_path):
+    said, nothing = on_trainer_ranks(_choose_comm, 2, tmp_path)
+    assert not nothing
+    assert said == [
+        "Ranks exchange shards by reading each other's memory.",
+        "Ranks exchange shards by sending to each other in pairs.",
+    ]
 
 
 def _accumulate_by_sum(strategy, folder, rank):

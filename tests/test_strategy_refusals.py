@@ -26,6 +26,7 @@ STRATEGY = SHARDED[0]
         ({"units": 0}, ValueError, r"units: expected a positive number.*got 0"),
         ({"cpu_offload": "no"}, TypeError, r"cpu_offload: expected True or False, got 'no'"),
         ({"compile": "inductor"}, TypeError, r"compile: expected True or False, got 'inductor'"),
+        ({"comm": "fast"}, ValueError, r"comm: expected one of \('auto', .*got 'fast'"),
         ({"timeout": 5}, TypeError, r"timeout: expected a datetime.timedelta.*got 5"),
     ],
 )

@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.failure import RankFailure
-from lightning_fsdp.bench.memory import StepObserver
+from lightning_fsdp.bench.memory import StepObserver, comm_of
 from lightning_fsdp.bench.parts import StepProfiler
 from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import model_units
@@ -90,6 +90,7 @@ class Measure(L.Callback):
         self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
         if not hasattr(trainer.strategy, "engine"):
             self.measured.units = model_units(pl_module)
+        self.measured.comm = comm_of(trainer)
         self._begin_stretch(trainer)
         self._last = self._now()
 

@@ -15,7 +15,9 @@ from lightning_fsdp.callbacks.memory import OWNERS, tell_owners
 from lightning_fsdp.callbacks.plain_access import close, gradients_of
 from lightning_fsdp.callbacks.storages import Ledger, nbytes_of, resting_tensors
 from lightning_fsdp.callbacks.throughput import flop_counter
-from lightning_fsdp.core.ranks.groups import communicator_of, communicator_of_mesh
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.ranks.groups import way_of
+from lightning_fsdp.engines.scratch import ScratchEngine
 
 MOST_POINTS = 500
 """Of a time line."""
@@ -95,15 +97,25 @@ class StepObserver:
             self._flops, self._counter = float(self._counter.get_total_flops()), None
 
 
+def comm_of(trainer: L.Trainer) -> str | None:
+    """How its data moves, as records say it."""
+    if trainer.world_size == 1:
+        return None
+    communicator = _communicator(trainer)
+    return dist.get_backend() if communicator is None else way_of(communicator)
+
+
 def _data_calls(trainer: L.Trainer) -> dict[str, int] | None:
     """Of this core, so far; ``None`` where another engine is at work."""
-    if getattr(getattr(trainer.strategy, "engine", None), "name", None) != "scratch":
+    communicator = _communicator(trainer)
+    if communicator is None:
         return None
-    mesh, world = trainer.strategy.engine.grid.mesh, dist.group.WORLD  # type: ignore[attr-defined]
-    assert world is not None, "a strategy has made it"
-    communicator = communicator_of(world) if mesh is None else communicator_of_mesh(mesh)
-    traffic = communicator.traffic
-    return {kind: of_kind.calls for kind, of_kind in traffic.items()}
+    return {kind: of_kind.calls for kind, of_kind in communicator.traffic.items()}
+
+
+def _communicator(trainer: L.Trainer) -> Communicator | None:
+    engine = getattr(trainer.strategy, "engine", None)
+    return engine.communicator if isinstance(engine, ScratchEngine) else None
 
 
 def mean_over_time(line: Sequence[tuple[float, int]]) -> float:

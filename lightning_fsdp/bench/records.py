@@ -55,6 +55,8 @@ class RankMeasurement:
         payload_bytes: Of all kinds together.
         data_collectives: Calls that move parameters or gradients, a set of pairs as the one
             collective that it stands for.
+        comm: How data moves: ``direct`` (ranks read each other's memory), ``pairs``, or by the
+            collectives of a backend, by its name; ``None``: one rank.
         units: Of the module; ``None`` where an engine has sharded it.
         simulated: On a simulated network, what a timed step took of it. The collectives above are
             real ones only.
@@ -84,6 +86,7 @@ class RankMeasurement:
     collective_bytes: dict[str, PerStep] | None = None
     payload_bytes: PerStep | None = None
     data_collectives: dict[str, PerStep] | None = None
+    comm: str | None = None
     units: list[UnitFacts] | None = None
     simulated: StepUsage | None = None
 
@@ -187,6 +190,7 @@ class Row(OfArm):
         payload_bytes: Of all kinds together.
         data_collectives: Calls that move parameters and gradients, pairs taken together as the
             collective that they stand for; only of this project's core.
+        comm: How rank 0's data moves; see :class:`RankMeasurement`.
         sent_bytes: Bytes that have to leave rank 0 for them.
         theory: What the stage and the engine demand; ``None``: nobody says.
         parts_ms: Medians of rank 0's profiled steps, in milliseconds; ``None`` in it: not
@@ -225,6 +229,7 @@ class Row(OfArm):
     collective_bytes: dict[str, PerStep] | None = None
     payload_bytes: PerStep | None = None
     data_collectives: dict[str, PerStep] | None = None
+    comm: str | None = None
     sent_bytes: PerStep | None = None
     theory: Demand | None = None
     parts_ms: dict[str, float | None] | None = None

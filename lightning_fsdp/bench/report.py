@@ -88,6 +88,7 @@ def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
     row.resting_bytes = [rank.resting_bytes for rank in ranks]
     row.collectives, row.collective_bytes = first.collectives, first.collective_bytes
     row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
+    row.comm = first.comm
     row.sent_bytes = sent_bytes(
         first.collective_bytes or {}, first.world_size, shard_size=shard_size
     )

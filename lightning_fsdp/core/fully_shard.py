@@ -35,8 +35,11 @@ from lightning_fsdp.core.memory.host_memory import HostHome
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.groups import (
+    Comm,
+    check_comm,
     communicator_of,
     communicator_of_mesh,
+    connect,
     control_of,
     describe,
 )
@@ -74,6 +77,7 @@ class _Request:
     mp_policy: PrecisionPolicy | None
     offload_policy: Any
     ignored_params: set[nn.Parameter] | None
+    comm: Comm
 
 
 def fully_shard(
@@ -85,6 +89,7 @@ def fully_shard(
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
+    comm: Comm = "auto",
 ) -> Any:
     """Shard the parameters of one module as one unit; call bottom-up, as with torch's FSDP2.
 
@@ -105,14 +110,18 @@ def fully_shard(
             and optimizer state live on the host. ``None`` or torch's ``OffloadPolicy()``: they live
             on the device that computes.
         ignored_params: Parameters to leave as they are.
+        comm: How gloo's ranks get data from each other. ``"direct"``: those of one host read each
+            other's memory. ``"pairs"``: they send. ``"auto"``: directly where the kernel permits it
+            to all of them; other backends have their own collectives.
 
     Returns:
         The same object, which now has the methods of :class:`ShardedModule`. Its parameters keep
         their identity and become :class:`ShardedTensor`.
 
     Raises:
-        RuntimeError: There is no process group, or ranks disagree.
-        ValueError: A module or parameter cannot be sharded; the message names it.
+        RuntimeError: There is no process group, ranks disagree, or ``"direct"`` is not permitted.
+        ValueError: A module or parameter cannot be sharded, and the message names it; or ``comm``
+            is not offered.
         TypeError: An argument has the wrong type.
         NotImplementedError: An argument asks for what is not there yet.
     """
@@ -142,6 +151,7 @@ def fully_shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            comm=comm,
         )
     )
     return module
@@ -156,6 +166,7 @@ def shard_model(
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
+    comm: Comm = "auto",
 ) -> _Module:
     """Shard a whole model; finds the units itself. Collective.
 
@@ -171,6 +182,7 @@ def shard_model(
         mp_policy: Dtypes.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
+        comm: How data moves.
 
     Returns:
         The same object.
@@ -193,6 +205,7 @@ def shard_model(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            comm=comm,
         )
     )
     return model
@@ -250,8 +263,9 @@ def share_comm_ctx(modules: list[Any]) -> None:
 def _shard(request: _Request) -> None:
     """Check everything, agree with the other ranks, then change the module."""
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
-        communicator, device = _open_group(request.mesh)
+        communicator, device = _open_group(request.mesh, request.comm)
         prepared = _agree_on(request, communicator)
+        connect(communicator, request.comm)
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
@@ -262,7 +276,7 @@ def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     error: Exception | None = None
     try:
         prepared = _prepare(request, communicator)
-        statement = f"{describe(communicator)}; {_describe(prepared)}"
+        statement = f"{describe(communicator)}; comm={request.comm!r}; {_describe(prepared)}"
     except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
@@ -276,18 +290,18 @@ def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     return prepared
 
 
-def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
+def _open_group(mesh: DeviceMesh | None, comm: Comm) -> tuple[Communicator, torch.device]:
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
     if isinstance(mesh, DeviceMesh) and is_offered(mesh):
-        communicator, device_type = communicator_of_mesh(mesh), mesh.device_type
+        communicator, device_type = communicator_of_mesh(mesh, comm=comm), mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
         assert default is not None, "it is initialized"
-        communicator = communicator_of(default)
+        communicator = communicator_of(default, comm=comm)
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -297,6 +311,7 @@ def _open_group(mesh: DeviceMesh | None) -> tuple[Communicator, torch.device]:
 
 def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     check_arguments(request.modules, request.mesh, request.mp_policy)
+    check_comm(communicator, request.comm)
     offload = read_offload_policy(request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules

@@ -215,6 +215,26 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return timeout
 
 
+def likeness_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same name whose collectives do nothing.
+
+    Observers, profilers and dispatch modes see what is called on it as if it were called on the
+    group. No public name makes one.
+    """
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
+
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    fake = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # by torch's version
+    likeness = dist.ProcessGroup(HashStore(), rank, world_size)
+    likeness._register_backend(
+        torch.device("cpu"),
+        dist.ProcessGroup.BackendType.CUSTOM,
+        fake(rank, world_size),
+    )
+    likeness._set_group_name(group.group_name)
+    return likeness
+
+
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
     """Exchange the contents of two tensor objects, which keep their identity.
 

@@ -15,12 +15,14 @@ from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients, keeps_apart
 from lightning_fsdp.core.access.weights import weights
+from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
 from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
+from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.state.full_state import load_full_state_dict
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -32,9 +34,14 @@ from lightning_fsdp.engines.undo import give_back
 
 
 class ScratchEngine(Engine):
-    """Shards with :func:`~lightning_fsdp.shard_model`."""
+    """Shards with :func:`~lightning_fsdp.shard_model`.
+
+    Attributes:
+        comm: How data moves; see :func:`~lightning_fsdp.fully_shard`.
+    """
 
     name = "scratch"
+    comm: Comm = "auto"
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
@@ -55,6 +62,7 @@ class ScratchEngine(Engine):
                 mesh=self.grid.mesh,
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
+                comm=self.comm,
             )
             keep_main_dtype(module, precision)
         self.module = module
@@ -71,6 +79,12 @@ class ScratchEngine(Engine):
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hooks = None if self.module is None else hooks_of(self.module)
         return method(*args, **kwargs) if hooks is None else hooks.run(method, *args, **kwargs)
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """That moves data; ``None`` where nothing is sharded."""
+        hooks = None if self.module is None else hooks_of(self.module)
+        return None if hooks is None else hooks.schedule.communicator
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
@@ -97,9 +111,7 @@ class ScratchEngine(Engine):
 
     @override
     def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        hooks = None if self.module is None else hooks_of(self.module)
-        communicator = None if hooks is None else hooks.schedule.communicator
-        return global_norm(gradients, norm_type, communicator)
+        return global_norm(gradients, norm_type, self.communicator)
 
     @override
     def _kept_apart(self) -> Iterator[Tensor]:

@@ -36,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN = (
     "plain_gloo"  # gloo under a name of its own: code that knows gloo by name takes its general way
 )
+PAIRS = "pairs"  # gloo whose ranks do not read each other's memory, whatever the kernel permits
 ECHO_GRACE_S = 4.0  # how long the others may go on after one rank failed
 LEAVE_LIMIT_S = 20.0  # how long destroying the process group may take
 
@@ -243,7 +244,8 @@ def _run(
     reports = [_Report() for _ in range(world_size)]
     if backend is not None:
         on_device = {1: "nccl"}.get(world_size, "staged_nccl") if active_device == "cuda" else None
-        backend = active_transport or on_device or backend
+        is_kept = active_transport == PAIRS and backend != "gloo"
+        backend = (None if is_kept else active_transport) or on_device or backend
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         ranks: list[tuple[Any, Connection]] = []
         try:
@@ -391,6 +393,9 @@ def _rank_main(
         if _filters is not None:
             warnings.filters[:] = _filters  # type: ignore[index]
         warnings.filterwarnings("error", module=r"lightning_fsdp")
+        if backend == PAIRS:
+            _refuse_to_read_memory()
+            backend = "gloo"
         if backend == PLAIN:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
         elif backend not in (None, "gloo", "nccl"):
@@ -428,6 +433,12 @@ def _rank_main(
     if dist.is_initialized():
         dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
+
+
+def _refuse_to_read_memory() -> None:
+    from lightning_fsdp.core.ranks import one_host
+
+    one_host.connect = lambda group: "pytest --transport pairs"
 
 
 def _compute_on(device: str) -> None:

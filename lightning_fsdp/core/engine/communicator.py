@@ -247,6 +247,9 @@ class Communicator:
             return Pending(what, (), lambda: region.to(dtype))
         return self._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
 
+    def break_off(self) -> None:
+        """A gather was interrupted, and its memory may change while peers still read it."""
+
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""
         traffic = self.traffic.setdefault(kind, Traffic())

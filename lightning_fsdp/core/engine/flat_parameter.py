@@ -111,9 +111,8 @@ class FlatParameter:
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
         copied = copy.copy(self)
-        copied.micro_batch = 0
+        copied.micro_batch, copied._on_arrival = 0, []
         copied.gradient_watchers, copied._watchers = OrderedDict(), Watchers()
-        copied._on_arrival = []
         copied.parameters = tuple(copy.deepcopy(p, memo) for p in self.parameters)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
@@ -168,6 +167,9 @@ class FlatParameter:
         try:
             if gather is not None:  # it could be started
                 gather.wait()
+        except BaseException:  # perhaps before it had waited
+            self.communicator.break_off()
+            raise
         finally:  # whether or not it came, nothing is in flight any more
             self._enter(ParameterState.UNSHARDED)
 

@@ -12,6 +12,8 @@ in a row; then every shard of gradients is averaged down its column, by an all-r
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,31 +23,95 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective, may_overflow
 from lightning_fsdp.core.engine.torch_internals import alive, all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
-from lightning_fsdp.core.ranks.pairs import PairCommunicator, exchanges_in_pairs
+from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
+from lightning_fsdp.core.ranks.pairs import (
+    MAX_PAIRWISE_WORLD_SIZE,
+    PairCommunicator,
+    exchanges_in_pairs,
+)
+
+Comm = Literal["auto", "pairs", "direct"]
+"""Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
 
 
-def communicator_of(group: dist.ProcessGroup, *, in_pairs: bool | None = None) -> Communicator:
-    """The communicator of a group; one per group, made at the first request. Collective.
+def communicator_of(
+    group: dist.ProcessGroup, *, comm: Comm = "auto", in_pairs: bool | None = None
+) -> Communicator:
+    """The communicator of a group, made at the first request. Collective.
 
     Args:
         group: That moves data.
-        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it.
+        comm: How. There is one for ``"pairs"``, and one for the other two.
+        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it,
+            and on one host by its memory.
     """
-    return _known(group, None, None, in_pairs)
+    return _known(group, None, None, comm, in_pairs)
 
 
-def communicator_of_mesh(mesh: DeviceMesh, *, in_pairs: bool | None = None) -> Communicator:
+def communicator_of_mesh(
+    mesh: DeviceMesh, *, comm: Comm = "auto", in_pairs: bool | None = None
+) -> Communicator:
     """The communicator of a mesh: sharded over its last dimension, replicated over the first.
 
     Collective over the mesh.
 
     Args:
         mesh: 1-D or 2-D; one replica is the same as none.
-        in_pairs: As of :func:`communicator_of`.
+        comm: As in :func:`communicator_of`.
+        in_pairs: Likewise.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
-        return communicator_of(mesh.get_group(mesh.ndim - 1), in_pairs=in_pairs)
-    return _known(mesh.get_group(1), mesh.get_group(0), mesh, in_pairs)
+        return communicator_of(mesh.get_group(mesh.ndim - 1), comm=comm, in_pairs=in_pairs)
+    everyone = mesh.mesh.flatten().tolist()
+    return _known(mesh.get_group(1), mesh.get_group(0), everyone, comm, in_pairs)
+
+
+def check_comm(communicator: Communicator, comm: Comm) -> None:
+    """Refuse a choice that is none, or that a group does not have.
+
+    Raises:
+        ValueError: It is not offered.
+    """
+    if comm not in get_args(Comm):
+        raise ValueError(f"fully_shard: expected one of {get_args(Comm)} for comm, got {comm!r}.")
+    has_choice = isinstance(communicator, PairCommunicator) or communicator.world_size == 1
+    if comm != "auto" and not has_choice:
+        raise ValueError(
+            f"fully_shard: expected gloo and at most {MAX_PAIRWISE_WORLD_SIZE} ranks for "
+            f"comm={comm!r}, got {dist.get_backend(communicator.group)} and "
+            f"{communicator.world_size}. Leave it at 'auto'."
+        )
+
+
+def connect(communicator: Communicator, comm: Comm = "auto") -> None:
+    """Let ranks of one host read each other's memory, if they can. Collective.
+
+    Args:
+        communicator: All its ranks have agreed that they use it.
+        comm: What the user has chosen.
+
+    Raises:
+        RuntimeError: They cannot, on all ranks, and the user wants nothing else.
+    """
+    if not isinstance(communicator, OneHostCommunicator):
+        return
+    communicator.connect(may_read=comm != "pairs")
+    if comm == "direct":
+        what, refusal = "reading each other's memory (comm='direct')", communicator.refusal
+        control_of(communicator).agree(what, f"refused, {refusal}" if refusal else "permitted")
+        if refusal:
+            raise RuntimeError(
+                f"fully_shard: expected ranks that read each other's memory for comm='direct', got "
+                f"a refusal: {refusal}. Permit it (docs/training.md says what does), or leave comm "
+                "at 'auto'."
+            )
+
+
+def way_of(communicator: Communicator) -> str:
+    """How it moves data: ``direct``, ``pairs``, or by the collectives of a backend, by its name."""
+    if isinstance(communicator, OneHostCommunicator):
+        return "direct" if communicator.reads_memory else "pairs"
+    return str(dist.get_backend(communicator.group))
 
 
 def control_of(communicator: Communicator) -> ControlGroup:
@@ -115,32 +181,44 @@ class _Replicas:
 def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
+    everyone: Sequence[int] | None,
+    comm: Comm,
     in_pairs: bool | None,
 ) -> Communicator:
     of_group = _communicators.setdefault(group, {})
     name = None if replicas is None else replicas.group_name
-    if name not in of_group:
-        backend, world_size = dist.get_backend(group), dist.get_world_size(group)
-        if in_pairs is None:
-            in_pairs = exchanges_in_pairs(backend, world_size)
-        control = ControlGroup(
-            dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist(),
-            torch_internals.group_timeout(group),
-            data_backend=backend,
-        )
-        cls = PairCommunicator if in_pairs else Communicator
+    key = name, comm == "pairs"
+    if key not in of_group:
+        other = of_group.get((name, comm != "pairs"))  # ranks that choose differently agree in one
+        control = _controls[other] if other else _new_control(group, everyone)
+        cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
         communicator = cls(group, control.rank, control.world_size)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
         if replicas is not None:
             communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
-        of_group[name] = communicator
-    return of_group[name]
+        of_group[key] = communicator
+    return of_group[key]
 
 
-# By sharding group, then by the name of the group of replicas.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str | None, Communicator]] = (
-    weakref.WeakKeyDictionary()
-)
+def _new_control(group: dist.ProcessGroup, everyone: Sequence[int] | None) -> ControlGroup:
+    return ControlGroup(
+        everyone or dist.get_process_group_ranks(group),
+        torch_internals.group_timeout(group),
+        data_backend=dist.get_backend(group),
+    )
+
+
+def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
+    """What its backend wants."""
+    is_small_gloo = exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
+    return OneHostCommunicator if is_small_gloo else Communicator
+
+
+_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: Communicator}
+
+# By sharding group, then by the name of the group of replicas, and whether it is for pairs alone.
+_communicators: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[tuple[str | None, bool], Communicator]
+] = weakref.WeakKeyDictionary()
 _controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()

@@ -27,13 +27,13 @@ from lightning_fsdp.core.engine.communicator import (
 )
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 
-_MAX_PAIRWISE_WORLD_SIZE = 8
+MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
 
 
 def exchanges_in_pairs(backend: str, world_size: int) -> bool:
     """Whether ranks of such a group send to each other in pairs."""
-    return backend == "gloo" and world_size <= _MAX_PAIRWISE_WORLD_SIZE
+    return backend == "gloo" and world_size <= MAX_PAIRWISE_WORLD_SIZE
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,27 +81,38 @@ class PairCommunicator(Communicator):
         sent_dtype: torch.dtype,
         dtype: torch.dtype,
     ) -> Pending:
-        pieces = [
-            Piece(layout.extent(slots)[0], pack(gradients, layout, empty, sent_dtype, slots))
-            for slots in cut_into_runs(layout, _LARGE_NUMEL)
-        ]
-        shard_numel = layout.shard_numel
-        shards = [_cut_out(pieces, r * shard_numel, shard_numel) for r in range(self.world_size)]
-        mine = shards[self.rank]
+        pieces, shards = self._pieces(gradients, layout, empty, sent_dtype)
+        mine, shard_numel = shards[self.rank], layout.shard_numel
         received = {peer: empty(shard_numel, sent_dtype) for peer in self._peers()}
         for row in received.values():
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
-        sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
-        self.count("reduce_scatter", sum(sent))
         works = self._exchange(
             what,
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
             tag_of(f"{unit_name} {sent_dtype}", reduces=True),
         )
-        mean = functools.partial(_mean, received, mine, self.rank, dtype)
-        return Pending(what, works, mean, keeps=[piece.data for piece in pieces])
+        finish = functools.partial(mean, received, mine, self.rank, dtype)
+        return Pending(what, works, finish, keeps=[piece.data for piece in pieces])
+
+    def _pieces(
+        self,
+        gradients: dict[int, Tensor],
+        layout: FlatLayout,
+        empty: Empty,
+        sent_dtype: torch.dtype,
+    ) -> tuple[list[Piece], list[list[Piece]]]:
+        """What travels of a region: in its own memory, and cut to the shard of each rank."""
+        pieces = [
+            Piece(layout.extent(slots)[0], pack(gradients, layout, empty, sent_dtype, slots))
+            for slots in cut_into_runs(layout, _LARGE_NUMEL)
+        ]
+        numel = layout.shard_numel
+        shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
+        sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
+        self.count("reduce_scatter", sum(sent))
+        return pieces, shards
 
     def _exchange(
         self,
@@ -129,10 +140,10 @@ class PairCommunicator(Communicator):
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
 
-def _mean(
+def mean(
     received: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
 ) -> Tensor:
-    """The mean over ranks, ``(shard_numel,)``, of the rows received and of this rank's pieces."""
+    """The mean over ranks, ``(n,)``, of the rows received, which it takes, and of own pieces."""
     if not may_overflow(dtype):
         return _mean_in_rank_order(received, mine, rank, dtype)
     wide = _mean_in_rank_order(dict(received), mine, rank, torch.float32).to(dtype)
@@ -156,7 +167,7 @@ def _mean_in_rank_order(
     return shard.div_(world_size)
 
 
-def _cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
+def cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
     """What of ``pieces`` lies in ``[start, start + numel)``, with offsets from ``start``."""
     cut = []
     for piece in pieces:

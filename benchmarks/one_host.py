@@ -1,0 +1,225 @@
+"""Time one training step where ranks of one host read each other's memory, and where they send.
+
+    python -m benchmarks.one_host                                   # all of it, for a quiet machine
+    python -m benchmarks.one_host --ranks 2 --threads 1 --cases 1x32 --huge-pages no  # a part
+
+Every number of ranks runs with each number of threads, with and without huge pages for the C
+library's heap (``GLIBC_TUNABLES=glibc.malloc.hugetlb=1``), in processes of its own. There all arms
+train the same GPT-2 on the same random tokens and take turns, as in ``core_step.py``, so that a
+slow moment of the machine falls on all of them:
+
+============== =================================================================
+arm            is
+============== =================================================================
+direct_zero3   the core, ``comm="direct"``; ``direct_zero2`` likewise
+pairs_zero3    the core, ``comm="pairs"``; ``pairs_zero2`` likewise
+fsdp2_zero3    torch's; ``fsdp2_zero2`` likewise
+ddp            torch's
+alone          no communication, the optimizer on one rank's share: the floor
+============== =================================================================
+
+Reported per arm: median and quartiles of the step, median of the processor's time of rank 0, and
+the medians of the ratios to other arms of the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import itertools
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from benchmarks.core_step import CASES, SHARD, VOCABULARY, build_model, train_one_step
+from lightning_fsdp import shard_model
+from lightning_fsdp.config import plan_of_stage
+from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.tables import markdown_table
+
+OUT = Path("benchmarks/results/one_host.json")
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+COMPARED_WITH = ("fsdp2", "ddp", "pairs", "alone")
+
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def _core(comm: str, stage: int) -> Trained:
+    return _with_adamw(shard_model(build_model(), plan_of_stage(stage), comm=comm))
+
+
+def _torch(arm: str) -> Trained:
+    return _with_adamw(SHARD[arm](build_model()))
+
+
+def _with_adamw(model: nn.Module) -> Trained:
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _alone() -> Trained:
+    """Plain torch; as many elements of each parameter as a rank would own are stepped."""
+    model = build_model()
+    whole = list(model.parameters())
+    share = [nn.Parameter(p.data.view(-1)[: -(-p.numel() // dist.get_world_size())]) for p in whole]
+    optimizer = torch.optim.AdamW(share, lr=1e-4, fused=True)
+
+    def take_gradients(*_: Any) -> None:
+        for parameter, part in zip(whole, share, strict=True):
+            assert parameter.grad is not None
+            part.grad = parameter.grad.view(-1)[: part.numel()]
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(lambda *_: model.zero_grad())
+    return model, optimizer
+
+
+ARMS: dict[str, Callable[[], Trained]] = {
+    **{
+        f"{comm}_zero{stage}": functools.partial(_core, comm, stage)
+        for comm in ("direct", "pairs")
+        for stage in (3, 2)
+    },
+    **{arm: functools.partial(_torch, arm) for arm in ("fsdp2_zero3", "fsdp2_zero2", "ddp")},
+    "alone": _alone,
+}
+
+
+def measure(rank: int, num_ranks: int, folder: str, args: argparse.Namespace, threads: int) -> None:
+    """Run all arms of all cases on one rank; rank 0 writes what a step took."""
+    torch.set_num_threads(threads)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
+    )
+    trained = {name: ARMS[name]() for name in args.arms}
+    gc.collect()  # or it would walk all that was imported in the middle of some arm's step
+    gc.freeze()
+    results = []
+    for batch, seq in (map(int, case.split("x")) for case in args.cases):
+        generator = torch.Generator().manual_seed(rank)
+        wall: dict[str, list[float]] = {name: [] for name in args.arms}
+        processor: dict[str, list[float]] = {name: [] for name in args.arms}
+        losses: dict[str, float] = {}
+        for number in range(args.warmup + args.rounds):
+            tokens = torch.randint(VOCABULARY, (batch, seq), generator=generator)
+            for name, (model, optimizer) in trained.items():
+                dist.barrier()
+                start = time.perf_counter(), time.process_time()
+                losses[name] = train_one_step(model, optimizer, tokens)
+                if number >= args.warmup:
+                    wall[name].append(time.perf_counter() - start[0])
+                    processor[name].append(time.process_time() - start[1])
+        results.append({
+            "batch": batch, "seq": seq, "wall_s": wall, "processor_s": processor, "losses": losses,
+        })  # fmt: skip
+    if rank == 0:
+        (Path(folder) / "results.json").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(num_ranks: int, threads: int, variables: dict[str, str], args: Any) -> list[Any]:
+    """All arms in new processes, which the C library's variables must be set for at their start."""
+    with tempfile.TemporaryDirectory() as folder, _environment(variables, threads):
+        mp.spawn(measure, (num_ranks, folder, args, threads), nprocs=num_ranks)
+        found: list[Any] = json.loads((Path(folder) / "results.json").read_text())
+        return found
+
+
+@contextmanager
+def _environment(variables: dict[str, str], threads: int) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables, OMP_NUM_THREADS=str(threads))
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def summarize(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per case and arm: medians, quartiles, and ratios round by round."""
+    rows = []
+    for case in cases:
+        for name, wall in case["wall_s"].items():
+            low, median, high = (1e3 * s for s in statistics.quantiles(wall, n=4))
+            row = {
+                "batch": case["batch"], "seq": case["seq"], "arm": name,
+                "median_ms": median, "q1_ms": low, "q3_ms": high,
+                "processor_ms": 1e3 * statistics.median(case["processor_s"][name]),
+                "last_loss": case["losses"][name],
+            }  # fmt: skip
+            stage = name.partition("_")[2] or "zero3"
+            for other in COMPARED_WITH:
+                reference = case["wall_s"].get(other) or case["wall_s"].get(f"{other}_{stage}")
+                row[f"of_{other}"] = reference and statistics.median(
+                    a / b for a, b in zip(wall, reference, strict=True)
+                )
+            rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """For a person."""
+    head = ("ranks", "threads", "huge pages", "batch x tokens", "arm", "ms (quartiles)", "CPU ms")
+    body = []
+    for row in rows:
+        ratios = [row[f"of_{other}"] for other in COMPARED_WITH]
+        body.append([
+            str(row["ranks"]), str(row["threads"]), "yes" if row["huge_pages"] else "no",
+            f"{row['batch']} x {row['seq']}", row["arm"],
+            f"{row['median_ms']:.0f} ({row['q1_ms']:.0f}..{row['q3_ms']:.0f})",
+            f"{row['processor_ms']:.0f}",
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        ])  # fmt: skip
+    return markdown_table([*head, *(f"of {other}" for other in COMPARED_WITH)], body)
+
+
+def main() -> None:
+    """Parse the command line, run, print, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    cases = [f"{batch}x{seq}" for batch, seq in CASES]
+    parser.add_argument("--cases", nargs="+", default=cases, help="batch and tokens")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--huge-pages", nargs="+", choices=["no", "yes"], default=["no", "yes"])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON of rows and rounds")
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds: expected at least 2, for quartiles.")
+    rows: list[dict[str, Any]] = []
+    launches = []
+    for ranks, threads, huge in itertools.product(args.ranks, args.threads, args.huge_pages):
+        setting = {"ranks": ranks, "threads": threads, "huge_pages": huge == "yes"}
+        cases = launch(ranks, threads, HUGE_PAGES if huge == "yes" else {}, args)
+        new = [{**setting, **row} for row in summarize(cases)]
+        print(table(new), flush=True)
+        rows += new
+        launches.append({**setting, "cases": cases})
+    document = {
+        "command": shlex.join(["python", "-m", "benchmarks.one_host", *sys.argv[1:]]),
+        **environment(),
+        "rows": rows,
+        "launches": launches,
+    }
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1))
+    print(f"written to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

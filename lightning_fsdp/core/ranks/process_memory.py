@@ -1,0 +1,113 @@
+"""Memory of another process of this host, read in one copy, where the kernel permits it.
+
+``process_vm_readv`` asks for the same permission as a debugger. Yama (``ptrace_scope``) and the
+seccomp filters of containers may refuse it to processes of one user. Nothing here widens who may
+read this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class _Vector(ctypes.Structure):
+    """A range of memory, as the kernel's ``struct iovec``.
+
+    Attributes:
+        address: Of its first byte, in the process that it belongs to.
+        nbytes: Its length.
+    """
+
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+    address: int
+    nbytes: int
+
+
+def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
+    """Copy from another process; other threads of this one run meanwhile.
+
+    Args:
+        pid: The process.
+        address: First byte there.
+        into: First byte here.
+        nbytes: How many.
+
+    Raises:
+        OSError: The process has ended, has no such memory, or the kernel refuses.
+    """
+    here, there = _Vector(), _Vector()
+    while nbytes:
+        here.address, here.nbytes, there.address, there.nbytes = into, nbytes, address, nbytes
+        num_read = _process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if num_read <= 0:
+            code = ctypes.get_errno() or errno.EFAULT
+            raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
+        into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
+
+
+class PeerLost(Exception):  # noqa: N818 (the lines catch it)
+    """A peer cannot be read any more."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer, self.why = peer, why
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of a peer.
+
+    Attributes:
+        peer: The rank.
+        pid: Its process.
+        address: First byte there.
+        nbytes: How many.
+    """
+
+    peer: int
+    pid: int
+    address: int
+    nbytes: int
+
+    def read(self, into: int, nbytes: int, start: int = 0) -> None:
+        """Copy ``nbytes``, from ``start`` on, to an address of this process.
+
+        Raises:
+            PeerLost: The peer cannot be read.
+        """
+        try:
+            read_memory(self.pid, self.address + start, into, nbytes)
+        except OSError as error:
+            raise PeerLost(self.peer, str(error)) from error
+
+
+def host_of_this_process() -> tuple[str, str, str]:
+    """Equal for two processes that may read each other: boot, and namespaces of pids and network.
+
+    Containers of one machine count as hosts of their own, and so do network namespaces, which stand
+    for hosts where a slow network is tried out.
+
+    Raises:
+        OSError: There is no Linux ``/proc``.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    namespaces = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net")]
+    return boot, str(namespaces[0]), str(namespaces[1])
+
+
+@functools.cache
+def _process_vm_readv() -> Callable[..., int]:
+    # ``CDLL`` lets go of the GIL while it calls, and keeps errno per thread.
+    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if function is None:
+        raise OSError(errno.ENOSYS, "process_vm_readv: not in this C library")
+    vectors = (ctypes.c_void_p, ctypes.c_ulong)
+    function.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
+    function.restype = ctypes.c_ssize_t
+    return function  # type: ignore[no-any-return]
