@@ -14,7 +14,6 @@ from tests.support.adapters import (
     adapted_loader,
     loss_of,
     token_batch,
-    trained,
 )
 from tests.support.cases import each_on_ranks, each_on_trainer_ranks
 from tests.support.parity import (

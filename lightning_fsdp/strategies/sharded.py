@@ -221,6 +221,7 @@ class ShardedStrategy(ProcessStrategy):
         *,
         max_shard_size: int | str = "5GB",
         tokenizer: Any = None,
+        merge_adapters: bool = False,
     ) -> None:
         """Write the model of transformers that is trained, for ``from_pretrained``. Collective.
 
@@ -230,8 +231,24 @@ class ShardedStrategy(ProcessStrategy):
 
         assert self.lightning_module is not None, "during or after fit, test or predict"
         save_pretrained(
-            self.lightning_module, directory, max_shard_size=max_shard_size, tokenizer=tokenizer
+            self.lightning_module,
+            directory,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+            merge_adapters=merge_adapters,
         )
+
+    def save_adapters(
+        self, directory: str | PathLike[str], *, adapter_name: str = "default"
+    ) -> None:
+        """Write the adapters of peft that are trained, in peft's own files. Collective.
+
+        See :func:`~lightning_fsdp.save_adapters`.
+        """
+        from lightning_fsdp.checkpoint.adapters import save_adapters
+
+        assert self.lightning_module is not None, "during or after fit, test or predict"
+        save_adapters(self.lightning_module, directory, adapter_name=adapter_name)
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 

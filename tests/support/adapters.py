@@ -52,6 +52,7 @@ KINDS = {
     "head": (qwen2, lambda: lora("q_proj", "lm_head", use_dora=True)),
     "embedding": (qwen2, lambda: lora("q_proj", "embed_tokens")),
     "tokens": (qwen2, lambda: lora(trainable_token_indices=[3, 5])),
+    "untied": (lambda: qwen2(tied=True), lambda: lora(modules_to_save=["lm_head"])),
     "whole head": (qwen2, lambda: lora(modules_to_save=["lm_head"], bias="lora_only")),
 }
 
