@@ -1,6 +1,5 @@
 """Models with adapters of peft train under every engine what they train in plain torch."""
 
-import warnings
 from pathlib import Path
 
 import pytest
@@ -89,7 +88,6 @@ def _sgd(parameters, lr):
 
 
 def _fit(strategy, kind, folder, optimizer=_sgd, **options):
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     model = Adapted(kind, optimizer=optimizer)
     options = {"accumulate_grad_batches": 2, **options}
     make_trainer(strategy, Path(folder), **options).fit(model, adapted_loader())

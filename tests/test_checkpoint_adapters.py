@@ -80,6 +80,8 @@ def _save(rank, world_size, case, folder):
         assert not any(report.values()), (kind, report)
         expected = dict(merged.state_dict())
         torch.testing.assert_close(dict(found.state_dict()), expected, atol=0, rtol=0)
+        tied = (found.config.tie_word_embeddings, merged.config.tie_word_embeddings)
+        assert tied[0] == tied[1] == (kind in ("tied", "bf16 tied", "gpt2")), kind
         assert found.config.architectures == [type(merged).__name__]
 
 
@@ -110,7 +112,6 @@ class _Continues(Adapted):
 
 
 def _fit(rank, world_size, strategy, kind, folder, earlier):
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     folder = Path(folder) / f"{strategy} {world_size}"
     model = _Saves(kind)
     model.folder = folder
