@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
+    from lightning_fsdp.checkpoint.adapters import save_adapters as save_adapters
     from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
     from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
     from lightning_fsdp.checkpoint.sharded import async_save_sharded as async_save_sharded
@@ -96,6 +97,7 @@ _HOME = {
     "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
     "share_comm_ctx": "core.fully_shard",
+    "save_adapters": "checkpoint.adapters",
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
@@ -125,6 +127,7 @@ __all__ = [
     "async_save_sharded",
     "load_sharded",
     "save_pretrained",
+    "save_adapters",
     "load_pretrained",
     "ResumableLoader",
     "DealtSampler",

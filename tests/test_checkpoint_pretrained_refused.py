@@ -2,7 +2,6 @@
 
 import json
 import re
-import warnings
 from pathlib import Path
 
 import peft
@@ -172,7 +171,6 @@ class _TrainsAdapters(GPT2):
 
 
 def _fit_adapters(rank, world_size, folder):
-    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
     for strategy in ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3"):
         model = seeded(lambda: _TrainsAdapters(size="nano", vocab_size=61, max_seq_len=16))
         model.folder = Path(folder) / strategy

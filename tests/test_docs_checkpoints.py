@@ -5,10 +5,12 @@ import warnings
 
 import lightning as L
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 
 import lightning_fsdp
 from lightning_fsdp import shard_model
 from tests.support.models import causal_lm
+from tests.support.pretrained import _gpt2
 from tests.support.ranks import run_on_ranks
 from tests.support.snippets import runs
 from tests.support.trainer import (
@@ -109,6 +111,20 @@ def test_the_transformers_snippet_goes_there_and_back(tmp_path, code):
     run_on_ranks(_run_transformers_snippet, 2, code, *folders)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
     torch.testing.assert_close(dict(found.state_dict()), dict(model.state_dict()), atol=0, rtol=0)
+
+
+def _run_adapters_snippet(rank, world_size, code, folder):
+    names = {"shard_model": shard_model, "base": seeded(_gpt2), "get_peft_model": get_peft_model}
+    for name in ("adapters", "merged"):
+        code = code.replace(f'"{name}"', repr(f"{folder}/{name}"))
+    exec(code, names | {"LoraConfig": LoraConfig})
+
+
+@runs("docs/checkpoints.md", "save_adapters(")
+def test_the_snippet_with_adapters_saves_both_folders(tmp_path, code):
+    run_on_ranks(_run_adapters_snippet, 2, code, str(tmp_path))
+    PeftModel.from_pretrained(seeded(_gpt2), tmp_path / "adapters")
+    assert (tmp_path / "merged" / "model.safetensors").exists()
 
 
 def _run_resuming_snippet(rank, world_size, code, folder, num_steps):

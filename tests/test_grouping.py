@@ -101,6 +101,23 @@ def test_a_module_with_parameters_and_children_stays_together():
     assert list(units_of(model)) == ["attention"]
 
 
+class _Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Embedding(10, 4)
+        self.more = nn.ParameterDict({"a": nn.Linear(4, 10).weight})
+
+
+def test_a_container_of_parameters_belongs_to_the_module_that_reads_it():
+    model = LM()
+    model.embed = _Embedding()
+    model.scales = nn.ParameterList([nn.Linear(1, 1).weight])
+    units = units_of(model)
+    assert units["embed"] == ["embed.inner.weight", "embed.more.a"]
+    assert units[""] == ["scale", "scales.0"], "it encloses blocks, and has them as its own"
+    assert "embed.more" not in dict(find_units(model, 30)), "by size as well"
+
+
 def test_classes_a_callable_and_a_size_choose_units():
     model = gpt2()
     by_class = units_of(model, ["GPT2MLP"])

@@ -16,6 +16,7 @@ from transformers import Qwen2Config
 
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
+from recipes.lora import QwenLora
 from recipes.qwen import Qwen
 from recipes.train import main
 from tests.support.recipe_commands import (
@@ -70,7 +71,12 @@ def test_every_yaml_is_a_run(
 @pytest.mark.parametrize("name", YAMLS)
 def test_the_models_options_in_every_yaml_go_together(name: str, tmp_path: Path) -> None:
     spec = yaml.safe_load((REPOSITORY / "recipes" / name).read_text())["model"]
-    model_class = {"recipes.gpt2.GPT2": GPT2, "recipes.qwen.Qwen": Qwen}[spec["class_path"]]
+    kinds = {
+        "recipes.gpt2.GPT2": GPT2,
+        "recipes.qwen.Qwen": Qwen,
+        "recipes.lora.QwenLora": QwenLora,
+    }
+    model_class = kinds[spec["class_path"]]
     options = {key: value for key, value in spec["init_args"].items() if key != "optimizer"}
     if options.get("pretrained"):
         Qwen2Config(hidden_size=8, num_hidden_layers=1).save_pretrained(tmp_path)

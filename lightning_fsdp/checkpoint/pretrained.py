@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint import transformers_internals as conventions
+from lightning_fsdp.checkpoint.adapters import merged, own_class
 from lightning_fsdp.checkpoint.files import naming
+from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.safetensors_folder import (
     Outline,
@@ -34,13 +32,10 @@ from lightning_fsdp.checkpoint.safetensors_folder import (
     SafetensorsWriter,
     bytes_of,
 )
-from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.checkpoint.weights import Weight, refuse_values, tensors_in, weights_in
 from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
-from lightning_fsdp.engines.native import NativeEngine
-from lightning_fsdp.engines.native_state import named_wholes
 
 _MAX_SHOWN = 5  # names of a kind in a message
 
@@ -64,6 +59,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     tokenizer: Any = None,
+    merge_adapters: bool = False,
 ) -> None:
     """Write a folder that ``AutoModel.from_pretrained`` loads. Collective: every rank calls.
 
@@ -75,38 +71,34 @@ def save_pretrained(
         directory: Does not exist yet, or is empty. On rank 0 alone.
         max_shard_size: Of a file's tensors, bytes or ``"5GB"``.
         tokenizer: Saved beside the model (``tokenizer.save_pretrained``).
+        merge_adapters: Of a model of peft, the model under its adapters, with what they add to its
+            weights; rank 0 merges one layer at a time. The model itself stays as it is.
 
     Raises:
         FileExistsError: There is something in the directory.
         OSError: It cannot be written.
         ValueError: A model that the format cannot hold, or several to choose from.
-        NotImplementedError: Adapters and quantized weights.
+        NotImplementedError: Adapters that are not merged, and quantized weights.
     """
     max_bytes = bytes_of(max_shard_size)
     path = Path(directory)
-    model, root = _model_in(model), model
-    weights = _weights_in(model, root)
-    stored, aliases = _layout_of(model, weights)
+    plan = _plan_of_merged(model) if merge_adapters else _plan_of(model)
+    weights, stored = plan.weights, plan.stored
     ranks = Ranks()
     doing = f"save_pretrained {str(path)!r}"
-    beside = path.with_name(f".{path.name}.partial")
 
     def begin() -> SafetensorsWriter:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise FileExistsError(
-                "expected a directory that does not exist yet, got one with something in it. "
-                "Choose another, or remove it."
-            )
-        shutil.rmtree(beside, ignore_errors=True)  # of a save that was interrupted
-        beside.mkdir(parents=True)
-        opened.callback(shutil.rmtree, beside, ignore_errors=True)  # unless it takes its place
-        _write_configuration(model, weights, tokenizer, beside)
+        folders.append(opened.enter_context(NewFolder(path)))
+        _write_configuration(plan, tokenizer, folders[0].beside)
         outlines = {key: weights[name].outline for key, name in stored.items()}
         return opened.enter_context(
-            SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases)
+            SafetensorsWriter(
+                folders[0].beside, outlines, max_bytes=max_bytes, aliases=plan.aliases
+            )
         )
 
     with ExitStack() as opened:
+        folders: list[NewFolder] = []
         writers: list[SafetensorsWriter] = []
         ranks.on_first(doing, lambda: writers.append(begin()))
         groups = ranks.on_first(doing, lambda: writers[0].groups)
@@ -124,7 +116,7 @@ def save_pretrained(
             if failure is not None:
                 raise failure
             writers[0].finish()
-            beside.replace(path)
+            folders[0].finish()
 
         ranks.on_first(doing, finish)
 
@@ -209,85 +201,47 @@ def _targets_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
     """What weights are read into: slices of what is sharded."""
     engine = owner_of(root)
     if isinstance(engine, FSDP1Engine) and engine.parameters:
-        return _refuse_values(engine.state_dict_of_pieces(model))
-    return {name: tensor for name, (tensor, _) in _tensors_in(model, root).items()}
-
-
-def _tensors_in(model: nn.Module, root: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """The tensors of the state dict, sharded as they are, with the same number where tied.
-
-    Raises:
-        TypeError: FSDP1's, which do not say what they are.
-        ValueError: A value that is no tensor.
-    """
-    for name, inner in root.named_modules():
-        if isinstance(inner, FullyShardedDataParallel) or _holds_piece(inner):
-            raise TypeError(
-                f"{name or type(root).__name__}: expected a module that is plain or sharded by "
-                "fully_shard, got FullyShardedDataParallel, which hides the elements that a rank "
-                "has. Give the whole LightningModule, inside of FSDP1Strategy."
-            )
-    state = _refuse_values(model.state_dict(keep_vars=True))
-    return {name: (tensor, id(tensor)) for name, tensor in state.items()}
-
-
-def _refuse_values(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"{name!r}: expected a tensor, got {type(value).__name__}: safetensors files hold "
-                "nothing else. Save a checkpoint of the Trainer."
-            )
-    return dict(state)
-
-
-def _holds_piece(module: nn.Module) -> bool:
-    """Whether FSDP1 has sharded something around this module: its weight is 1-D then."""
-    return isinstance(module, nn.Embedding | nn.Linear) and module.weight.dim() != 2
+        return refuse_values(engine.state_dict_of_pieces(model))
+    return {name: tensor for name, (tensor, _) in tensors_in(model, root).items()}
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Weight:
-    """One name of a state dict.
+class _Plan:
+    """What is written.
 
     Attributes:
-        outline: Of the whole.
-        identity: The same for the names of one tied tensor.
-        whole: Makes it, plain, on any device. Collective.
+        model: That the folder will be of.
+        weights: By names in the module.
+        stored: Names in the files -> names in the module.
+        aliases: Further names -> names in the files.
+        is_untied: Embeddings that the config ties are two.
     """
 
-    outline: Outline
-    identity: int
-    whole: Callable[[], Tensor]
+    model: nn.Module
+    weights: Mapping[str, Weight]
+    stored: Mapping[str, str]
+    aliases: Mapping[str, str]
+    is_untied: bool = False
 
 
-def _weights_in(model: nn.Module, root: nn.Module) -> dict[str, _Weight]:
-    engine = owner_of(root)
-    if isinstance(engine, NativeEngine) and not engine.shows_whole_shapes:
-        return {
-            name: _Weight(Outline(tuple(shape), dtype), identity, whole)
-            for name, (shape, dtype, identity, whole) in named_wholes(engine, model).items()
-        }
-    return {
-        name: _Weight(Outline(tuple(tensor.shape), tensor.dtype), identity, partial(_whole, tensor))
-        for name, (tensor, identity) in _tensors_in(model, root).items()
-    }
+def _plan_of(root: nn.Module) -> _Plan:
+    model = _model_in(root)
+    weights = weights_in(model, root)
+    return _Plan(model, weights, *_layout_of(model, weights))
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    with torch.no_grad():
-        if isinstance(tensor, DTensor):  # offloaded ones are not where the mesh communicates
-            return typing.cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()
-        if isinstance(tensor, ShardedTensor):
-            return tensor.full_tensor(rank0_only=True)
-        return tensor.detach()
+def _plan_of_merged(root: nn.Module) -> _Plan:
+    with merged(root) as found:
+        base = _model_in(found.base)
+        layout = _layout_of(base, found.weights)
+        return _Plan(base, found.weights, *layout, is_untied=found.is_untied)
 
 
 def _layout_of(
-    model: nn.Module, weights: Mapping[str, _Weight]
+    model: nn.Module, weights: Mapping[str, Weight]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Names in the files -> names in the module; and further names -> names in the files.
 
@@ -309,19 +263,18 @@ def _layout_of(
     return stored, {copy: key for copy, key in copies.items() if copy != key}
 
 
-def _write_configuration(
-    model: Any, weights: Mapping[str, _Weight], tokenizer: Any, path: Path
-) -> None:
+def _write_configuration(plan: _Plan, tokenizer: Any, path: Path) -> None:
     if tokenizer is not None:
         with naming("the tokenizer"):
             tokenizer.save_pretrained(path)
+    model: Any = plan.model
     if not conventions.is_pretrained_model(model):
         return
     config = copy.deepcopy(model.config)
-    # Sharding gives a module another class; files name the one that it was made of.
-    own = (c for c in type(model).__mro__ if not issubclass(c, ShardedModule | FSDPModule))
-    config.architectures = [next(own).__name__]
-    dtypes = [w.outline.dtype for w in weights.values() if w.outline.dtype.is_floating_point]
+    config.architectures = [own_class(model).__name__]
+    if plan.is_untied:
+        config.tie_word_embeddings = False
+    dtypes = [w.outline.dtype for w in plan.weights.values() if w.outline.dtype.is_floating_point]
     if dtypes:
         config.dtype = str(dtypes[0]).removeprefix("torch.")
     with naming("config.json"):

@@ -36,8 +36,9 @@ def refuse_what_is_stored_otherwise(model: Any, root: nn.Module) -> None:
         raise NotImplementedError(
             f"{type(model).__name__}: expected a whole model, got adapters of peft "
             f"({type(adapter).__name__}): from_pretrained would not know their names, nor those "
-            "that peft gave to the weights under them. Save a checkpoint of the Trainer; or merge "
-            "the adapters once the model is whole (merge_and_unload), and save that."
+            "that peft gave to the weights under them. save_adapters saves a PeftModel's, and "
+            "save_pretrained(merge_adapters=True) the model with what they add to its weights; or "
+            "save a checkpoint of the Trainer."
         )
     if getattr(model, "hf_quantizer", None) is not None:
         raise NotImplementedError(

@@ -135,6 +135,11 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     return list(flat_params.values())
 
 
+def is_container(module: nn.Module) -> bool:
+    """Whether this holds parameters and has no forward."""
+    return isinstance(module, nn.ParameterDict | nn.ParameterList)
+
+
 def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
 
@@ -192,7 +197,8 @@ def _select_by_size(root: nn.Module, minimum: int) -> dict[str, nn.Module]:
         remaining = sum(p.numel() for p in module.parameters(recurse=False))
         for name, child in module.named_children():
             remaining += visit(f"{prefix}.{name}" if prefix else name, child)
-        if remaining >= minimum and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        has_no_forward = isinstance(module, nn.ModuleList | nn.ModuleDict) or is_container(module)
+        if remaining >= minimum and not has_no_forward:
             chosen[prefix] = module
             return 0
         return remaining
@@ -207,13 +213,17 @@ def _find_leftovers(
     if module in blocks:
         # The parameters of a block that are in no block inside it are the block's own unit.
         return
-    has_own = any(p is not None for p in module._parameters.values())
+    # Containers of parameters have no forward: the module that has them reads them in its own.
+    containers = [child for child in module.children() if is_container(child)]
+    has_own = any(p is not None for m in (module, *containers) for p in m.parameters(recurse=False))
     contains_blocks = any(inner in blocks for inner in module.modules())
     if has_own and not contains_blocks:
         yield name, module
         return
     for child_name, child in module.named_children():
-        yield from _find_leftovers(f"{name}.{child_name}" if name else child_name, child, blocks)
+        if child not in containers:
+            inner_name = f"{name}.{child_name}" if name else child_name
+            yield from _find_leftovers(inner_name, child, blocks)
     if has_own:
         yield name, module
 

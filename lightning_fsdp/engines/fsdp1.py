@@ -42,6 +42,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
+from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
 
@@ -81,9 +82,10 @@ class FSDP1Engine(NativeEngine):
             "device_id": device,
         }
         parameters = dict(module.named_parameters())
-        for inner in _not_tied(
-            [m for _, modules in find_units(module, self.units) for m in modules]
-        ):
+        units = list(
+            _not_tied([m for _, modules in find_units(module, self.units) for m in modules])
+        )
+        for inner in (*of_other_dtypes(module, units), *units):
             if inner is not module:
                 _wrap(module, inner, options)
         if steps_inside_forward(module):

@@ -14,6 +14,7 @@ rank, and may rename, drop and convert them; ``full_tensor()`` of one gives its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
+from lightning_fsdp.strategies.frozen_base import (
+    LEFT_OUT,
+    FrozenBase,
+    check_left_out,
+    check_names,
+)
 
 
 class Checkpoints:
@@ -36,26 +43,46 @@ class Checkpoints:
         deferred: Makes the stand-ins of a file.
         saves_sharded: Whether it saves folders. It loads either.
         saves_in_background: Whether folders are written while training goes on.
+        base: What is left out.
     """
 
     _waiting: tuple[Mapping[str, Any], bool] | None  # for shards; and whether names must match
 
-    def __init__(self, engine: Engine, *, saves_sharded: bool, saves_in_background: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        saves_sharded: bool,
+        saves_in_background: bool,
+        saves_base: bool = True,
+    ) -> None:
         """Nothing is loaded yet."""
         self._engine = engine
         self.deferred = DeferredCheckpoint()
         self.saves_sharded, self.saves_in_background = saves_sharded, saves_in_background
+        self.base = FrozenBase(is_left_out=not saves_base)
         self._waiting = None
 
     # -- saving ----------------------------------------------------------------------------------
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The state dict to save, with stand-ins for what is sharded."""
+        self.watch_base(module)
         if self.saves_sharded:
-            return self._engine.sharded_state(module).of_module()
+            return self.base.without(self._engine.sharded_state(module).of_module())
         if self._engine.module is None:  # between two runs the module is whole
-            return module.state_dict()
-        return self.deferred.in_place_of(self._engine.gatherable_state_dict())
+            return self.base.without(module.state_dict())
+        return self.deferred.in_place_of(self.base.without(self._engine.gatherable_state_dict()))
+
+    def watch_base(self, module: nn.Module) -> None:
+        """Keep parameters that are trained now in later checkpoints."""
+        if self.base.is_left_out:
+            self.base.watch(self._engine.sharded_state(module).parameters())
+
+    def note_left_out(self, checkpoint: dict[str, Any]) -> None:
+        """Say in a checkpoint what it does not hold, if that is anything."""
+        if left_out := self.base.shapes():
+            checkpoint[LEFT_OUT] = left_out
 
     def optimizer_state(
         self, module: nn.Module, optimizers: Sequence[Optimizer], optimizer: Optimizer
@@ -134,6 +161,26 @@ class Checkpoints:
         ]
 
     # -- loading ---------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool
+    ) -> None:
+        """Take the state dict of a checkpoint, which may leave out what the module has.
+
+        Raises:
+            ValueError: The module has other parameters than were left out.
+            RuntimeError: Other names.
+        """
+        state, left_out = checkpoint["state_dict"], checkpoint.get(LEFT_OUT)
+        self.base.note_loaded(checkpoint)
+        if left_out is not None:
+            is_sharded = self._engine.module is not None
+            with self._engine.with_whole_shapes() if is_sharded else nullcontext():
+                named = module.named_parameters(remove_duplicate=False)
+                check_left_out(left_out, {name: parameter.shape for name, parameter in named})
+            if strict:
+                check_names(left_out, state, self._engine.sharded_state(module).of_module())
+        self.load_module(module, state, strict=strict and left_out is None)
 
     def load_module(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
         """Take a state dict: whole tensors, or stand-ins for those of a folder.

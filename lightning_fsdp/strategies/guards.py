@@ -40,6 +40,7 @@ def refuse_unsupported(
     module: pl.LightningModule,
     *,
     saves_in_background: bool,
+    saves_base: bool,
     weigh_by: str | None,
 ) -> None:
     """Refuse what would be silently wrong or hang under sharding.
@@ -58,6 +59,12 @@ def refuse_unsupported(
                 raise NotImplementedError(
                     f"{type(callback).__name__} does not work with a sharded module: {reason}."
                 )
+        if not saves_base and getattr(callback, "averages_shards", False):
+            raise NotImplementedError(
+                f"{type(callback).__name__} with checkpoint_base=False: expected checkpoints of "
+                "one set of weights, got an average beside them, which has its own of the base. "
+                "Set checkpoint_base=True."
+            )
         is_linked = isinstance(callback, ModelCheckpoint) and callback.save_last == "link"
         if saves_in_background and is_linked:
             raise NotImplementedError(
@@ -108,6 +115,7 @@ def _weights_by_hand(what: str) -> NotImplementedError:
 def refuse_unsupported_options(
     *,
     checkpoint: str,
+    checkpoint_base: object,
     async_save: bool,
     activation_checkpointing: object,
     accumulation: str,
@@ -148,7 +156,12 @@ def refuse_unsupported_options(
             "activation_checkpointing: expected True (every unit) or a list of class names, got "
             f"{activation_checkpointing!r}."
         )
-    for option, value in {"cpu_offload": cpu_offload, "compile": compiles}.items():
+    flags = {
+        "checkpoint_base": checkpoint_base,
+        "cpu_offload": cpu_offload,
+        "compile": compiles,
+    }
+    for option, value in flags.items():
         if not isinstance(value, bool):  # any other would be taken for one of the two
             raise TypeError(f"{option}: expected True or False, got {value!r}.")
     if on_nonfinite not in (None, "raise", "skip"):

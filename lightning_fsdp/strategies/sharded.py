@@ -93,6 +93,9 @@ class ShardedStrategy(ProcessStrategy):
             reduced into the shard; over replicas, the last one only, but under FSDP1.
         checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
             which each rank writes its slices. It loads either, whatever this says.
+        checkpoint_base: ``False``: checkpoints, of either kind, hold no frozen parameters; a run
+            that loads one has built its module over the same. What is or was trained and all
+            buffers are kept; so all is, where nothing is frozen.
         async_save: During a fit, sharded checkpoints are copied to the host and written while
             training goes on. A save waits for the one before, the end of the fit for the last one;
             a checkpoint that is replaced is removed once the next one is in place.
@@ -143,6 +146,7 @@ class ShardedStrategy(ProcessStrategy):
         units: list[str] | int | Callable[[nn.Module], bool] | None = None,
         accumulation: Literal["local", "sum"] = "local",
         checkpoint: Literal["full", "sharded"] = "full",
+        checkpoint_base: bool = True,
         async_save: bool = False,
         activation_checkpointing: list[str] | bool | None = None,
         shard_size: int | Literal["host"] | None = None,
@@ -156,6 +160,7 @@ class ShardedStrategy(ProcessStrategy):
     ) -> None:
         refuse_unsupported_options(
             checkpoint=checkpoint,
+            checkpoint_base=checkpoint_base,
             async_save=async_save,
             activation_checkpointing=activation_checkpointing,
             accumulation=accumulation,
@@ -179,7 +184,10 @@ class ShardedStrategy(ProcessStrategy):
         self._activation_checkpointing = activation_checkpointing
         self._compiles = compile
         self._checkpoints = Checkpoints(
-            self.engine, saves_sharded=checkpoint == "sharded", saves_in_background=async_save
+            self.engine,
+            saves_sharded=checkpoint == "sharded",
+            saves_in_background=async_save,
+            saves_base=checkpoint_base,
         )
         self._communicates_every_micro_batch = accumulation == "sum"
         self._lockstep = None
@@ -238,6 +246,7 @@ class ShardedStrategy(ProcessStrategy):
         *,
         max_shard_size: int | str = "5GB",
         tokenizer: Any = None,
+        merge_adapters: bool = False,
     ) -> None:
         """Write the model of transformers that is trained, for ``from_pretrained``. Collective.
 
@@ -247,8 +256,24 @@ class ShardedStrategy(ProcessStrategy):
 
         assert self.lightning_module is not None, "during or after fit, test or predict"
         save_pretrained(
-            self.lightning_module, directory, max_shard_size=max_shard_size, tokenizer=tokenizer
+            self.lightning_module,
+            directory,
+            max_shard_size=max_shard_size,
+            tokenizer=tokenizer,
+            merge_adapters=merge_adapters,
         )
+
+    def save_adapters(
+        self, directory: str | PathLike[str], *, adapter_name: str = "default"
+    ) -> None:
+        """Write the adapters of peft that are trained, in peft's own files. Collective.
+
+        See :func:`~lightning_fsdp.save_adapters`.
+        """
+        from lightning_fsdp.checkpoint.adapters import save_adapters
+
+        assert self.lightning_module is not None, "during or after fit, test or predict"
+        save_adapters(self.lightning_module, directory, adapter_name=adapter_name)
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 
@@ -312,9 +337,7 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
-        self._checkpoints.load_module(
-            self.lightning_module, checkpoint["state_dict"], strict=strict
-        )
+        self._checkpoints.load_checkpoint(self.lightning_module, checkpoint, strict=strict)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -326,6 +349,7 @@ class ShardedStrategy(ProcessStrategy):
             trainer,
             module,
             saves_in_background=self._checkpoints.saves_in_background,
+            saves_base=not self._checkpoints.base.is_left_out,
             weigh_by=self._weigh_by,
         )
         if is_fitting and self._layer_sync is not None:
@@ -339,6 +363,7 @@ class ShardedStrategy(ProcessStrategy):
             checkpointing=self._activation_checkpointing,
             compiles=self._compiles,
         )
+        self._checkpoints.base.note(module)
         # Where a sharded parameter does not show its shape, optimizers are built before (decay
         # groups go by it).
         if is_fitting and not self.engine.shows_whole_shapes:
@@ -453,6 +478,7 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
+        self._checkpoints.watch_base(self.lightning_module)
         with self.precision_plugin.train_step_context():
             output: STEP_OUTPUT = self.engine.run(
                 self.lightning_module.training_step, *args, **kwargs
@@ -557,6 +583,7 @@ class ShardedStrategy(ProcessStrategy):
         # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
+        self._checkpoints.note_left_out(checkpoint)
         if self._checkpoints.saves_sharded:
             if storage_options is not None:
                 raise TypeError(

@@ -159,6 +159,7 @@ def strict_warnings() -> None:
         (UserWarning, "Using ModelCheckpoint with manual optimization"),
         (DeprecationWarning, "`torch.jit.script_method` is deprecated"),
         (RuntimeWarning, "Guards may run slower on Python 3.13.0"),
+        (FutureWarning, "`is_gradient_checkpointing` is deprecated"),  # peft asks by this name
         (FutureWarning, "torch.distributed.nn.functional.all_gather is deprecated"),
     ):
         warnings.filterwarnings("ignore", message, category)

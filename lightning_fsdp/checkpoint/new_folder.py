@@ -1,0 +1,44 @@
+"""A folder that is there when all of it is."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class NewFolder:
+    """Filled beside its place, and put there by :meth:`finish`; else it leaves nothing.
+
+    Attributes:
+        beside: Where to write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is made before ``with``."""
+        self._path = path
+        self.beside = path.with_name(f".{path.name}.partial")
+
+    def __enter__(self) -> Self:
+        path = self._path
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise FileExistsError(
+                "expected a directory that does not exist yet, got one with something in it. "
+                "Choose another, or remove it."
+            )
+        shutil.rmtree(self.beside, ignore_errors=True)  # of a save that was interrupted
+        self.beside.mkdir(parents=True)
+        return self
+
+    def finish(self) -> None:
+        """All of it is written."""
+        self.beside.replace(self._path)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        shutil.rmtree(self.beside, ignore_errors=True)  # unless it took its place

@@ -1,0 +1,117 @@
+"""Qwen2.5 with LoRA of peft: the model is frozen, and two thin matrices beside some layers train.
+
+The base may be in bf16, of which a rank holds its share and nothing else; adapters are in fp32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from peft import LoraConfig, get_peft_model
+from typing_extensions import override
+
+from recipes.errors import RecipeError
+from recipes.optimizer import OptimizerConfig
+from recipes.qwen import Qwen, QwenSize
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class QwenLora(Qwen):
+    """Qwen2.5 whose adapters train.
+
+    Args:
+        size: Of a base with new weights, to try; ``None`` for a pretrained one.
+        pretrained: A folder or a name on the Hugging Face hub, in place of ``size``.
+        vocab_size: As of :class:`~recipes.qwen.Qwen`, like the next three.
+        max_seq_len: Positions, in tokens.
+        activation_checkpointing: Keep only the blocks' inputs for backward.
+        compile_blocks: ``torch.compile`` each block.
+        optimizer: AdamW and its schedule, of the adapters.
+        rank: Of the adapters' matrices.
+        alpha: The adapters' outputs are multiplied by ``alpha / rank``.
+        layers: Names of the linear layers that get adapters.
+        base_dtype: Of the frozen weights.
+
+    Raises:
+        RecipeError: Neither or both of ``size`` and ``pretrained``, or a rank below 1.
+    """
+
+    blocks_name = "base_model.model.model.layers"
+
+    def __init__(
+        self,
+        *,
+        size: QwenSize | None = None,
+        pretrained: str | None = None,
+        vocab_size: int = 151936,
+        max_seq_len: int = 32768,
+        activation_checkpointing: bool = False,
+        compile_blocks: bool = False,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        rank: int = 16,
+        alpha: int = 32,
+        layers: tuple[str, ...] = LAYERS,
+        base_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+    ) -> None:
+        if rank < 1:
+            raise RecipeError(f"rank: expected 1 or more, got {rank}. Raise --model.rank.")
+        super().__init__(
+            size=size,
+            pretrained=pretrained,
+            vocab_size=vocab_size,
+            max_seq_len=max_seq_len,
+            activation_checkpointing=activation_checkpointing,
+            compile_blocks=compile_blocks,
+            optimizer=optimizer,
+        )
+        self.base_dtype: torch.dtype = getattr(torch, base_dtype)
+        self.lora = LoraConfig(
+            r=rank, lora_alpha=alpha, target_modules=list(layers), task_type="CAUSAL_LM"
+        )
+
+    @override
+    def build(self) -> Any:
+        """The base with adapters; peft keeps those in fp32."""
+        base: Any = super().build()
+        return get_peft_model(base.to(self.base_dtype), self.lora)
+
+
+class SaveAdapters(L.Callback):
+    """Writes the adapters at the end of training, for ``PeftModel.from_pretrained``.
+
+    Args:
+        folder: Does not exist yet, or is empty.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    @override
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Refuse at once what could not be saved after training.
+
+        Raises:
+            RecipeError: A strategy that does not save adapters, or something in the folder.
+        """
+        if not hasattr(trainer.strategy, "save_adapters"):
+            raise RecipeError(
+                f"SaveAdapters: expected a strategy of lightning_fsdp, got "
+                f"{type(trainer.strategy).__name__}. Set --trainer.strategy scratch_fsdp."
+            )
+        if trainer.is_global_zero and self.folder.is_dir() and any(self.folder.iterdir()):
+            raise RecipeError(
+                f"SaveAdapters.folder: expected a folder that does not exist yet, got "
+                f"'{self.folder}' with something in it. Move it."
+            )
+
+    @override
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save, with all ranks."""
+        strategy: Any = trainer.strategy
+        strategy.save_adapters(self.folder)
+        rank_zero_info(f"Adapters: {self.folder}")

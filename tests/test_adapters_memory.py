@@ -1,0 +1,98 @@
+"""Of a frozen base a rank holds its share in bf16, and nothing else; ``plan`` knows it."""
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fsdp import ZERO3, MemoryProbe, shard_model
+from lightning_fsdp.plan import dry_run as planning
+from lightning_fsdp.plan.models import build, config_of
+from tests.support.adapters import lora, trained
+from tests.support.cases import each_on_ranks
+from tests.support.memory import StorageTracker, optimizer_tensors
+from tests.support.planned import BATCH, SEQ_LEN, folder_with, planned
+from tests.support.trainer import make_trainer, on_trainer_ranks, with_options
+from tests.test_plan_measured import _CausalLM, _Tracks
+
+
+def _adapted(config):
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # not converted: plan's tensors cannot be swapped
+    try:
+        base = build(config)
+    finally:
+        torch.set_default_dtype(dtype)
+    return peft.get_peft_model(base, lora())
+
+
+def _held(rank, world_size, case, folder):
+    """Bytes alive between two steps."""
+    torch.manual_seed(0)
+    model = _adapted(config_of(folder))
+    base = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    adapters = sum(p.numel() for p in trained(model))
+    buffers = sum(b.nbytes for b in model.buffers())
+    model = shard_model(model, ZERO3)
+    optimizer = torch.optim.AdamW(trained(model))
+    ids = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)
+    tracker = StorageTracker(model)
+    with tracker:
+        for _ in range(2):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            del loss
+            optimizer.step()
+    tracker.track(optimizer_tensors(optimizer))
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    assert all(p.grad is None and p not in optimizer.state for p in frozen)
+    assert all(p.dtype == torch.bfloat16 for p in frozen)
+    return tracker.settled_bytes([ids]) - buffers, base, adapters
+
+
+def test_a_rank_holds_its_share_of_the_base_in_two_bytes_and_nothing_of_it_beside(tmp_path):
+    folder = str(folder_with("qwen", tmp_path))
+    for world_size in (1, 2):
+        for held, base, adapters in each_on_ranks(_held, world_size, [ZERO3], folder)[ZERO3]:
+            # Of the adapters: values, gradients and two moments, in four bytes.
+            expected = (2 * base + 16 * adapters) / world_size
+            assert expected <= held <= 1.02 * expected, world_size
+
+
+class _Lora(_CausalLM):
+    def build(self):
+        return _adapted(self.config)
+
+
+def _measured(rank, world_size, model, folder):
+    module = _Lora(model, "adamw")
+    probe, tracks = MemoryProbe(steps=[1]), _Tracks()
+    options = {"callbacks": [tracks, probe], "gradient_clip_val": 1.0, "max_steps": 2}
+    trainer = make_trainer(with_options("scratch_fsdp_zero3"), Path(folder), **options)
+    tokens = torch.zeros(SEQ_LEN, dtype=torch.long)
+    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * world_size * BATCH)
+    trainer.fit(module, DataLoader(rows, batch_size=BATCH))
+    return probe.reports[0].ranks[0], tracks.peak
+
+
+def _adapted_in_place(config):
+    """Adapters are where they belong from the start, and a plan's tensors cannot be moved."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "to", lambda module, *args, **options: module)
+        return _adapted(config)
+
+
+def test_two_ranks_with_adapters_take_what_was_planned(tmp_path, monkeypatch):
+    folder = folder_with("qwen", tmp_path)
+    monkeypatch.setattr(planning, "build", _adapted_in_place)
+    plan = planned(folder, world_size=2, zero_stage=3, backend="gloo")
+    measured, tracked = on_trainer_ranks(_measured, 2, str(folder), str(tmp_path))[0]
+    for phase in planning.PHASES:
+        for owner in ("parameters", "optimizer"):
+            expected = measured[phase].resting[owner]
+            assert plan.phases[phase].resting[owner] == pytest.approx(expected, rel=0.03), phase
+    assert plan.peak_bytes == pytest.approx(tracked, rel=0.03)
+    gradients = measured["step"].resting["gradients"]
+    assert plan.phases["step"].resting["gradients"] == pytest.approx(gradients, rel=0.03)
