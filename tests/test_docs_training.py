@@ -229,3 +229,18 @@ def test_the_page_shows_what_is_said_of_a_step_that_is_not_finite(tmp_path, code
     (shown,) = [text for _, text in blocks("docs/numbers.md") if text.startswith("optimizer step")]
     for said in on_trainer_ranks(_run_nonfinite_snippet, 2, code, tmp_path):
         assert said.split() == shown.split()
+
+
+def _run_loss_snippet(rank, world_size, code):
+    torch.manual_seed(rank)
+    names = {}
+    exec(code, names)
+    model, logits = names["model"], names["head"](names["hidden"].detach())
+    expected = F.cross_entropy(logits.flatten(0, 1), names["labels"].flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@runs("docs/memory-limit.md", "call_with(head")
+def test_the_loss_without_logits_is_that_of_the_logits(code):
+    run_on_ranks(_run_loss_snippet, 2, code)
