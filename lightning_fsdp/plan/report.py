@@ -24,11 +24,12 @@ def format_plan(name: str, plan: Plan) -> str:
         body.append([owner, *(format_bytes(num_bytes) for num_bytes in (*cells, most))])
     totals = [sum(plan.phases[phase].peak.values()) for phase in PHASES]
     body.append(["together", *map(format_bytes, totals), format_bytes(plan.peak_bytes)])
-    checkpointing = ", activation checkpointing" if run.activation_checkpointing else ""
+    more = ", activation checkpointing" if run.activation_checkpointing else ""
+    more += ", all logits at once" if run.loss == "plain" else ""
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {run.world_size} "
         f"ranks over {run.backend}, {run.precision}, {_OPTIMIZERS[run.optimizer]}; per rank "
-        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{checkpointing}\n\n"
+        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{more}\n\n"
         f"{markdown_table(head, body)}{_balance(plan)}"
     )
 
