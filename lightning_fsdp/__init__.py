@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
+    from lightning_fsdp.engines.calls import call_with as call_with
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
+    from lightning_fsdp.losses import linear_cross_entropy as linear_cross_entropy
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
     from lightning_fsdp.strategies.scratch import ScratchFSDPStrategy as ScratchFSDPStrategy
@@ -84,12 +86,14 @@ _HOME = {
     "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.tensors.sharded_tensor",
     "async_save_sharded": "checkpoint.sharded",
+    "call_with": "engines.calls",
     "elementwise_optimizer": "core.optimizers.optimizer_classes",
     "full_optimizer_state_dict": "core.optimizers.optimizer_state",
     "full_state_dict": "core.state.full_state",
     "fully_shard": "core.fully_shard",
     "gradients": "core.access.gradients",
     "leave_host_memory_alone": "core.memory.host_memory",
+    "linear_cross_entropy": "losses",
     "load_full_optimizer_state_dict": "core.optimizers.optimizer_state",
     "load_full_state_dict": "core.state.full_state",
     "load_pretrained": "checkpoint.pretrained",
@@ -115,6 +119,8 @@ __all__ = [
     "CPUOffloadPolicy",
     "ShardedTensor",
     "register_forward_method",
+    "call_with",
+    "linear_cross_entropy",
     "share_comm_ctx",
     "leave_host_memory_alone",
     "optimizers_follow",

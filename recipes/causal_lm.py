@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 import torch
@@ -22,7 +22,13 @@ from torchmetrics import MeanMetric
 from transformers import PretrainedConfig, PreTrainedModel
 from typing_extensions import override
 
-from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
+from lightning_fsdp import (
+    FSDP1Strategy,
+    FSDP2Strategy,
+    ScratchFSDPStrategy,
+    call_with,
+    linear_cross_entropy,
+)
 from recipes.answers import IGNORED
 from recipes.data import TextData
 from recipes.errors import RecipeError
@@ -30,6 +36,7 @@ from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_facto
 from recipes.pretrained import load_model
 
 Batch = dict[str, Tensor]
+LossName = Literal["chunked", "plain"]
 _SHARDED = (ScratchFSDPStrategy, FSDP1Strategy, FSDP2Strategy)
 
 
@@ -43,6 +50,7 @@ class CausalLM(L.LightningModule):
             again.
         compile_blocks: ``torch.compile`` each block.
         optimizer: AdamW and its schedule.
+        loss: ``chunked`` or ``plain``, see :meth:`loss`.
         meta_init: Build without memory; the strategy gives the values.
 
     Attributes:
@@ -65,6 +73,7 @@ class CausalLM(L.LightningModule):
         activation_checkpointing: bool,
         compile_blocks: bool,
         optimizer: OptimizerConfig,
+        loss: LossName = "chunked",
         meta_init: bool = False,
     ) -> None:
         if meta_init and pretrained is not None:
@@ -77,6 +86,7 @@ class CausalLM(L.LightningModule):
         self.pretrained = pretrained
         self.activation_checkpointing = activation_checkpointing
         self.compile_blocks = compile_blocks
+        self.loss_name = loss
         self.meta_init = meta_init
         self.optimizer_config = optimizer
         self.model = None
@@ -193,9 +203,23 @@ class CausalLM(L.LightningModule):
         Args:
             batch: ``input_ids`` and ``labels``, both ``(batch, seq_len)``, int64; of labels of
                 -100 there is none.
+
+        ``chunked`` computes the logits of a few positions at a time, ``plain`` all at once.
         """
+        if self.loss_name == "chunked":
+            return self._chunked_loss(batch)
         logits = self(batch["input_ids"])
         return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+
+    def _chunked_loss(self, batch: Batch) -> Tensor:
+        assert self.model is not None, "the model is built"
+        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        hidden = self.model.base_model(input_ids=batch["input_ids"], use_cache=False)[0]
+
+        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            return linear_cross_entropy(hidden, head.weight, labels, head.bias)
+
+        return call_with(head, loss, hidden, batch["labels"])
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:

@@ -21,7 +21,7 @@ from typing import Literal
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from recipes.causal_lm import CausalLM, require_one_source
+from recipes.causal_lm import CausalLM, LossName, require_one_source
 from recipes.optimizer import OptimizerConfig
 from recipes.pretrained import load_config
 
@@ -67,6 +67,8 @@ class Qwen(CausalLM):
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.
+        loss: ``chunked`` computes the logits of a few positions at a time, which takes much less
+            memory; ``plain`` all at once.
         meta_init: Build without memory, for the strategies of this package. ``scratch_fsdp``
             computes new weights (other values than without) one unit at a time, and no rank ever
             holds them all; those over torch's FSDP1 and FSDP2 hold them all until they shard.
@@ -88,6 +90,7 @@ class Qwen(CausalLM):
         max_seq_len: int = 32768,
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
+        loss: LossName = "chunked",
         meta_init: bool = False,
         optimizer: OptimizerConfig = OptimizerConfig(),
     ) -> None:
@@ -99,6 +102,7 @@ class Qwen(CausalLM):
             pretrained=pretrained,
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
+            loss=loss,
             meta_init=meta_init,
             optimizer=optimizer,
         )

@@ -256,3 +256,18 @@ def _run_replicas_snippet(rank, world_size, code, folder):
 @runs("docs/training.md", "shard_size=2")
 def test_the_snippet_of_replicas_makes_two(tmp_path, code):
     assert on_trainer_ranks(_run_replicas_snippet, 4, code, tmp_path) == [2] * 4
+
+
+def _run_loss_snippet(rank, world_size, code):
+    torch.manual_seed(rank)
+    names = {}
+    exec(code, names)
+    model, logits = names["model"], names["head"](names["hidden"].detach())
+    expected = F.cross_entropy(logits.flatten(0, 1), names["labels"].flatten())
+    torch.testing.assert_close(names["loss"], expected)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@runs("docs/memory-limit.md", "call_with(head")
+def test_the_loss_without_logits_is_that_of_the_logits(code):
+    run_on_ranks(_run_loss_snippet, 2, code)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from transformers import GPT2Config
 
 from lightning_fsdp.plan.dry_run import Run, largest_batch
 from lightning_fsdp.plan.ledger import FakeLedger
@@ -111,3 +112,14 @@ def test_a_search_over_activations_takes_four_plans():
     sizes = [tried.size for tried in search.tried]
     assert sizes == [1, 2, search.largest, search.largest + 1]
     assert search.largest > 16
+
+
+def test_chunks_of_logits_take_a_fraction_of_all(tmp_path):
+    """Of 512 positions and 4,096 tokens, or of 128 positions."""
+    GPT2Config(
+        n_layer=1, n_embd=16, n_head=1, vocab_size=4096, bos_token_id=0, eos_token_id=0
+    ).save_pretrained(tmp_path)
+    options = {"world_size": 8, "batch_size": 16, "activation_checkpointing": True}
+    plain, chunked = (planned(tmp_path, **options, loss=loss) for loss in ("plain", "chunked"))
+    assert chunked.peak_bytes + 4 * 16 * SEQ_LEN * 4096 < plain.peak_bytes
+    assert planned(tmp_path, **options) == chunked

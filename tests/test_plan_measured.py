@@ -196,5 +196,6 @@ def test_one_rank_of_many_takes_what_was_planned(folder_of, name, num_ranks, pre
     (measured,) = run_on_ranks(
         _one_of_many, 1, str(folder), num_ranks, stage, precision, backend=None
     )
-    plan = planned(folder, world_size=num_ranks, zero_stage=stage, precision=precision)
+    options = {"zero_stage": stage, "precision": precision, "loss": "plain"}
+    plan = planned(folder, world_size=num_ranks, **options)
     assert plan.peak_bytes == pytest.approx(measured, rel=TOLERANCE)

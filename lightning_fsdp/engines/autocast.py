@@ -36,8 +36,8 @@ class _CastOutput:
 
     dtype: torch.dtype
 
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output.to(self.dtype)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast_floating(output, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class _CastInputOnCPU:
     dtype: torch.dtype
     device_type: str | None
 
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(arg.to(self.dtype) if self._is_on_cpu(arg) else arg for arg in args)
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(
+            _cast_floating(arg, self.dtype) if self._is_on_cpu(arg) else arg for arg in args
+        )
 
-    def _is_on_cpu(self, tensor: Tensor) -> bool:
-        return (self.device_type or tensor.device.type) == "cpu"
+    def _is_on_cpu(self, arg: Any) -> bool:
+        return isinstance(arg, Tensor) and (self.device_type or arg.device.type) == "cpu"
 
 
 @dataclass(frozen=True)
@@ -118,3 +120,8 @@ def forget_main_dtype(module: nn.Module) -> None:
             for key, hook in list(hooks.items()):
                 if isinstance(hook, _HOOKS):
                     del hooks[key]
+
+
+def _cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Others pass: ``call_with`` runs functions that take and return anything."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

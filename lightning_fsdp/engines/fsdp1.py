@@ -36,9 +36,9 @@ from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.engines import native_state, torch_internals
+from lightning_fsdp.engines.calls import redirected
 from lightning_fsdp.engines.native import (
     NativeEngine,
-    redirected,
     refuse_own_parameters,
     steps_inside_forward,
 )

@@ -21,9 +21,9 @@ from typing_extensions import override
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.engines.calls import redirected
 from lightning_fsdp.engines.native import (
     NativeEngine,
-    redirected,
     refuse_own_parameters,
     steps_inside_forward,
 )

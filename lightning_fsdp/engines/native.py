@@ -11,7 +11,6 @@ import functools
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -478,26 +477,3 @@ def refuse_own_parameters(module: nn.Module, engine: str) -> None:
             f"under {engine}, which shards them at a backward inside training_step, got {own}. Put "
             "them into one child module, or use scratch_fsdp."
         )
-
-
-@contextmanager
-def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calling the module runs another method in place of forward, with forward's hooks."""
-    missing = object()
-    own = module.__dict__.get("forward", missing)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        put_back()  # the method may call the module's own forward
-        return method(*args, **kwargs)
-
-    def put_back() -> None:
-        if own is missing:
-            module.__dict__.pop("forward", None)
-        else:
-            module.__dict__["forward"] = own
-
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        put_back()

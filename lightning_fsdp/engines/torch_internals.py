@@ -17,6 +17,8 @@ from torch.distributed import _composable_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 from torch.optim import Optimizer
 
@@ -67,21 +69,42 @@ def let_go_of_groups() -> None:
     _meshes.clear()
 
 
+def _groups_of(state: Any) -> list[Any]:
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before torch 2.13: one, or none
+        groups = [group for group in (state._fsdp_param_group,) if group is not None]
+    return groups
+
+
 def fsdp2_parameters(root: nn.Module) -> Iterator[tuple[nn.Parameter, Any, Any]]:
     """FSDP2's sharded parameters, its own object for each, and that of those reduced together."""
     seen = set()
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.13: one, or none
-            groups = [group for group in (state._fsdp_param_group,) if group is not None]
-        for group in groups:
+        for group in _groups_of(module._get_fsdp_state()):
             for fsdp_parameter in group.fsdp_params:
                 if id(fsdp_parameter) not in seen:
                     seen.add(id(fsdp_parameter))
                     yield fsdp_parameter.sharded_param, fsdp_parameter, group
+
+
+def is_idle(parameter: Tensor) -> bool:
+    """Whether FSDP1 or FSDP2 has sharded a parameter, and no forward of its module runs now.
+
+    The parameter may be whole all the same, under ZeRO-2; its gradient would not be reduced.
+    """
+    if getattr(parameter, "_fsdp_flattened", False):
+        return True  # in a forward, FSDP1 has a view of the whole in its place, without the mark
+    for reference in list(_composable_state._module_state_mapping.values()):
+        state: Any = reference()
+        if isinstance(state, FSDPState) and state._training_state is TrainingState.IDLE:
+            for fsdp_parameter in (p for group in _groups_of(state) for p in group.fsdp_params):
+                if parameter is fsdp_parameter.sharded_param:
+                    return True
+                if parameter is getattr(fsdp_parameter, "_unsharded_param", None):
+                    return True
+    return False
 
 
 def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:

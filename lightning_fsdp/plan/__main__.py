@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             grad_accum=args.grad_accum,
             activation_checkpointing=args.activation_checkpointing,
             optimizer=args.optimizer,
+            loss=args.loss,
             backend=args.backend,
         )
         if args.device_memory is None:
@@ -137,6 +138,12 @@ def make_parser() -> CommandParser:
         choices=("adamw", "muon"),
         default=Run.optimizer,
         help="muon: of the blocks' matrices, each whole on one rank; AdamW of the rest",
+    )
+    parser.add_argument(
+        "--loss",
+        choices=("chunked", "plain"),
+        default=Run.loss,
+        help="chunked: as the recipes', logits of 128 positions at a time; plain: all, in fp32",
     )
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), default=Run.backend, help="of the process group"

@@ -8,8 +8,8 @@ wrong as soon as either changed.
 
 The step does what the Trainer does with the recipes' models, in its order::
 
-    forward    per micro-batch: model, cross entropy of the fp32 logits; gradients of the step
-               before are there until the first backward
+    forward    per micro-batch: model, cross entropy; gradients of the step before are there until
+               the first backward
     backward   all but the last micro-batch's without communication
     step       clipping by norm; fused AdamW, or Muon for matrices of blocks and AdamW for the rest
 
@@ -43,20 +43,27 @@ from lightning_fsdp.core.ranks.groups import communicator_of_mesh
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
+from lightning_fsdp.engines.calls import call_with
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
+from lightning_fsdp.losses import linear_cross_entropy
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
 from lightning_fsdp.strategies import unit_calls
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from lightning_fsdp.strategies.precision import ShardedPrecision
 
 OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "activations")
 PHASES = ("forward", "backward", "step")
+_CHOICES = {
+    "backend": ("nccl", "gloo"),
+    "optimizer": ("adamw", "muon"),
+    "loss": ("chunked", "plain"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,8 @@ class Run:
         grad_accum: Micro-batches per optimizer step.
         activation_checkpointing: Keep only the blocks' inputs and compute the rest again.
         optimizer: ``adamw`` or ``muon``.
+        loss: ``chunked``, as the recipes' (see :mod:`lightning_fsdp.losses`), or ``plain``: the
+            cross entropy of all logits, in fp32.
         backend: Of the process group. Up to 8 ranks of gloo exchange shards in pairs, which holds
             less.
     """
@@ -86,6 +95,7 @@ class Run:
     grad_accum: int = 1
     activation_checkpointing: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
+    loss: Literal["chunked", "plain"] = "chunked"
     backend: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
@@ -108,7 +118,7 @@ class Run:
                     f"shard_size: expected a divisor of the {self.world_size} ranks, got "
                     f"{self.shard_size}. Each replica of the model needs as many ranks."
                 )
-        for name, choices in (("backend", ("nccl", "gloo")), ("optimizer", ("adamw", "muon"))):
+        for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
                     f"{name}: expected {choices[0]!r} or {choices[1]!r}, got "
@@ -284,7 +294,8 @@ class _Training:
                 shape = batch_size, self._run.seq_len
                 input_ids, labels = (torch.zeros(shape, dtype=torch.long) for _ in range(2))
                 with self._precision.forward_context():
-                    loss = self._loss(input_ids, labels) / num_micro_batches
+                    # As under a strategy, whose pass is a step of the whole module.
+                    loss = call_with(model, self._loss, input_ids, labels) / num_micro_batches
                 if index == 0:
                     model.zero_grad()
             is_last = index == num_micro_batches - 1
@@ -296,7 +307,16 @@ class _Training:
                 optimizer.step()
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        logits = self._model(input_ids=input_ids, use_cache=False).logits
+        model = cast("PreTrainedModel", self._model)
+        if self._run.loss == "chunked":
+            head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+            hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+
+            def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+                return linear_cross_entropy(hidden, head.weight, labels, head.bias)
+
+            return call_with(head, loss, hidden, labels)
+        logits = model(input_ids=input_ids, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     def _tell_owners(self, ledger: FakeLedger) -> None:

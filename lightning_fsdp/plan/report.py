@@ -27,11 +27,12 @@ def format_plan(name: str, plan: Plan) -> str:
     size = run.shard_size or run.world_size
     replicas = f" ({run.world_size // size} replicas of {size})" if size < run.world_size else ""
     ranks = f"{run.world_size} ranks{replicas}"
-    checkpointing = ", activation checkpointing" if run.activation_checkpointing else ""
+    more = ", activation checkpointing" if run.activation_checkpointing else ""
+    more += ", all logits at once" if run.loss == "plain" else ""
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {ranks} over "
         f"{run.backend}, {run.precision}, {_OPTIMIZERS[run.optimizer]}; per rank "
-        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{checkpointing}\n\n"
+        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{more}\n\n"
         f"{markdown_table(head, body)}{_balance(plan)}"
     )
 

@@ -129,7 +129,9 @@ class ModuleHooks:
             handle.remove()
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module as if it were its forward."""
+        """Call a function as if it were the module's forward; inside of that, as a part of it."""
+        if self.unit is not None and self.schedule.is_inside(self.unit):
+            return method(*args, **kwargs)
         try:
             args, kwargs = self._on_call(self.module, args, kwargs)
             output = method(*args, **kwargs)

@@ -126,6 +126,10 @@ class Schedule:
             unit.install_leaves()
         running.depth += 1
 
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether a module of the unit is in its forward, so that the unit is whole."""
+        return unit in self._forward.running and self._forward.running[unit].depth > 0
+
     def leave_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module ends its forward: the last one releases the unit."""
         running = self._forward.running.get(unit)

@@ -1,0 +1,204 @@
+"""The cross entropy of a linear layer's outputs, without the outputs.
+
+The logits of a language model are the largest tensor of its step: positions x vocabulary, in
+several copies between the forward and the backward. Here they exist for a few positions at a time:
+
+    for each chunk      logits -> losses -> softmax minus one-hot -> parts of both gradients
+    backward            both gradients times that of the loss
+
+Both gradients are made in the forward, so the backward reads neither weight nor logits.
+
+Note: dtypes
+Products are in the dtype of the operands, what is summed over positions and over chunks in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lightning_fsdp.core.engine.torch_internals import not_compiled
+
+
+@not_compiled
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    chunk_size: int = 128,
+) -> Tensor:
+    """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without whole logits.
+
+    Args:
+        hidden: ``(..., width)``, floating point. Cast to autocast's dtype, where that is on.
+        weight: ``(vocabulary, width)``. A frozen one has no gradient, and costs none.
+        labels: ``(...)``, int64, of the positions of ``hidden``; shifted already.
+        bias: ``(vocabulary,)``.
+        ignore_index: A label that takes no part.
+        reduction: Over the positions that take part.
+        chunk_size: Positions whose logits exist at once. More are faster on a GPU.
+
+    Returns:
+        0-d, float32. Its backward runs once, and is not differentiable again.
+
+    Raises:
+        ValueError: A wrong shape, reduction or size of chunks.
+    """
+    _check(hidden, weight, labels, bias, reduction, chunk_size)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):  # as of the linear layer, outside of what follows
+        dtype = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    counts = (labels != ignore_index).flatten()
+    with torch.autocast(kind, enabled=False):
+        loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, -2),
+            weight,
+            bias,
+            labels.flatten().where(counts, 0).unsqueeze(1),
+            counts.unsqueeze(1),
+            _Needs.of(hidden, weight, bias, chunk_size=chunk_size),
+        )
+    if reduction == "sum":
+        return loss
+    num = counts.sum()
+    # Of no position at all, as torch's: nan, with gradients of 0.
+    return torch.where(num > 0, loss / num.clamp(min=1), torch.nan)
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """Which gradients are made, and in how large chunks of positions."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    chunk_size: int
+
+    @classmethod
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, chunk_size: int) -> _Needs:
+        # Not ctx.needs_input_grad, which does not know of torch.no_grad().
+        is_on = torch.is_grad_enabled()
+        return cls(
+            hidden=is_on and hidden.requires_grad,
+            weight=is_on and weight.requires_grad,
+            bias=is_on and bias is not None and bias.requires_grad,
+            chunk_size=chunk_size,
+        )
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made of the sum of the losses; the mean's factor comes with the loss's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        counts: Tensor,
+        needs: _Needs,
+    ) -> Tensor:
+        loss = torch.zeros((), device=hidden.device)
+        of_hidden = torch.empty_like(hidden) if needs.hidden else None
+        of_weight = _zeros(weight) if needs.weight else None
+        of_bias = _zeros(bias) if needs.bias and bias is not None else None
+        for part in _parts(len(hidden), needs.chunk_size):
+            logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
+            logits -= logits.amax(1, keepdim=True)
+            of_label = logits.gather(1, labels[part])
+            sums = logits.exp_().sum(1, keepdim=True)
+            loss += ((sums.log() - of_label) * counts[part]).sum()
+            if not (needs.hidden or needs.weight or needs.bias):
+                continue
+            logits /= sums
+            logits.scatter_add_(1, labels[part], torch.full_like(of_label, -1.0))
+            logits *= counts[part]
+            if of_bias is not None:
+                of_bias += logits.sum(0)
+            gradient = logits.to(hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(gradient, weight, out=of_hidden[part])
+            if of_weight is not None:
+                _add_product(of_weight, gradient.T, hidden[part])
+        if of_weight is not None and weight.dtype is torch.bfloat16:  # fp16 waits for a scaler
+            of_weight = of_weight.to(weight.dtype)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.gradients = of_hidden, of_weight, of_bias
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_loss: Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "linear_cross_entropy: expected one backward, got a second one, after the first "
+                "took the gradients. Compute the loss again, or take the cross entropy of logits."
+            )
+        # In place, and owned by nobody else: a second gradient of the weight would double the peak.
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = (None if g is None else g.mul_(of_loss) for g in gradients)
+        pairs = zip(scaled, ctx.dtypes, strict=True)
+        return *(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _parts(num: int, size: int) -> Iterator[slice]:
+    for first in range(0, num, size):
+        yield slice(first, first + size)
+
+
+_NUM_ROWS = 8192  # of a product in lower precision, before it is added to the sum in fp32
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+        return
+    for rows in _parts(len(total), _NUM_ROWS):
+        total[rows] += left[rows] @ right
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    reduction: str,
+    chunk_size: int,
+) -> None:
+    shapes = {
+        "weight": (weight.shape, (weight.shape[0], hidden.shape[-1])),
+        "labels": (labels.shape, hidden.shape[:-1]),
+        "bias": (weight.shape[:1] if bias is None else bias.shape, weight.shape[:1]),
+    }
+    for name, (found, expected) in shapes.items():
+        if tuple(found) != tuple(expected):
+            raise ValueError(
+                f"linear_cross_entropy: expected {name} of shape {tuple(expected)} beside hidden "
+                f"of {tuple(hidden.shape)} and weight of {tuple(weight.shape)}, got "
+                f"{tuple(found)}. Labels are one for each position, weight is that of nn.Linear."
+            )
+    if reduction not in ("mean", "sum"):
+        raise ValueError(
+            f"linear_cross_entropy: expected 'mean' or 'sum' for reduction, got {reduction!r}. The "
+            "losses of positions are not kept; take the cross entropy of logits for them."
+        )
+    if chunk_size < 1:
+        raise ValueError(
+            f"linear_cross_entropy: expected a chunk_size of at least 1, got {chunk_size}. "
+            "Raise it."
+        )

@@ -1,0 +1,151 @@
+"""The cross entropy of a head without its logits, against torch's of the logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_fsdp import linear_cross_entropy
+from tests.support.memory import StorageTracker
+
+IGNORED = -100
+
+
+def _inputs(dtype: torch.dtype, *, frozen: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 101, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(333, 16, generator=generator).to(dtype).requires_grad_(not frozen)
+    bias = torch.randn(333, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(333, (3, 101), generator=generator)
+    labels[0, :50] = IGNORED
+    return hidden, weight, labels, bias
+
+
+def _plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, reduction: str
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias).flatten(0, -2)
+    return F.cross_entropy(logits.float(), labels.flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
+)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_loss_and_gradients_are_those_of_the_logits(
+    reduction: str, dtype: torch.dtype, tolerance: float, frozen: bool
+) -> None:
+    hidden, weight, labels, bias = _inputs(dtype, frozen=frozen)
+    scale = 1024.0  # as of a gradient scaler, below whose factor fp16 has no small gradients
+    wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
+    expected = _plain(hidden, weight, labels, bias, reduction)
+    found = linear_cross_entropy(hidden, weight, labels, bias, reduction=reduction)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    of_expected = torch.autograd.grad(scale * expected, wanted)
+    for gradient, other in zip(
+        torch.autograd.grad(scale * found, wanted), of_expected, strict=True
+    ):
+        assert gradient.dtype == dtype
+        biggest = other.float().abs().max()
+        assert (gradient.float() - other.float()).abs().max() <= tolerance * biggest
+    assert not (frozen and weight.grad)
+
+
+def test_small_gradients_of_fp16_are_scaled_before_they_are_rounded() -> None:
+    hidden, weight, labels, bias = _inputs(torch.float16)
+    many = hidden.detach().repeat(200, 1, 1).requires_grad_(), weight, labels.repeat(200, 1)
+    of = [
+        torch.autograd.grad(2.0**16 * loss, weight)
+        for loss in (_plain(*many, bias, "mean"), linear_cross_entropy(*many, bias))
+    ]
+    assert not of[1][0].eq(0).any()
+    torch.testing.assert_close(of[1], of[0], atol=0.5, rtol=0.05)
+
+
+def test_sums_over_chunks_lose_nothing_under_bf16() -> None:
+    hidden, weight, labels, _ = _inputs(torch.bfloat16)
+    many = hidden.detach().repeat(20, 1, 1), weight, labels.repeat(20, 1)
+    (whole,), (parts,) = (
+        torch.autograd.grad(linear_cross_entropy(*many, chunk_size=size), weight)
+        for size in (10_000, 8)
+    )
+    assert (parts.float() - whole.float()).abs().max() <= 2**-8 * whole.abs().max()
+
+
+def test_autocast_computes_as_the_linear_layer_does() -> None:
+    hidden, weight, labels, bias = _inputs(torch.float32)
+    losses = []
+    for loss_of in (_plain, lambda *args: linear_cross_entropy(*args[:4], reduction=args[4])):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(hidden, weight, labels, bias, "mean")
+        losses.append([loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))])
+    for found, expected in zip(*reversed(losses), strict=True):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(
+            found, expected, atol=0.02 * float(expected.abs().max()), rtol=1e-6
+        )
+
+
+def test_no_position_that_counts_gives_what_torch_gives() -> None:
+    hidden, weight, labels, _ = _inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels.fill_(IGNORED))
+    assert loss.isnan()
+    loss.backward()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+    assert linear_cross_entropy(hidden, weight, labels, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_nothing_is_made_for_gradients_that_nobody_needs(is_on: bool) -> None:
+    hidden, weight, labels, _ = _inputs(torch.float32, frozen=True)
+    sizes: list[int] = []
+    with torch.set_grad_enabled(is_on), StorageTracker() as tracker:
+        tracker.track([hidden, weight, labels])
+        tracker.at_each_operation = lambda: sizes.append(tracker.live_bytes([hidden, weight]))
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_size=1)
+    assert loss.requires_grad == is_on
+    assert max(sizes) < 14_000 + is_on * hidden.nbytes  # labels, masks; of the weight 21,312
+
+
+def test_peak_is_a_fraction_of_that_of_the_logits() -> None:
+    """Beside the gradient of the weight, for the shape of a head: a large vocabulary."""
+    hidden = torch.randn(512, 8, requires_grad=True)
+    weight, labels = torch.randn(4096, 8, requires_grad=True), torch.zeros(512, dtype=torch.long)
+    peaks = []
+    for loss_of in (linear_cross_entropy, lambda h, w, y: _plain(h, w, y, None, "mean")):
+        sizes: list[int] = []
+        with StorageTracker() as tracker:
+            tracker.track([hidden, weight, labels])
+            tracker.at_each_operation = lambda t=tracker, s=sizes: s.append(t.live_bytes())
+            start = tracker.live_bytes()
+            loss_of(hidden, weight, labels).backward()
+        peaks.append(max(sizes) - start - weight.nbytes)
+        hidden.grad = weight.grad = None
+    assert peaks[0] <= 0.25 * peaks[1]
+
+
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, labels, _ = _inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="expected one backward, got a second one"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"labels": torch.zeros(4, dtype=torch.long)}, r"labels of shape \(3, 101\)"),
+        ({"weight": torch.zeros(333, 15)}, r"weight of shape \(333, 16\)"),
+        ({"bias": torch.zeros(3)}, r"bias of shape \(333,\)"),
+        ({"reduction": "none"}, "'mean' or 'sum' for reduction, got 'none'"),
+        ({"chunk_size": 0}, "a chunk_size of at least 1, got 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, object], text: str) -> None:
+    hidden, weight, labels, bias = _inputs(torch.float32)
+    inputs = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
+    with pytest.raises(ValueError, match=f"linear_cross_entropy: expected {text}"):
+        linear_cross_entropy(**(inputs | changed))
