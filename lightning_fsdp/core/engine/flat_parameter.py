@@ -313,10 +313,8 @@ class FlatParameter:
     def leave_unreduced(self) -> None:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
-            slot, gradient = self._arrived.popitem()
-            waiting.keep_own(
-                self.parameters[slot], gradient.to(self._reduce_dtype), self.make_waiting
-            )
+            slot, part = self._arrived.popitem()
+            waiting.keep_own(self.parameters[slot], part.to(self._reduce_dtype), self.make_waiting)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
