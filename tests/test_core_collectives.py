@@ -195,20 +195,20 @@ def test_a_tied_weight_is_reduced_once_and_gathered_only_while_nobody_holds_it(p
         assert gathered <= counts["gathered bytes"] <= gathered + 2 * padding
 
 
+def _loss_that_ends(tokens, model, ends):
+    hidden = model.embedding(tokens[:, :-1]) + model.positions(torch.arange(9))
+    for block in model.blocks[: 3 if ends == "early" else None]:
+        hidden = block(hidden)
+    loss = hidden.square().mean()
+    if ends != "early":
+        loss = loss + model.head(model.norm(hidden)).square().mean()
+    return loss
+
+
 def _change_ends(rank, world_size):
     """Passes that end elsewhere, that have no backward, or two of them before one."""
     plain, model = causal_lm(**SIZES), shard_model(causal_lm(**SIZES))
-    tokens = token_batch(0, 0, rank)["tokens"]
-
-    def losses(model, ends):
-        hidden = model.embedding(tokens[:, :-1]) + model.positions(torch.arange(9))
-        for block in model.blocks[: 3 if ends == "early" else None]:
-            hidden = block(hidden)
-        loss = hidden.square().mean()
-        if ends != "early":
-            loss = loss + model.head(model.norm(hidden)).square().mean()
-        return loss
-
+    losses = functools.partial(_loss_that_ends, token_batch(0, 0, rank)["tokens"])
     model.forward, counts = functools.partial(losses, model), []
     for ends in ("late", "late", "early", "early", "late", "late"):
         with CollectiveCounter() as counter:
@@ -229,6 +229,29 @@ def _change_ends(rank, world_size):
 
 def test_a_unit_that_was_kept_for_a_backward_that_begins_elsewhere_is_freed():
     run_on_ranks(_change_ends, 2)
+
+
+def _drop_losses(rank, world_size):
+    model = shard_model(causal_lm(**SIZES))
+    tokens = token_batch(0, 0, rank)["tokens"]
+    model.forward = functools.partial(_loss_that_ends, tokens, model)
+    found = []
+
+    def drop_loss(ends):
+        model(ends)
+        found.append([unit.name for unit in units_in(model) if unit.is_held])
+
+    for _ in range(2):
+        model("late").backward()
+    drop_loss("late")
+    drop_loss("early")  # ends with a unit that no backward has begun with
+    model("early").backward()
+    drop_loss("early")  # a unit followed in the passes before, and was gathered ahead
+    return found
+
+
+def test_a_unit_is_kept_for_a_backward_that_began_with_it_until_another_one_is_entered():
+    assert run_on_ranks(_drop_losses, 2) == [[["norm"], [], []]] * 2
 
 
 def _count_traffic(rank, world_size):

@@ -210,7 +210,7 @@ class FlatParameter:
         )
 
     @property
-    def may_wait_elsewhere(self) -> bool:
+    def may_wait(self) -> bool:
         """Whether ranks may have gradients that wait; it is the same on all of them."""
         return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
 

@@ -116,8 +116,7 @@ class Schedule:
     def enter_module(self, unit: Unit, module: nn.Module) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
         forward = self._forward
-        running = forward.running.get(unit)
-        if running is not None:
+        if (running := forward.running.get(unit)) is not None:
             self._gathers.refresh(unit)
         else:
             if unit.is_stale:
@@ -279,9 +278,7 @@ class Schedule:
         for flat_param in list(backward.unsettled):
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
-        self._reduce_waiting(
-            s for s in self._users if s.may_wait_elsewhere and self._syncs_gradients(s)
-        )
+        self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
         self._gathers.drop()
         self._reductions.land()
         for flat_param in self._users:
