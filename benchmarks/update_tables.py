@@ -17,6 +17,8 @@ python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.
 python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_speed.json
 python -m benchmarks.muon_step --out benchmarks/results/muon_step.json
 python -m benchmarks.update_tables muon benchmarks/results/muon_step.json
+python -m benchmarks.head_loss --slow --out benchmarks/results/head_loss.json
+python -m benchmarks.update_tables head-loss benchmarks/results/head_loss.json
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
@@ -35,7 +37,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import muon_ranks, muon_step, real_size
+from benchmarks import head_loss, muon_ranks, muon_step, real_size
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -164,6 +166,11 @@ def muon_table(document: dict[str, Any]) -> list[str]:
     return muon_step.table_of(document["rows"]).splitlines()
 
 
+def head_loss_table(document: dict[str, Any]) -> list[str]:
+    """The ways of ``head_loss.py``."""
+    return head_loss.table_of(document["rows"]).splitlines()
+
+
 def muon_ranks_table(document: dict[str, Any]) -> list[str]:
     """What ``muon_ranks.py`` computed."""
     rows = [muon_ranks.Row(**row) for row in document["rows"]]
@@ -182,6 +189,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "qwen": real_size_table,
     "muon": muon_table,
     "muon-ranks": muon_ranks_table,
+    "head-loss": head_loss_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
 }

@@ -1,0 +1,158 @@
+"""What the loss of a language model's head takes, with and without whole logits.
+
+    python -m benchmarks.head_loss --out benchmarks/results/head_loss.json
+
+Forward and backward over a head of the shape of Qwen2.5-0.5B's, fp32. Every run is a process of its
+own; ways take turns. Shown are the median of the runs, and the growth of the process over what it
+held before the forward, of which the weight's gradient is a part that every way needs.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+from lightning_fsdp import linear_cross_entropy
+from lightning_fsdp.harness.command_line import CommandParser, at_least, exit_with
+from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.tables import markdown_table
+
+WIDTH, VOCABULARY, POSITIONS = 896, 151_936, 1024
+CHUNK = 128
+
+
+def _plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def _recomputed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def of_chunk(h: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, weight).float(), y, reduction="sum")
+
+    pairs = zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)
+    losses = [checkpoint(of_chunk, h, y, use_reentrant=False) for h, y in pairs]
+    return torch.stack(losses).sum() / len(labels)
+
+
+def _torchs(batch_chunk_size: int | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        # Since torch 2.13.
+        own = torch.nn.LinearCrossEntropyOptions()
+        given = torch.nn.LinearCrossEntropyOptions(
+            batch_chunk_size=batch_chunk_size, chunking_method=None
+        )
+        options = own if batch_chunk_size is None else given
+        result: Tensor = F.linear_cross_entropy(hidden, weight, labels, options=options)
+        return result
+
+    return loss
+
+
+WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "plain logits": _plain,
+    f"chunks of {CHUNK} under checkpoint": _recomputed,
+    "torch's linear_cross_entropy, batch_chunk_size=256": _torchs(256),
+    "lightning_fsdp.linear_cross_entropy": linear_cross_entropy,
+}
+SLOW = {"torch's linear_cross_entropy, its own chunks": _torchs(None)}
+
+
+def run(way: str) -> dict[str, float]:
+    """Forward and backward in this process; loss, seconds, and bytes that the process grew by."""
+    torch.manual_seed(0)
+    hidden = torch.randn(POSITIONS, WIDTH, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.02)
+    labels = torch.randint(VOCABULARY, (POSITIONS,))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start = _status("VmRSS"), time.perf_counter()
+    loss = (WAYS | SLOW)[way](hidden, weight, labels)
+    loss.backward()  # type: ignore[no-untyped-call]
+    seconds = time.perf_counter() - start
+    return {"loss": loss.item(), "s": seconds, "grown_bytes": _status("VmHWM") - before}
+
+
+def _status(key: str) -> int:
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def measure(ways: list[str], repeats: int) -> list[dict[str, Any]]:
+    """A row per way."""
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for _ in tqdm(range(repeats), unit="round"):
+        for way, found in runs.items():
+            command = [sys.executable, "-m", "benchmarks.head_loss", "--one", way]
+            found.append(json.loads(subprocess.check_output(command)))
+    return [
+        {
+            "way": way,
+            "s": [each["s"] for each in found],
+            "grown_bytes": max(each["grown_bytes"] for each in found),
+            "loss": found[0]["loss"],
+        }
+        for way, found in runs.items()
+    ]
+
+
+def table_of(rows: list[dict[str, Any]]) -> str:
+    """Rows as on the page."""
+    gradient = 4 * WIDTH * VOCABULARY
+    plain = statistics.median(rows[0]["s"])
+    rest = rows[0]["grown_bytes"] - gradient
+    body = [
+        [
+            row["way"],
+            f"{statistics.median(row['s']):.1f} ({min(row['s']):.1f}..{max(row['s']):.1f})",
+            f"{statistics.median(row['s']) / plain:.2f}",
+            f"{row['grown_bytes'] / 1e6:,.0f}",
+            f"{(row['grown_bytes'] - gradient) / rest:.2f}",
+        ]
+        for row in rows
+    ]
+    head = (
+        "way", "s, median (least..most)", "of plain's", "process grows by, MB",
+        f"of plain's, without the weight's gradient ({gradient / 1e6:,.0f} MB)",
+    )  # fmt: skip
+    return markdown_table(head, body)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print the table and write the JSON."""
+    parser = CommandParser(
+        "benchmarks.head_loss",
+        "Compare losses of a large head.",
+        examples=["--out benchmarks/results/head_loss.json", "--repeats 1 --slow"],
+    )
+    parser.add_argument("--repeats", type=at_least(1), default=3, help="runs of each way")
+    parser.add_argument("--slow", action="store_true", help="also torch's with its own chunks")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--one", choices=[*WAYS, *SLOW], help="one run; prints JSON")
+    args = parser.parse(arguments)
+    if args.one is not None:
+        print(json.dumps(run(args.one)))
+        return 0
+    rows = measure([*WAYS, *(SLOW if args.slow else ())], args.repeats)
+    print(table_of(rows))
+    if args.out is not None:
+        given = sys.argv[1:] if arguments is None else arguments
+        command = f"python -m benchmarks.head_loss {shlex.join(given)}"
+        document = {"command": command, **environment(), "rows": rows}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)
