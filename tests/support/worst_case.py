@@ -166,6 +166,5 @@ WORST_CASES = {group.backend: group for group in (LateGroup, EarlyGroup, MixedGr
 def poison(tensor: Tensor) -> None:
     """Fill with bytes of 0xFF, whatever the dtype."""
     if tensor.numel():
-        tensor.copy_(
-            torch.full((tensor.element_size(),), _POISON, dtype=torch.uint8).view(tensor.dtype)
-        )
+        bytes_ = torch.full((tensor.element_size(),), _POISON, dtype=torch.uint8)
+        tensor.copy_(bytes_.view(tensor.dtype)[0])
