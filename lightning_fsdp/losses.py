@@ -15,13 +15,18 @@ Products are in the dtype of the operands, what is summed over positions and ove
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
+
+_most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 
 @not_compiled
@@ -75,6 +80,36 @@ def linear_cross_entropy(
     return torch.where(num > 0, loss / num.clamp(min=1), torch.nan)
 
 
+def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
+    """The two parts of a language model of transformers, whose loss needs no logits.
+
+    Args:
+        model: Of transformers, or of peft around one (LoRA and others).
+
+    Returns:
+        What computes the head's input, and the head as one reads it inside :func:`call_with`;
+        ``None`` where logits are more than a linear layer of the body's output: adapters on the
+        head, prompt learning.
+    """
+    if hasattr(model, "peft_config"):
+        if any(config.is_prompt_learning for config in model.peft_config.values()):
+            return None
+        model = model.get_base_model()
+    head = model.get_output_embeddings()
+    linear = getattr(head, "module", head)  # of FSDP1
+    return (model.base_model, head) if isinstance(linear, nn.Linear) else None
+
+
+@contextmanager
+def only_first_chunks(num: int) -> Iterator[None]:
+    """Inside, ``num`` chunks are computed at most: for a plan of memory, all are alike."""
+    token = _most_chunks.set(num)
+    try:
+        yield
+    finally:
+        _most_chunks.reset(token)
+
+
 @dataclass(frozen=True)
 class _Needs:
     """Which gradients are made, and in how large chunks of positions."""
@@ -113,7 +148,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if needs.hidden else None
         of_weight = _zeros(weight) if needs.weight else None
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
-        for part in _parts(len(hidden), needs.chunk_size):
+        for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
             logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
             logits -= logits.amax(1, keepdim=True)
             of_label = logits.gather(1, labels[part])

@@ -29,6 +29,7 @@ from lightning_fsdp import (
     call_with,
     linear_cross_entropy,
 )
+from lightning_fsdp.losses import body_and_head
 from recipes.answers import IGNORED
 from recipes.data import TextData
 from recipes.errors import RecipeError
@@ -204,17 +205,15 @@ class CausalLM(L.LightningModule):
             batch: ``input_ids`` and ``labels``, both ``(batch, seq_len)``, int64; of labels of
                 -100 there is none.
 
-        ``chunked`` computes the logits of a few positions at a time, ``plain`` all at once.
+        ``chunked`` computes the logits of a few positions at a time, ``plain`` all at once; so does
+        ``chunked`` where they are more than a linear layer's (adapters on the head).
         """
-        if self.loss_name == "chunked":
-            return self._chunked_loss(batch)
-        logits = self(batch["input_ids"])
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-
-    def _chunked_loss(self, batch: Batch) -> Tensor:
-        assert self.model is not None, "the model is built"
-        head = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        hidden = self.model.base_model(input_ids=batch["input_ids"], use_cache=False)[0]
+        parts = body_and_head(self.model) if self.loss_name == "chunked" else None
+        if parts is None:
+            logits = self(batch["input_ids"])
+            return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        body, head = parts
+        hidden = body(input_ids=batch["input_ids"], use_cache=False)[0]
 
         def loss(hidden: Tensor, labels: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, head.weight, labels, head.bias)

@@ -64,8 +64,8 @@ def largest_that_fits(
         cap: The largest size to try.
         verify: Tries a size at full length. What it refuses does not fit, whatever ``attempt``
             said, and the search goes on below; what the search finds has passed it.
-        guess: Asked once 1 and 2 fit: what the answer probably is. It is tried next, with its
-            neighbours; a wrong one costs three attempts, a right one saves most others.
+        guess: What the answer probably is, by the attempts so far. Asked twice, once 1 and 2 fit:
+            the first is tried, and the second with its neighbours.
 
     Raises:
         ValueError: ``cap`` leaves nothing to try.
@@ -91,6 +91,7 @@ def largest_that_fits(
     while largest < cap < refused:  # so far everything fits
         narrow(min(2 * largest or 1, cap))
         if largest == 2 and guess is not None:
+            narrow(min(guess(), cap))
             likely = min(guess(), cap)
             for size in (likely, likely + 1, likely - 1):
                 narrow(size)

@@ -46,7 +46,7 @@ from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.calls import call_with
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
-from lightning_fsdp.losses import linear_cross_entropy
+from lightning_fsdp.losses import body_and_head, linear_cross_entropy, only_first_chunks
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
@@ -207,9 +207,14 @@ def largest_batch(
         return f"takes {format_bytes(peak_bytes)}" if peak_bytes > device_bytes else None
 
     def guess() -> int:
-        # Most peaks are a constant and as much again for each sequence.
-        first, second = plans[1].peak_bytes, plans[2].peak_bytes
-        return 1 + (device_bytes - first) // max(second - first, 1)
+        # Most peaks are a constant and as much again for each sequence; of few sequences, some are
+        # elsewhere in the step.
+        sizes = sorted(plans)
+        fitting = [size for size in sizes if plans[size].peak_bytes <= device_bytes]
+        low = min(fitting[-1], sizes[-2])
+        high = sizes[sizes.index(low) + 1]
+        least, most = plans[low].peak_bytes, plans[high].peak_bytes
+        return low + (high - low) * (device_bytes - least) // max(most - least, 1)
 
     with _training(config, run) as training:
         search = largest_that_fits(attempt, cap=cap, guess=guess)
@@ -308,12 +313,14 @@ class _Training:
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         model = cast("PreTrainedModel", self._model)
-        if self._run.loss == "chunked":
-            head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-            hidden = model.base_model(input_ids=input_ids, use_cache=False)[0]
+        parts = body_and_head(model) if self._run.loss == "chunked" else None
+        if parts is not None:
+            body, head = parts
+            hidden = body(input_ids=input_ids, use_cache=False)[0]
 
             def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-                return linear_cross_entropy(hidden, head.weight, labels, head.bias)
+                with only_first_chunks(2):  # the second is made beside the sums of the first
+                    return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
             return call_with(head, loss, hidden, labels)
         logits = model(input_ids=input_ids, use_cache=False).logits

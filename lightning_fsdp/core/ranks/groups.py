@@ -12,7 +12,6 @@ in a row; then every shard of gradients is averaged down its column, by an all-r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -62,8 +61,7 @@ def communicator_of_mesh(
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return communicator_of(mesh.get_group(mesh.ndim - 1), comm=comm, in_pairs=in_pairs)
-    everyone = mesh.mesh.flatten().tolist()
-    return _known(mesh.get_group(1), mesh.get_group(0), everyone, comm, in_pairs)
+    return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs)
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
@@ -181,7 +179,7 @@ class _Replicas:
 def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
-    everyone: Sequence[int] | None,
+    mesh: DeviceMesh | None,
     comm: Comm,
     in_pairs: bool | None,
 ) -> Communicator:
@@ -190,7 +188,7 @@ def _known(
     key = name, comm == "pairs"
     if key not in of_group:
         other = of_group.get((name, comm != "pairs"))  # ranks that choose differently agree in one
-        control = _controls[other] if other else _new_control(group, everyone)
+        control = _controls[other] if other else _new_control(group, mesh)
         cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
         communicator = cls(group, control.rank, control.world_size)
         _controls[communicator] = control
@@ -201,9 +199,9 @@ def _known(
     return of_group[key]
 
 
-def _new_control(group: dist.ProcessGroup, everyone: Sequence[int] | None) -> ControlGroup:
+def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGroup:
     return ControlGroup(
-        everyone or dist.get_process_group_ranks(group),
+        dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist(),
         torch_internals.group_timeout(group),
         data_backend=dist.get_backend(group),
     )
