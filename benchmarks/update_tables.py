@@ -19,6 +19,8 @@ python -m benchmarks.muon_step --out benchmarks/results/muon_step.json
 python -m benchmarks.update_tables muon benchmarks/results/muon_step.json
 python -m benchmarks.head_loss --slow --out benchmarks/results/head_loss.json
 python -m benchmarks.update_tables head-loss benchmarks/results/head_loss.json
+python -m benchmarks.one_host
+python -m benchmarks.update_tables one-host benchmarks/results/one_host.json
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
@@ -37,7 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import head_loss, muon_ranks, muon_step, real_size
+from benchmarks import head_loss, muon_ranks, muon_step, one_host, real_size
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -171,6 +173,11 @@ def head_loss_table(document: dict[str, Any]) -> list[str]:
     return head_loss.table_of(document["rows"]).splitlines()
 
 
+def one_host_table(document: dict[str, Any]) -> list[str]:
+    """The arms of ``one_host.py``."""
+    return one_host.table(document["rows"]).splitlines()
+
+
 def muon_ranks_table(document: dict[str, Any]) -> list[str]:
     """What ``muon_ranks.py`` computed."""
     rows = [muon_ranks.Row(**row) for row in document["rows"]]
@@ -190,6 +197,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "muon": muon_table,
     "muon-ranks": muon_ranks_table,
     "head-loss": head_loss_table,
+    "one-host": one_host_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
 }
