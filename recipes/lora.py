@@ -14,6 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from peft import LoraConfig, get_peft_model
 from typing_extensions import override
 
+from recipes.causal_lm import LossName
 from recipes.errors import RecipeError
 from recipes.optimizer import OptimizerConfig
 from recipes.qwen import Qwen, QwenSize
@@ -52,6 +53,7 @@ class QwenLora(Qwen):
         max_seq_len: int = 32768,
         activation_checkpointing: bool = False,
         compile_blocks: bool = False,
+        loss: LossName = "chunked",
         optimizer: OptimizerConfig = OptimizerConfig(),
         rank: int = 16,
         alpha: int = 32,
@@ -67,6 +69,7 @@ class QwenLora(Qwen):
             max_seq_len=max_seq_len,
             activation_checkpointing=activation_checkpointing,
             compile_blocks=compile_blocks,
+            loss=loss,
             optimizer=optimizer,
         )
         self.base_dtype: torch.dtype = getattr(torch, base_dtype)

@@ -1,11 +1,14 @@
 """The cross entropy of a head without its logits, against torch's of the logits."""
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_fsdp import linear_cross_entropy
+from lightning_fsdp.losses import body_and_head
+from tests.support.adapters import lora, qwen2
 from tests.support.memory import StorageTracker
 
 IGNORED = -100
@@ -149,3 +152,14 @@ def test_what_does_not_fit_is_refused(changed: dict[str, object], text: str) -> 
     inputs = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias}
     with pytest.raises(ValueError, match=f"linear_cross_entropy: expected {text}"):
         linear_cross_entropy(**(inputs | changed))
+
+
+def test_of_a_model_of_peft_the_head_is_found_where_it_is_still_a_linear_layer():
+    plain = qwen2()
+    assert body_and_head(plain) == (plain.model, plain.lm_head)
+    adapted = peft.get_peft_model(qwen2(), lora("q_proj"))
+    base = adapted.get_base_model()
+    assert body_and_head(adapted) == (base.model, base.lm_head)
+    assert body_and_head(peft.get_peft_model(qwen2(), lora("lm_head"))) is None
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    assert body_and_head(peft.get_peft_model(qwen2(), prompts)) is None
