@@ -5,12 +5,14 @@ it once; ZeRO-2 gathers each unit once per optimizer step. Counted below torch's
 a dispatch mode of the tests' own.
 """
 
+import functools
 import time
 
 import pytest
 import torch
 
 from lightning_fsdp import ZERO2, fully_shard, shard_model
+from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
 from tests.support.parity import OPTIMIZERS, PLANS
@@ -60,10 +62,11 @@ def test_zero3_gathers_a_unit_twice_and_reduces_it_once(world_size, num_micro_ba
     by_rank = run_on_ranks(_count_steps, world_size, "zero3", num_micro_batches, backend=backend)
     least, most = _bytes_of_one_pass(world_size)
     for summaries in by_rank:
-        for counts in summaries:
-            # The head may stay whole from forward to backward; backward of an embedding needs no
-            # weight.
-            assert 2 * NUM_UNITS - 2 <= counts["gathers"] / num_micro_batches <= 2 * NUM_UNITS
+        for step, counts in enumerate(summaries):
+            # Backward of the embeddings needs no weight; the head stays whole from forward to
+            # backward as soon as one backward has shown that it is first there.
+            expected = (2 * NUM_UNITS - 2) * num_micro_batches + (step == 0)
+            assert counts["gathers"] == expected
             assert counts["reductions"] == NUM_UNITS * num_micro_batches
             assert least * num_micro_batches <= counts["reduced bytes"] <= most * num_micro_batches
             assert (
@@ -178,17 +181,77 @@ def _count_tied(rank, world_size, plan):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_tied_weight_is_reduced_once_and_gathered_only_while_nobody_holds_it(plan):
-    """Two units use it. ZeRO-3 gathers it for each forward and for the head's backward."""
+    """Two units use it. ZeRO-3 gathers it for each forward; the head keeps it for its backward."""
     model = causal_lm(width=64, tied=True)
     tied = 4 * model.head.weight.numel() / 2
     once = 4 * sum(p.numel() for p in model.parameters()) / 2
     embeddings = tied + 4 * model.positions.weight.numel() / 2  # no backward of theirs needs them
-    gathered = once if plan == "zero2" else 2 * once + tied - (embeddings - tied)
+    norm = 4 * sum(p.numel() for p in model.norm.parameters()) / 2  # with the head, one unit
+    gathered = once if plan == "zero2" else 2 * once - (embeddings - tied) - norm
     padding = (NUM_UNITS + 2) * 256
     assert 2 * padding < tied, "the test shows nothing"
     for counts in run_on_ranks(_count_tied, 2, plan):
         assert once <= counts["reduced bytes"] <= once + padding
         assert gathered <= counts["gathered bytes"] <= gathered + 2 * padding
+
+
+def _loss_that_ends(tokens, model, ends):
+    hidden = model.embedding(tokens[:, :-1]) + model.positions(torch.arange(9))
+    for block in model.blocks[: 3 if ends == "early" else None]:
+        hidden = block(hidden)
+    loss = hidden.square().mean()
+    if ends != "early":
+        loss = loss + model.head(model.norm(hidden)).square().mean()
+    return loss
+
+
+def _change_ends(rank, world_size):
+    """Passes that end elsewhere, that have no backward, or two of them before one."""
+    plain, model = causal_lm(**SIZES), shard_model(causal_lm(**SIZES))
+    losses = functools.partial(_loss_that_ends, token_batch(0, 0, rank)["tokens"])
+    model.forward, counts = functools.partial(losses, model), []
+    for ends in ("late", "late", "early", "early", "late", "late"):
+        with CollectiveCounter() as counter:
+            with torch.no_grad():
+                model("early")
+            kept = model("late") if counts else 0.0  # of two, each has its backward
+            (model(ends) + kept).backward()
+        counts.append(counter.num_gathers(world_size))
+        (losses(plain, ends) + (losses(plain, "late") if kept else 0.0)).backward()
+        assert not any(unit.is_held for unit in units_in(model))
+    for name, parameter in plain.named_parameters():
+        mean = parameter.grad.clone()
+        torch.distributed.all_reduce(mean)
+        found = dict(model.named_parameters())[name].grad.full_tensor()
+        torch.testing.assert_close(found, mean / world_size, atol=1e-5, rtol=1e-5)
+    return counts
+
+
+def test_a_unit_that_was_kept_for_a_backward_that_begins_elsewhere_is_freed():
+    run_on_ranks(_change_ends, 2)
+
+
+def _drop_losses(rank, world_size):
+    model = shard_model(causal_lm(**SIZES))
+    tokens = token_batch(0, 0, rank)["tokens"]
+    model.forward = functools.partial(_loss_that_ends, tokens, model)
+    found = []
+
+    def drop_loss(ends):
+        model(ends)
+        found.append([unit.name for unit in units_in(model) if unit.is_held])
+
+    for _ in range(2):
+        model("late").backward()
+    drop_loss("late")
+    drop_loss("early")  # ends with a unit that no backward has begun with
+    model("early").backward()
+    drop_loss("early")  # a unit followed in the passes before, and was gathered ahead
+    return found
+
+
+def test_a_unit_is_kept_for_a_backward_that_began_with_it_until_another_one_is_entered():
+    assert run_on_ranks(_drop_losses, 2) == [[["norm"], [], []]] * 2
 
 
 def _count_traffic(rank, world_size):
@@ -203,9 +266,9 @@ def _count_traffic(rank, world_size):
 def test_the_doors_own_counts_are_those_that_an_independent_counter_sees():
     for counts, traffic in run_on_ranks(_count_traffic, 3):
         gathers, reductions = traffic["all_gather"], traffic["reduce_scatter"]
-        assert gathers.calls == 2 * counts["gathers"]
+        assert gathers.calls == 2 * counts["gathers"] + 1  # in the first step, the head's again
         assert reductions.calls == 2 * counts["reductions"]
-        assert gathers.sent_bytes == 2 * counts["gathered bytes"]
+        assert gathers.sent_bytes > 2 * counts["gathered bytes"]
         assert reductions.sent_bytes == 2 * counts["reduced bytes"]
 
 

@@ -165,7 +165,8 @@ def _check_forward(extra, unit_bytes):
     ]
     for name in boundaries:
         assert extra[name] <= 1.05 * unit_bytes + SLACK_BYTES, f"{name}: {extra[name]} bytes whole"
-    assert abs(extra["after forward"]) <= SLACK_BYTES, (
+    head_bytes = 4 * tiny_gpt2(**GPT2).lm_head.weight.numel()  # stays for the backward
+    assert extra["after forward"] <= 1.05 * head_bytes + SLACK_BYTES, (
         f"after forward: {extra['after forward']} bytes whole"
     )
 

@@ -7,9 +7,14 @@ from lightning_fsdp.core.engine.watcher import Watchers
 
 
 class Order:
-    """Which unit followed which, in the passes so far."""
+    """Which unit followed which, in the passes so far.
+
+    Attributes:
+        first: Which one was first in the last pass that had any.
+    """
 
     def __init__(self) -> None:
+        self.first: Unit | None = None
         self._last: Unit | None = None
         self._follower: dict[Unit, Unit] = {}
 
@@ -24,16 +29,23 @@ class Order:
             unit: The next.
             is_new: False if it was there before in this pass, which says nothing of its place.
         """
-        if is_new and self._last is not None and self._last is not unit:
+        if self._last is None:
+            self.first = unit
+        elif is_new and self._last is not unit:
             self._follower[self._last] = unit
         self._last = unit
         return self._follower.get(unit)
 
 
 class Gathers:
-    """At most two units are on their way or whole for a pass: one computes, one comes."""
+    """At most two units are on their way or whole for a pass: one computes, one comes.
+
+    Attributes:
+        kept: The last one of a forward, while it waits for the backward that needs it first.
+    """
 
     def __init__(self, watchers: Watchers) -> None:
+        self.kept: Unit | None = None
         self._watchers = watchers
         self._ahead: Unit | None = None
 
@@ -47,7 +59,7 @@ class Gathers:
 
     def make_whole(self, unit: Unit, then: Unit | None = None) -> None:
         """Gather a unit and wait for it; start the gather of the one that follows before."""
-        self.drop_ahead(expected=unit)
+        self.drop(expected=unit)
         self.start(unit)
         if then is not None and not then.is_held:
             self.start(then)
@@ -66,6 +78,23 @@ class Gathers:
         if ahead is not None and ahead is not expected:
             ahead.reshard()
 
+    def keep(self, unit: Unit) -> None:
+        """Leave a unit whole after its forward; free it if another one was to follow, or follows.
+
+        So it takes the place of the one that comes: not more than two are whole.
+        """
+        if self._ahead is None and self.kept is None:
+            self.kept = unit
+        else:
+            unit.reshard()
+
+    def drop(self, expected: Unit | None = None) -> None:
+        """Free what was gathered ahead, and what was kept, unless it is the unit that comes."""
+        self.drop_ahead(expected)
+        kept, self.kept = self.kept, None
+        if kept is not None and kept is not expected:
+            kept.reshard()
+
     def forget(self) -> None:
         """After an exception: units end their gathers themselves."""
-        self._ahead = None
+        self._ahead = self.kept = None

@@ -3,10 +3,11 @@
 A pass is one outermost call into a sharded module. The schedule remembers which unit followed
 which in the last pass, and starts that unit's gather while its predecessor computes; likewise in
 backward. At most two units are whole at once: the one that computes and the one that comes (beside
-those that enclose them, and beside what ZeRO-2 keeps).
+those that enclose them, and beside what ZeRO-2 keeps). The last one of a forward stays whole, if
+the backward before this one began with it.
 
     forward   compute 0 | compute 1 | compute 2      backward    compute 2 | compute 1 | compute 0
-    gathers    0 -> 1   |     2     |                gathers      2 -> 1   |     0     |
+    gathers    0 -> 1   |     2     |                gathers        1      |     0     |
                                                      reductions            |     2     |  1 -> 0
 
 What happens when depends on the graph alone, never on which gradients this rank happens to have: a
@@ -168,7 +169,9 @@ class Schedule:
         unit.install_shards()
         # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
-        if frees or (not torch.is_grad_enabled() and not running.was_whole):
+        if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
+            self._gathers.keep(unit)  # the backward would gather it at once
+        elif frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
     # -- backward --------------------------------------------------------------------------------
@@ -192,9 +195,8 @@ class Schedule:
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
         # that graph is read, and when for the last time, is known to nobody.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        if not unit.is_whole:
-            follower = self._order_in_backward.enter(unit, is_new=is_first)
-            self._gathers.make_whole(unit, then=follower)
+        if not unit.is_whole or self._gathers.kept is unit:
+            self._gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def close_call(self, call: Call) -> None:
@@ -277,7 +279,7 @@ class Schedule:
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
-        self._gathers.drop_ahead()
+        self._gathers.drop()
         self._reductions.land()
         for flat_param in self._users:
             flat_param.micro_batch += 1
