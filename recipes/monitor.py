@@ -1,4 +1,4 @@
-"""What a run shows while it goes, and how it stops: tokens per second, memory, Ctrl-C."""
+"""What a run shows (its settings, tokens per second, memory), and how Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,28 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
+
+from lightning_fsdp.config import ZERO3
+from recipes.causal_lm import CausalLM
+from recipes.data import TextData
+
+
+class Settings(L.Callback):
+    """Gives the run a line in TensorBoard's HParams: its settings, last losses and throughput."""
+
+    @override
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Write the line; the metrics are what the run logs under these names."""
+        metrics = dict.fromkeys(("train/loss", "val/loss", "tokens/s"), 0.0)
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            if isinstance(logger, TensorBoardLogger):
+                for summary in hparams(_settings(trainer, pl_module), metrics):  # type: ignore[no-untyped-call]
+                    logger.experiment.file_writer.add_summary(summary)
 
 
 class Throughput(L.Callback):
@@ -169,6 +189,35 @@ def is_step_complete(trainer: L.Trainer, batch_idx: int) -> bool:
     """
     is_last = batch_idx + 1 == trainer.num_training_batches
     return is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def _settings(trainer: L.Trainer, model: L.LightningModule) -> dict[str, str | int | float]:
+    """Columns of HParams, which shows the first five names of the alphabet."""
+    settings: dict[str, str | int | float] = {
+        "accumulation": trainer.accumulate_grad_batches,
+        "engine": _engine(trainer.strategy),
+        "model": type(model).__name__,
+        "precision": trainer.precision,
+        "ranks": trainer.world_size,
+    }
+    data = getattr(trainer, "datamodule", None)
+    if isinstance(data, TextData):
+        settings |= {"batch": data.batch_size, "seq_len": data.seq_len}
+    if isinstance(model, CausalLM):
+        optimizer = model.optimizer_config
+        settings |= {"lr": optimizer.lr, "optimizer": optimizer.name}
+    return settings
+
+
+def _engine(strategy: Strategy) -> str:
+    """Such as ``ScratchFSDP ZeRO-3`` or ``DDP``."""
+    name, engine = (
+        type(strategy).__name__.removesuffix("Strategy"),
+        getattr(strategy, "engine", None),
+    )
+    if engine is None:
+        return name
+    return f"{name} ZeRO-{3 if engine.plan == ZERO3 else 2}"
 
 
 def _memory_bytes(device: torch.device) -> int:

@@ -24,7 +24,7 @@ import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the s
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error
-from recipes.monitor import GracefulStop, Throughput
+from recipes.monitor import GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
 
 
@@ -113,7 +113,7 @@ def main() -> None:
             CausalLM,
             TextData,
             subclass_mode_model=True,
-            trainer_defaults={"callbacks": [Throughput(), GracefulStop()]},
+            trainer_defaults={"callbacks": [Settings(), Throughput(), GracefulStop()]},
             parser_class=OptionParser,
             parser_kwargs=parser_options(),
             seed_everything_default=42,

@@ -9,11 +9,15 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from lightning_fsdp import FSDP2Strategy, ScratchFSDPStrategy
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
-from recipes.monitor import GracefulStop, Throughput, is_step_complete
+from recipes.monitor import GracefulStop, Settings, Throughput, _engine, is_step_complete
+from recipes.optimizer import OptimizerConfig
 from tests.support.recipe_commands import (
     TIME_LIMIT_S,
     csv_logger,
@@ -106,6 +110,33 @@ def test_throughput_counts_tokens_over_training_time(
     # 2 sequences of 16 tokens a second, whatever was validated meanwhile.
     assert [float(row["tokens/s"]) for row in rows] == pytest.approx([32.0, 32.0])
     assert {row["memory/rank0_GiB"] for row in rows} == {"3.0"}
+
+
+def test_a_run_has_a_line_of_settings_and_metrics_in_tensorboard(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="log", version="")
+    options: dict[str, Any] = {"logger": logger, "max_steps": 1, "log_every_n_steps": 1}
+    _tiny_run(tmp_path, Settings(), Throughput(), **options, val_check_interval=1)
+    events = EventAccumulator(str(tmp_path / "log")).Reload()
+    metadata = events.summary_metadata
+    begun = HParamsPluginData.FromString(
+        metadata["_hparams_/session_start_info"].plugin_data.content
+    )
+    found = dict(begun.session_start_info.hparams)
+    assert found["engine"].string_value == "SingleDevice"
+    assert found["model"].string_value == "GPT2"
+    assert (found["batch"].number_value, found["seq_len"].number_value) == (2, 16)
+    assert found["lr"].number_value == OptimizerConfig().lr
+    experiment = HParamsPluginData.FromString(
+        metadata["_hparams_/experiment"].plugin_data.content
+    ).experiment
+    columns = {info.name.tag for info in experiment.metric_infos}
+    assert columns == {"train/loss", "val/loss", "tokens/s"}
+    assert columns <= set(events.Tags()["scalars"]), "none stays empty"
+
+
+def test_the_engine_is_named_with_its_stage() -> None:
+    assert _engine(ScratchFSDPStrategy(zero_stage=2)) == "ScratchFSDP ZeRO-2"
+    assert _engine(FSDP2Strategy()) == "FSDP2 ZeRO-3"
 
 
 def test_ctrl_c_works_as_before_after_a_run(tmp_path: Path) -> None:
