@@ -1,6 +1,6 @@
 """What of the core one steady ZeRO-3 step goes through: what who reads along has to open.
 
-    python benchmarks/step_trace.py
+    python -m benchmarks.step_trace
 
 One process on torch's fake backend, as rank 0 of 2: five linear layers, each a unit, and AdamW.
 Counted in the third step: calls of the core's functions, and how often two calls, one after the

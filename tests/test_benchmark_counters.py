@@ -163,10 +163,10 @@ def test_padding_at_1024_ranks(document):
 
 def test_the_way_of_a_step_through_the_core_gets_no_longer():
     done = subprocess.run(
-        [sys.executable, "benchmarks/step_trace.py"],
+        [sys.executable, "-m", "benchmarks.step_trace"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     files, changes = re.search(r"(\d+) files, .* (\d+) changes of file", done.stdout).groups()
-    assert 10 <= int(files) <= 24
-    assert 300 <= int(changes) <= 757
+    assert 10 <= int(files) <= 23
+    assert 300 <= int(changes) <= 600

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, shard_model
-from lightning_fsdp.core.engine.communicator import pack
+from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
@@ -114,7 +114,10 @@ def test_gradients_are_kept_and_large_ones_sent_from_where_autograd_made_them():
 
 
 def _pack(layout, gradients, dtype):
-    return pack(gradients, layout, lambda numel, dtype: torch.empty(numel, dtype=dtype), dtype)
+    region = LocalRegion(
+        gradients, layout, "u", lambda numel, dtype: torch.empty(numel, dtype=dtype), dtype, dtype
+    )
+    return region.pack()
 
 
 def test_a_gradient_of_another_layout_is_copied():

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
 from lightning_fsdp.core.engine import communicator as plain
+from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.groups import communicator_of
@@ -115,7 +116,7 @@ def _reduce_a_region(rank, world_size):
     assert layout.numel == numel
     region = _wide_range(rank, numel)
     gradients = {0: region[:270], 1: region[288:-5]}
-    pending = communicator.reduce(gradients, layout, "u", _empty, sent_dtype=BF16, dtype=FP32)
+    pending = communicator.reduce(LocalRegion(gradients, layout, "u", _empty, BF16, FP32))
     traffic = communicator.traffic["reduce_scatter"]
     return pending.wait(), traffic.calls, traffic.sent_bytes
 
@@ -276,9 +277,7 @@ def _reduce_fp16(rank, world_size):
     communicator = communicator_of(dist.group.WORLD)
     region = _fp16_region(rank, world_size)
     layout = plan_layout([("a", (region.numel(),))], world_size)
-    reduction = communicator.reduce(
-        {0: region}, layout, "fp16", _empty, sent_dtype=FP16, dtype=FP16
-    )
+    reduction = communicator.reduce(LocalRegion({0: region}, layout, "fp16", _empty, FP16, FP16))
     return reduction.wait()
 
 

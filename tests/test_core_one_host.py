@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_model
-from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.communicator import LocalRegion, Pending
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import lines, neighbours, one_host, pairs, process_memory
@@ -175,7 +175,7 @@ def overwrite_as_soon_as_permitted(rank, world_size):
             for index, slot in enumerate(layout.slots)
         }
         sent = list(gradients.values())
-        reduction = communicator.reduce(gradients, layout, "u", _empty, sent_dtype=FP32, dtype=FP32)
+        reduction = communicator.reduce(LocalRegion(gradients, layout, "u", _empty, FP32, FP32))
         if before is not None:  # of the last round: it lands when the next one is under way
             _check_mean(before, number - 1, layout, rank)
         gathered = gather.wait().view(world_size, -1)
@@ -444,7 +444,7 @@ def interrupted_in_a_post(rank, world_size):
 
     def reduce(number):
         gradients = {0: torch.full((40,), number)}
-        return communicator.reduce(gradients, layout, "u", _empty, sent_dtype=FP32, dtype=FP32)
+        return communicator.reduce(LocalRegion(gradients, layout, "u", _empty, FP32, FP32))
 
     if rank == 0:
         send, lines.Lines._send = lines.Lines._send, _raise_interrupt

@@ -1,22 +1,33 @@
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState as P
-from lightning_fsdp.core.engine.lifecycle import transition
 
 LEGAL = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
 
 
-def test_a_transition_is_taken_exactly_if_the_table_has_it():
+def _in(state):
+    flat_param = FlatParameter.__new__(FlatParameter)
+    flat_param.name, flat_param.copy = "h.0", state
+    flat_param.communicator = SimpleNamespace(mesh_rank=1)
+    return flat_param
+
+
+def test_a_state_is_entered_exactly_if_the_table_has_it():
     for current, following in itertools.product(P, P):
+        flat_param = _in(current)
         if (current, following) in LEGAL:
-            assert transition("h.0", 1, current, following) is following
+            flat_param._enter(following)
+            assert flat_param.copy is following
         else:
             with pytest.raises(RuntimeError, match=r"unit 'h\.0' \(rank 1\): expected to go from"):
-                transition("h.0", 1, current, following)
+                flat_param._enter(following)
+            assert flat_param.copy is current
 
 
 def test_resharding_before_the_wait_is_refused():
-    with pytest.raises(RuntimeError, match="wait before use"):
-        transition("h.0", 0, P.GATHERING, P.SHARDED)
+    with pytest.raises(RuntimeError, match="Wait before use"):
+        _in(P.GATHERING)._enter(P.SHARDED)

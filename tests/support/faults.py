@@ -17,14 +17,12 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from lightning_fsdp.core import assembly
 from lightning_fsdp.core import torch_internals as core_internals
-from lightning_fsdp.core.engine import communicator, torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, Pending
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.memory.offload import OffloadedHome
-from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support import late_copies
@@ -66,19 +64,9 @@ def gradients_times_3() -> None:
 def reduction_without_communication() -> None:
     """Each rank takes its own gradients for the mean; right where ranks have the same data."""
 
-    def reduce(
-        self: Communicator,
-        gradients: Any,
-        layout: FlatLayout,
-        unit_name: str,
-        empty: communicator.Empty,
-        *,
-        sent_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> Pending:
-        region = communicator.pack(gradients, layout, empty, dtype)
-        start, stop = layout.shard_range(self.rank)
-        shard = region[start:stop].clone()
+    def reduce(self: Communicator, region: LocalRegion) -> Pending:
+        start, stop = region.layout.shard_range(self.rank)
+        shard = region.pack()[start:stop].to(region.dtype, copy=True)
         return Pending("a reduction that asks nobody", (), lambda: shard)
 
     Communicator.reduce = reduce
@@ -364,20 +352,20 @@ def _forget_waits_for(what: str) -> None:
 
 
 def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
-    original, pack, packed = Communicator.reduce, communicator.pack, list[Tensor]()
+    original, pack, packed = Communicator.reduce, LocalRegion.pack, list[Tensor]()
 
-    def note(*args: Any) -> Tensor:
-        packed.append(pack(*args))
+    def note(self: LocalRegion, slots: range | None = None) -> Tensor:
+        packed.append(pack(self, slots))
         return packed[-1]
 
-    def reduce(self: Communicator, *args: Any, **kwargs: Any) -> Pending:
+    def reduce(self: Communicator, region: LocalRegion) -> Pending:
         packed.clear()
-        pending = original(self, *args, **kwargs)
+        pending = original(self, region)
         for data in packed:
             change(data)
         return pending
 
-    Communicator.reduce, communicator.pack, pairs.pack = reduce, note, note
+    Communicator.reduce, LocalRegion.pack = reduce, note
 
 
 def _fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:

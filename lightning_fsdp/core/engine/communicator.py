@@ -155,6 +155,53 @@ class collective:  # noqa: N801 (a context manager, read as a verb)
             ) from error
 
 
+@dataclass(eq=False)
+class LocalRegion:
+    """This rank's own gradients of one flat region, as a reduction takes them.
+
+    Attributes:
+        gradients: By slot, of any dtype; emptied, each as soon as it is not needed. Those of the
+            other slots are zeros.
+        layout: Of the region.
+        unit_name: For the message if the reduction fails.
+        empty: Gives memory.
+        sent_dtype: In which they travel, the same on every rank.
+        dtype: Of the sum: that, or one that holds all its values.
+    """
+
+    gradients: dict[int, Tensor]
+    layout: FlatLayout
+    unit_name: str
+    empty: Empty
+    sent_dtype: torch.dtype
+    dtype: torch.dtype
+
+    def pack(self, slots: range | None = None) -> Tensor:
+        """Gradients, and zeros where none are, ``(n,)`` of ``sent_dtype``.
+
+        Args:
+            slots: Neighbours; all of the region, if not given.
+        """
+        layout, gradients, dtype = self.layout, self.gradients, self.sent_dtype
+        start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
+        slots = range(len(layout.slots)) if slots is None else slots
+        if len(slots) == 1 and _fills(gradients.get(slots[0]), stop - start, dtype):
+            return gradients.pop(slots[0]).view(-1)  # read from where autograd made it
+        packed = self.empty(stop - start, dtype)
+        for padding_start, padding_stop in layout.padding(start, stop):
+            packed[padding_start - start : padding_stop - start].zero_()
+        for index in slots:
+            slot = layout.slots[index]
+            place = packed.narrow(0, slot.offset - start, slot.numel)
+            gradient = gradients.pop(index, None)  # freed as soon as it is copied
+            if gradient is None:
+                place.zero_()
+            else:
+                place.view(slot.shape).copy_(gradient)
+            del gradient
+        return packed
+
+
 class Communicator:
     """The collectives of one sharding group.
 
@@ -195,7 +242,7 @@ class Communicator:
     @property
     def group(self) -> dist.ProcessGroup:
         """The data group."""
-        return torch_internals.alive(self._group)
+        return alive(self._group)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
@@ -211,41 +258,26 @@ class Communicator:
         works = self._gather(whole, slots, what, unit_name) if self.world_size > 1 else []
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
-    def reduce(
-        self,
-        gradients: dict[int, Tensor],
-        layout: FlatLayout,
-        unit_name: str,
-        empty: Empty,
-        *,
-        sent_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> Pending:
+    def reduce(self, region: LocalRegion) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.
 
         As every collective, the stages that follow it start in the same order on all ranks.
 
         Args:
-            gradients: This rank's own, by slot, of any dtype; emptied, each as soon as it is not
-                needed. Those of the other slots are zeros.
-            layout: Of the region.
-            unit_name: For the message if it fails.
-            empty: Gives memory.
-            sent_dtype: In which they travel, the same on every rank.
-            dtype: Of the sum: that, or one that holds all its values.
+            region: This rank's own gradients; taken out of it.
 
         Returns:
-            The collective; its result is the shard, ``(shard_numel,)`` of ``dtype``, padding zero.
-            On one rank that is the region itself.
+            The collective; its result is the shard, ``(shard_numel,)`` of ``region.dtype``, padding
+            zero. On one rank that is the region itself.
 
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
-        what = f"reduction of unit {unit_name!r} {self.where}"
-        if self.world_size == 1:
-            self.count("reduce_scatter", 0)
-            region = pack(gradients, layout, empty, sent_dtype)
-            return Pending(what, (), lambda: region.to(dtype))
-        return self._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
+        what = f"reduction of unit {region.unit_name!r} {self.where}"
+        if self.world_size > 1:
+            return self._reduce(region, what)
+        self.count("reduce_scatter", 0)
+        packed = region.pack()
+        return Pending(what, (), lambda: packed.to(region.dtype))
 
     def break_off(self) -> None:
         """A gather was interrupted, and its memory may change while peers still read it."""
@@ -262,33 +294,39 @@ class Communicator:
             work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
         return [(work, "every rank")]
 
-    def _reduce(
-        self,
-        gradients: dict[int, Tensor],
-        layout: FlatLayout,
-        what: str,
-        unit_name: str,
-        empty: Empty,
-        sent_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> Pending:
-        region, group = pack(gradients, layout, empty, sent_dtype), self.group
-        self.count("reduce_scatter", region.nbytes // self.world_size * (self.world_size - 1))
+    def _reduce(self, region: LocalRegion, what: str) -> Pending:
+        sent, group, shard_numel = region.pack(), self.group, region.layout.shard_numel
+        self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
         finish: Callable[[], Tensor]
         keeps: Sequence[Tensor]
         with collective(what, "every rank"):
-            if sent_dtype != dtype or may_overflow(dtype):
-                received = torch.empty_like(region)
-                rows = received.view(self.world_size, layout.shard_numel)
-                work = dist.all_to_all_single(received, region, group=group, async_op=True)
-                finish, keeps = functools.partial(_mean_of, rows, dtype), (region,)
+            if region.sent_dtype != region.dtype or may_overflow(region.dtype):
+                received = torch.empty_like(sent)
+                rows = received.view(self.world_size, shard_numel)
+                work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+                finish, keeps = functools.partial(_mean_of, rows, region.dtype), (sent,)
             else:
-                shard = region.new_empty(layout.shard_numel)
+                shard = sent.new_empty(shard_numel)
                 work = torch_internals.reduce_scatter_single(
-                    shard, region, group=group, async_op=True
+                    shard, sent, group=group, async_op=True
                 )
-                finish, keeps = functools.partial(shard.div_, self.world_size), (region, shard)
+                finish, keeps = functools.partial(shard.div_, self.world_size), (sent, shard)
         return Pending(what, [(work, "every rank")], finish, keeps)
+
+
+def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    """The group behind a weak reference: ``destroy_process_group`` ends groups when it is called.
+
+    Raises:
+        RuntimeError: It was destroyed.
+    """
+    group = reference()
+    if group is None:
+        raise RuntimeError(
+            "a sharded module: expected its process group, got none: it was destroyed. Take "
+            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
+        )
+    return group
 
 
 Flags = list[Any]
@@ -297,41 +335,6 @@ Flags = list[Any]
 
 def _this_rank(flags: Flags) -> Callable[[], Flags]:
     return lambda: flags
-
-
-def pack(
-    gradients: dict[int, Tensor],
-    layout: FlatLayout,
-    empty: Empty,
-    dtype: torch.dtype,
-    slots: range | None = None,
-) -> Tensor:
-    """A part of a region, ``(n,)`` of ``dtype``: gradients, and zeros where none are.
-
-    Args:
-        gradients: By slot; those that are packed are taken out.
-        layout: Of the region.
-        empty: Gives memory.
-        dtype: Of the result.
-        slots: Neighbours that the part consists of; all of the region, if not given.
-    """
-    start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
-    slots = range(len(layout.slots)) if slots is None else slots
-    if len(slots) == 1 and _fills(gradients.get(slots[0]), stop - start, dtype):
-        return gradients.pop(slots[0]).view(-1)  # read from where autograd made it
-    region = empty(stop - start, dtype)
-    for padding_start, padding_stop in layout.padding(start, stop):
-        region[padding_start - start : padding_stop - start].zero_()
-    for index in slots:
-        slot = layout.slots[index]
-        place = region.narrow(0, slot.offset - start, slot.numel)
-        gradient = gradients.pop(index, None)  # freed as soon as it is copied
-        if gradient is None:
-            place.zero_()
-        else:
-            place.view(slot.shape).copy_(gradient)
-        del gradient
-    return region
 
 
 def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:

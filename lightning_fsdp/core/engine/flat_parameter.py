@@ -28,10 +28,10 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals, waiting
-from lightning_fsdp.core.engine.communicator import Communicator, Pending
+from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState, transition
+from lightning_fsdp.core.engine.lifecycle import FOLLOWING, Gradients, ParameterState
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
@@ -89,8 +89,8 @@ class FlatParameter:
         layout, home = self.layout, self.home
         self.shard = shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
-        own = slice(*layout.shard_range(self.communicator.rank))
-        self._own = self.buffer.flat[own]  # what a gather sends
+        # What a gather sends.
+        self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy = ParameterState.UNSHARDED
         self._gather: Pending | None = None
@@ -270,14 +270,9 @@ class FlatParameter:
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
             has_one = [slot in gradients for slot in range(len(self.parameters))]
-            self._reduction = self.communicator.reduce(
-                gradients,
-                self.layout,
-                self.name,
-                self.home.empty,
-                sent_dtype=self.sent_dtype,
-                dtype=self._reduce_dtype,
-            )
+            dtypes = self.sent_dtype, self._reduce_dtype
+            region = LocalRegion(gradients, self.layout, self.name, self.home.empty, *dtypes)
+            self._reduction = self.communicator.reduce(region)
         self._used_in_replica = has_one if self.stays_in_replica else None
         if not self.stays_in_replica:
             waiting.let_join(self._reduction, self.parameters, has_one)
@@ -359,7 +354,13 @@ class FlatParameter:
                 call(self)
 
     def _enter(self, following: ParameterState) -> None:
-        self.copy = transition(self.name, self.communicator.mesh_rank, self.copy, following)
+        if following is not FOLLOWING[self.copy]:
+            raise RuntimeError(
+                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected to go from "
+                f"{self.copy.value} to {FOLLOWING[self.copy].value}, got {following.value}. Wait "
+                "before use, and reshard only what is whole."
+            )
+        self.copy = following
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""

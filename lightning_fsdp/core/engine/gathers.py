@@ -49,20 +49,20 @@ class Gathers:
         self._watchers = watchers
         self._ahead: Unit | None = None
 
-    def start(self, unit: Unit) -> None:
-        """Start a unit's gather, agreed on by all ranks; nothing if it is there or on its way."""
+    def start(self, unit: Unit) -> bool:
+        """Start a unit's gather, agreed on by all ranks; false if it is there or on its way."""
         if unit.is_held:
-            return
+            return False
         for call in self._watchers.before_collective:
             call("gather", unit.name)
         unit.unshard()
+        return True
 
     def make_whole(self, unit: Unit, then: Unit | None = None) -> None:
         """Gather a unit and wait for it; start the gather of the one that follows before."""
         self.drop(expected=unit)
         self.start(unit)
-        if then is not None and not then.is_held:
-            self.start(then)
+        if then is not None and self.start(then):
             self._ahead = then
         unit.wait_for_unshard()
 

@@ -86,11 +86,6 @@ class FlatBuffer:
         self._home = home
         self._nbytes = self.flat.untyped_storage().nbytes()
 
-    @property
-    def can_be_freed(self) -> bool:
-        """False once somebody took a numpy array of it, which goes on pointing at the memory."""
-        return self.flat.untyped_storage().resizable()
-
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
         storage = self.flat.untyped_storage()
@@ -99,8 +94,9 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""
-        if self.can_be_freed:
-            self.flat.untyped_storage().resize_(0)
+        storage = self.flat.untyped_storage()
+        if storage.resizable():  # not once somebody took a numpy array, which points at the memory
+            storage.resize_(0)
 
     def view(self, slot: Slot) -> Tensor:
         """One parameter of the buffer in its original shape.

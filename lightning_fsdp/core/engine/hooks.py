@@ -53,6 +53,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.passes import Call
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
+from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
@@ -136,7 +137,7 @@ class ModuleHooks:
             args, kwargs = self._on_call(self.module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
-            self._leave(failed=True)
+            self._fail()
             raise
         return self._on_success(output)
 
@@ -145,7 +146,7 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         unit, repeats = self.unit, False
-        if torch_internals.is_in_backward():
+        if current_backward() != NO_BACKWARD:
             repeats = self.schedule.recompute(unit)
         else:
             self.schedule.enter_call()
@@ -164,7 +165,7 @@ class ModuleHooks:
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:
-            self._leave(failed=True)
+            self._fail()
             return None
         return self._on_success(output)
 
@@ -173,14 +174,17 @@ class ModuleHooks:
         if unit is not None and unit.policy.output_dtype is not None:
             cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
             output = map_tensors(output, cast)
-        if torch.is_grad_enabled() and not torch_internals.is_in_backward():
-            self._announce_backward([output, self._kept_tensors()])
-        self._leave(failed=False)
+        if current_backward() == NO_BACKWARD:  # a backward ends what a recomputation began
+            if torch.is_grad_enabled():
+                self._announce_backward([output, self._kept_tensors()])
+            self._leave(failed=False)
         return output
 
+    def _fail(self) -> None:
+        if current_backward() == NO_BACKWARD:
+            self._leave(failed=True)
+
     def _leave(self, *, failed: bool) -> None:
-        if torch_internals.is_in_backward():
-            return  # which ends what a recomputation began
         if self.unit is not None:
             self.schedule.leave_module(self.unit, self.module)
         self.schedule.leave_call(failed)

@@ -1,4 +1,4 @@
-"""The states of a whole copy, its legal transitions, and the function that checks one.
+"""The states of a flat parameter: of its whole copy, and of its gradients.
 
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> NONE (they are in ``.grad``)
@@ -31,34 +31,8 @@ class Gradients(Enum):
     REDUCING = "reducing"  # the reduction, or a stage that follows it, is in flight
 
 
-_NEXT = {
+FOLLOWING = {  # there is one way on from each
     ParameterState.SHARDED: ParameterState.GATHERING,
     ParameterState.GATHERING: ParameterState.UNSHARDED,
     ParameterState.UNSHARDED: ParameterState.SHARDED,
 }
-
-
-def transition(
-    unit_name: str, rank: int, current: ParameterState, following: ParameterState
-) -> ParameterState:
-    """Check one transition against the table.
-
-    Args:
-        unit_name: Original name of the unit's module, for the message.
-        rank: Rank among all that train together, for the message.
-        current: The state that the parameters are in.
-        following: The state that they are to enter.
-
-    Returns:
-        ``following``.
-
-    Raises:
-        RuntimeError: The table does not have it.
-    """
-    if following is not _NEXT[current]:
-        raise RuntimeError(
-            f"unit {unit_name!r} (rank {rank}): expected to go from {current.value} to "
-            f"{_NEXT[current].value}, got {following.value}. An operation was called out of order: "
-            "wait before use, and reshard only what is whole."
-        )
-    return following

@@ -49,7 +49,9 @@ class Progress(Enum):
 class Backward:
     """A run of the autograd engine."""
 
-    ending: weakref.ref[Callable[[], None]]  # what is called at its end
+    # What is called at its end, and owned by it. Nothing tells of an exception that ends it; but
+    # once this is gone, so is the backward.
+    ending: weakref.ref[Callable[[], None]]
     progress: dict[Unit, Progress] = field(default_factory=dict)  # in the backward's order
     entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
     # With gradients to reduce, or to keep.
@@ -60,12 +62,3 @@ class Backward:
         self.progress[unit] = progress
         for flat_param in unit.sites:
             self.unsettled.setdefault(flat_param)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether no exception ended it.
-
-        Nothing tells of that. But a backward owns what it is to call at its end: once that is gone,
-        so is the backward.
-        """
-        return self.ending() is not None

@@ -78,7 +78,7 @@ class Schedule:
         """Take units over, from their making or from the schedule of an inner module."""
         for unit in units:
             self.units.append(unit)
-            for flat_param in unit.flat_params:
+            for flat_param in unit.sites:
                 if flat_param not in self._users:
                     flat_param.watch(self.watchers, self._note_arrival)
                 self._users[flat_param].append(unit)
@@ -214,7 +214,7 @@ class Schedule:
             backward,
             [
                 flat_param
-                for flat_param in unit.flat_params
+                for flat_param in unit.sites
                 if all(finished(user) is Progress.FINISHED for user in self._users[flat_param])
             ],
         )
@@ -251,10 +251,9 @@ class Schedule:
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
     def _open_backward(self) -> Backward:
-        # One that is alive runs, or a node of it runs another one (reentrant checkpointing).
-        if self._backward is not None and self._backward.is_alive:
-            return self._backward
         if self._backward is not None:
+            if self._backward.ending() is not None:  # it runs, or a node of it runs another one
+                return self._backward
             self._recover("a backward")
         for flat_param, users in self._users.items():
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
@@ -314,7 +313,7 @@ class Schedule:
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
-        is_stepped = {u: any(id(p) in stepped for p in u.parameters()) for u in self.units}
+        is_stepped = {u: not stepped.isdisjoint(map(id, u.parameters())) for u in self.units}
         if not any(is_stepped.values()):
             return
         for call in self.watchers.on_step:
@@ -322,7 +321,7 @@ class Schedule:
         for unit in self.units:
             if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
-            for flat_param in unit.flat_params:
+            for flat_param in unit.sites:
                 flat_param.micro_batch = 0
             if unit in self._forward.running:
                 self._gathers.refresh(unit)

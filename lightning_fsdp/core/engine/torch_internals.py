@@ -6,7 +6,6 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,12 +37,15 @@ def profiled(step: str, name: str) -> AbstractContextManager[Any]:
 _NOT_PROFILED: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def is_in_backward() -> bool:
-    """Whether the autograd engine is running on this thread.
+# The run of the autograd engine on this thread, by number. A forward that runs inside of one is a
+# recomputation (activation checkpointing). No public name.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+NO_BACKWARD = -1
 
-    A forward that runs there is a recomputation (activation checkpointing). No public name.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)
+
+def is_in_backward() -> bool:
+    """Whether the autograd engine is running on this thread."""
+    return current_backward() != NO_BACKWARD
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -63,18 +65,3 @@ def wrap_without_storage(
 def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group behind a weak reference: ``destroy_process_group`` ends groups when it is called.
-
-    Raises:
-        RuntimeError: It was destroyed.
-    """
-    group = reference()
-    if group is None:
-        raise RuntimeError(
-            "a sharded module: expected its process group, got none: it was destroyed. Take "
-            "full_state_dict(module) before destroy_process_group(), and shard a new module after."
-        )
-    return group

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Flags
+from lightning_fsdp.core.engine.communicator import Flags, alive
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
@@ -123,7 +123,7 @@ class ControlGroup:
         if self._group is None:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
-        group = torch_internals.alive(self._group)
+        group = alive(self._group)
         occasion, intention = "end of a backward", "ask which parameters any rank has used"
         with self._named(occasion, intention):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
@@ -138,7 +138,7 @@ class ControlGroup:
     def share(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
         if self._group is not None:
-            group = torch_internals.alive(self._group)
+            group = alive(self._group)
             with self._named("initial values", "take what rank 0 draws from"):
                 dist.broadcast(tensor, group=group, group_src=0)
 
@@ -147,7 +147,7 @@ class ControlGroup:
         if self._group is None:
             return [mine] * self.world_size
         every: list[Any] = [None] * self.world_size
-        group = torch_internals.alive(self._group)
+        group = alive(self._group)
         with self._named("optimizer state", "tell which there is"):
             dist.all_gather_object(every, mine, group=group)
         return every
@@ -165,7 +165,7 @@ class ControlGroup:
         """
         if self._group is None:
             return
-        group = torch_internals.alive(self._group)
+        group = alive(self._group)
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)

@@ -19,8 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective, may_overflow
-from lightning_fsdp.core.engine.torch_internals import alive, all_gather_single
+from lightning_fsdp.core.engine.communicator import (
+    Communicator,
+    Pending,
+    alive,
+    collective,
+    may_overflow,
+)
+from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import (

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import Empty, Pending, Works, collective
-from lightning_fsdp.core.engine.layout import FlatLayout, complement
+from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
+from lightning_fsdp.core.engine.layout import complement
 from lightning_fsdp.core.ranks.lines import Exchange, Lines, Places
 from lightning_fsdp.core.ranks.neighbours import connect
 from lightning_fsdp.core.ranks.pairs import PairCommunicator, Piece, cut_out, mean, tag_of
@@ -100,25 +100,16 @@ class OneHostCommunicator(PairCommunicator):
             take,
         )
 
-    def _reduce(
-        self,
-        gradients: dict[int, Tensor],
-        layout: FlatLayout,
-        what: str,
-        unit_name: str,
-        empty: Empty,
-        sent_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> Pending:
+    def _reduce(self, region: LocalRegion, what: str) -> Pending:
         if self._lines is None:
-            return super()._reduce(gradients, layout, what, unit_name, empty, sent_dtype, dtype)
-        pieces, shards = self._pieces(gradients, layout, empty, sent_dtype)
-        mine, shard = shards[self.rank], empty(layout.shard_numel, dtype)
+            return super()._reduce(region, what)
+        pieces, shards = self._pieces(region)
+        mine, shard = shards[self.rank], region.empty(region.layout.shard_numel, region.dtype)
         works = self._start(
-            tag_of(f"{unit_name} {sent_dtype}", reduces=True),
+            tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True),
             {peer: [piece.data for piece in shards[peer]] for peer in self._peers()},
             {peer: [piece.data for piece in mine] for peer in self._peers()},  # as many and as long
-            functools.partial(_take_mean, mine, self.rank, shard, sent_dtype),
+            functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype),
         )
         return Pending(what, works, lambda: shard, keeps=[piece.data for piece in pieces])
 

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import (
     Communicator,
-    Empty,
+    LocalRegion,
     Pending,
     Works,
     collective,
     may_overflow,
-    pack,
 )
 from lightning_fsdp.core.engine.layout import FlatLayout, complement
 
@@ -71,19 +70,10 @@ class PairCommunicator(Communicator):
             tag_of(unit_name, reduces=False),
         )
 
-    def _reduce(
-        self,
-        gradients: dict[int, Tensor],
-        layout: FlatLayout,
-        what: str,
-        unit_name: str,
-        empty: Empty,
-        sent_dtype: torch.dtype,
-        dtype: torch.dtype,
-    ) -> Pending:
-        pieces, shards = self._pieces(gradients, layout, empty, sent_dtype)
-        mine, shard_numel = shards[self.rank], layout.shard_numel
-        received = {peer: empty(shard_numel, sent_dtype) for peer in self._peers()}
+    def _reduce(self, region: LocalRegion, what: str) -> Pending:
+        pieces, shards = self._pieces(region)
+        mine, shard_numel = shards[self.rank], region.layout.shard_numel
+        received = {peer: region.empty(shard_numel, region.sent_dtype) for peer in self._peers()}
         for row in received.values():
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
@@ -91,24 +81,18 @@ class PairCommunicator(Communicator):
             what,
             lambda peer: [piece.data for piece in shards[peer]],
             lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
-            tag_of(f"{unit_name} {sent_dtype}", reduces=True),
+            tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True),
         )
-        finish = functools.partial(mean, received, mine, self.rank, dtype)
+        finish = functools.partial(mean, received, mine, self.rank, region.dtype)
         return Pending(what, works, finish, keeps=[piece.data for piece in pieces])
 
-    def _pieces(
-        self,
-        gradients: dict[int, Tensor],
-        layout: FlatLayout,
-        empty: Empty,
-        sent_dtype: torch.dtype,
-    ) -> tuple[list[Piece], list[list[Piece]]]:
+    def _pieces(self, region: LocalRegion) -> tuple[list[Piece], list[list[Piece]]]:
         """What travels of a region: in its own memory, and cut to the shard of each rank."""
+        layout, numel = region.layout, region.layout.shard_numel
         pieces = [
-            Piece(layout.extent(slots)[0], pack(gradients, layout, empty, sent_dtype, slots))
+            Piece(layout.extent(slots)[0], region.pack(slots))
             for slots in cut_into_runs(layout, _LARGE_NUMEL)
         ]
-        numel = layout.shard_numel
         shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
         sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
         self.count("reduce_scatter", sum(sent))

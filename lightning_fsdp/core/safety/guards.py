@@ -78,7 +78,8 @@ class FreedMemory(Watcher):
 
     def on_freed(self, flat_param: FlatParameter) -> None:
         """The memory is gone."""
-        if not flat_param.buffer.can_be_freed and flat_param not in self._warned:
+        is_there = flat_param.buffer.flat.untyped_storage().nbytes() > 0
+        if is_there and flat_param not in self._warned:
             self._warned.add(flat_param)
             _log.warning(
                 "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
