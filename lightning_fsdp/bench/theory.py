@@ -1,13 +1,13 @@
 """What an engine and stage demand of the network, worked out from the model's units.
 
 Gathers of each unit per optimizer step of ``A`` micro-batches, and reductions; a *first* unit holds
-embeddings only, so that nothing is computed behind it; a *shared* weight belongs to the first and
-to the last unit (embedding and head):
+embeddings only, so that nothing is computed behind it; the *last* one ends the forward and begins
+the backward; a *shared* weight belongs to the first and to the last unit (embedding and head):
 
 ============ ======================================= ===================== ==================
              ZeRO-3 gathers                          ZeRO-2 gathers        reductions
 ============ ======================================= ===================== ==================
-scratch      2A; first A; shared 3A                  1                     1
+scratch      2A; first A; last A; shared 2A          1                     1
 fsdp2        2A                                      1                     1
 fsdp1        2A; shared A                            1                     1
 ddp          none                                    none                  1, of everything
@@ -16,7 +16,8 @@ single       none                                    none                  none
 
 Over replicas, each reduction is followed by one all-reduce of the shard.
 
-The core sends a shared weight alone; FSDP2 makes one unit of the units that share it; FSDP1 leaves
+The core keeps the last unit whole for the backward, once a first step has shown that it comes first
+there. It sends a shared weight alone; FSDP2 makes one unit of the units that share it; FSDP1 leaves
 it to its root, which stays whole from forward to backward, and makes a unit of each single module.
 
 Padding, the ranks' agreements, and the few bytes of a norm are not in it. Payload is what tensors a
@@ -37,7 +38,7 @@ from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.core import grouping
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 
-Role = Literal["first", "inner", "shared"]
+Role = Literal["first", "inner", "last", "shared"]
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,12 @@ def model_units(module: nn.Module) -> list[UnitFacts]:
         for key, number in numbers.items():
             if number in together:
                 numbers[key] = min(together)
+    order = {inner: position for position, inner in enumerate(module.modules())}
+    last = max(plans, key=lambda plan: _end_of(plan, order), default=None)
     return [
         UnitFacts(
             sum(parameter.nbytes for parameter in flat_param.parameters),
-            _role(flat_param.users),
+            _role(flat_param.users, last),
             _num_modules(flat_param),
             numbers[id(flat_param.users[0])],
         )
@@ -153,7 +156,7 @@ def sent_bytes(
 
 def _gathers(engine: str, role: Role) -> int:
     if engine == "scratch":
-        return {"first": 1, "inner": 2, "shared": 3}[role]
+        return {"first": 1, "inner": 2, "last": 1, "shared": 2}[role]
     return 1 if engine == "fsdp1" and role == "shared" else 2
 
 
@@ -178,7 +181,13 @@ def _apart(units: Sequence[UnitFacts]) -> list[UnitFacts]:
     return own + ([UnitFacts(of_root, "shared", 1, -1)] if of_root else [])
 
 
-def _role(users: Sequence[grouping.UnitPlan]) -> Role:
+def _end_of(plan: grouping.UnitPlan, order: dict[nn.Module, int]) -> tuple[int, int]:
+    """Later for a unit whose forward ends later; an enclosing one's ends after those inside it."""
+    inside = (order[inner] for module in plan.modules for inner in module.modules())
+    return max(inside), -order[plan.modules[0]]
+
+
+def _role(users: Sequence[grouping.UnitPlan], last: grouping.UnitPlan | None) -> Role:
     if len(users) > 1:
         return "shared"
     only_embeds = all(
@@ -187,7 +196,9 @@ def _role(users: Sequence[grouping.UnitPlan]) -> Role:
         for inner in module.modules()
         if next(inner.parameters(recurse=False), None) is not None
     )
-    return "first" if only_embeds else "inner"
+    if only_embeds:
+        return "first"
+    return "last" if users[0] is last else "inner"
 
 
 def _num_modules(flat_param: grouping.FlatParameterPlan) -> int:
