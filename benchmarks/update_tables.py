@@ -21,6 +21,8 @@ python -m benchmarks.head_loss --slow --out benchmarks/results/head_loss.json
 python -m benchmarks.update_tables head-loss benchmarks/results/head_loss.json
 python -m benchmarks.one_host
 python -m benchmarks.update_tables one-host benchmarks/results/one_host.json
+python -m benchmarks.hosts
+python -m benchmarks.update_tables hosts benchmarks/results/hosts.json
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
@@ -39,7 +41,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import head_loss, muon_ranks, muon_step, one_host, real_size
+from benchmarks import head_loss, hosts, muon_ranks, muon_step, one_host, real_size
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -178,6 +180,11 @@ def one_host_table(document: dict[str, Any]) -> list[str]:
     return one_host.table(document["rows"]).splitlines()
 
 
+def hosts_table(document: dict[str, Any]) -> list[str]:
+    """The arms of ``hosts.py``."""
+    return hosts.table(document["rows"]).splitlines()
+
+
 def muon_ranks_table(document: dict[str, Any]) -> list[str]:
     """What ``muon_ranks.py`` computed."""
     rows = [muon_ranks.Row(**row) for row in document["rows"]]
@@ -198,6 +205,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "muon-ranks": muon_ranks_table,
     "head-loss": head_loss_table,
     "one-host": one_host_table,
+    "hosts": hosts_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
 }
