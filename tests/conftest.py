@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-seconds", action="store_true", help="write tests/seconds.json after all tests"
     )
-    parser.addoption("--programs", type=int, default=200, help="how many random programs to run")
+    parser.addoption("--programs", type=int, default=55, help="how many random programs to run")
     parser.addoption("--first-program", type=int, default=0, help="seed of the first")
     parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
     parser.addoption(
@@ -154,19 +154,24 @@ def _servers() -> set[int]:
 
 
 def _descendants() -> set[int]:
-    """Living processes below this one; empty where there is no ``/proc``."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            after_name = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if after_name[0] != "Z":
-            children.setdefault(int(after_name[1]), []).append(int(path.parent.name))
+    """Living processes below this one; empty where ``/proc`` does not list children."""
     found: set[int] = set()
     todo = [os.getpid()]
     while todo:
-        new = children.get(todo.pop(), [])
-        found.update(new)
-        todo.extend(new)
+        for path in Path(f"/proc/{todo.pop()}/task").glob("*/children"):
+            new = {int(pid) for pid in _text_of(path).split() if not _is_over(pid)}
+            found |= new
+            todo.extend(new)
     return found
+
+
+def _is_over(pid: str) -> bool:
+    """Whether a process has ended, or waits for nothing but to be asked how."""
+    return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[:1] in ([], ["Z"])
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the process has ended
+        return ""

@@ -17,11 +17,11 @@ from tests.support.adapters import (
     token_batch,
 )
 from tests.support.cases import each_on_ranks, each_on_trainer_ranks
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     assert_traces_match,
     make_batches,
     sgd,
-    train_on_rank,
     train_reference,
 )
 from tests.support.trainer import SHARDED, make_trainer, weights_of, with_options
@@ -96,9 +96,14 @@ def _fit(strategy, kind, folder, optimizer=_sgd, **options):
     return weights_of(model)
 
 
+@functools.cache
+def _under_ddp(kind, folder):
+    return _fit("ddp", kind, folder, gradient_clip_val=0.5)
+
+
 def _as_ddp(rank, world_size, case, folder):
     kind, how, strategy = case
-    expected = _fit("ddp", kind, folder, gradient_clip_val=0.5)
+    expected = _under_ddp(kind, folder)
     found = _fit(with_options(strategy, **OPTIONS[how]), kind, folder, gradient_clip_val=0.5)
     tolerance = _tolerance(kind)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)

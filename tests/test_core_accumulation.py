@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, fully_shard, shard_model
+from tests.support.cases import each_on_ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import (
     TASKS,
@@ -22,6 +23,7 @@ from tests.support.models import (
     shard_lm_by_hand,
     token_batch,
 )
+from tests.support.one_exchange import train_on_rank, wholes
 from tests.support.parity import (
     OPTIMIZERS,
     PLANS,
@@ -29,13 +31,18 @@ from tests.support.parity import (
     assert_same_tensors,
     assert_traces_match,
     make_batches,
-    train_on_rank,
     train_reference,
     whole,
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
-MODES = list(itertools.product(PLANS, ["local", "sum"], ["sgd", "adamw"]))
+# Every two of a plan, a way to accumulate and an optimizer.
+MODES = [
+    ("zero2", "local", "sgd"),
+    ("zero2", "sum", "adamw"),
+    ("zero3", "local", "adamw"),
+    ("zero3", "sum", "sgd"),
+]
 NUM_MICRO_BATCHES = 3
 
 
@@ -115,8 +122,14 @@ UNSYNCED = {
 }
 
 
-def _sync_some_units(rank, world_size, plan, which, reshards_after_backward):
+def _gradients_of(model):
+    named = {name: p.grad for name, p in model.named_parameters()}
+    return dict(zip(named, wholes([*named.values()]), strict=True))
+
+
+def _sync_some_units(rank, world_size, case):
     """Only some units wait for the last micro-batch. Counts of the second step's micro-batches."""
+    plan, which, reshards_after_backward = case
     models = model, reference = causal_lm(), causal_lm()
     for module in [model.embedding, model.positions, *model.blocks]:
         fully_shard(module, reshard_after_forward=plan == "zero3")
@@ -134,37 +147,38 @@ def _sync_some_units(rank, world_size, plan, which, reshards_after_backward):
             counts.append((counter.num_gathers(world_size), counter.num_reductions(world_size)))
             for r in range(world_size):
                 (lm_loss(reference, token_batch(step, index, r)) / world_size).backward()
-        assert_same_tensors(
-            *({name: whole(p.grad) for name, p in each.named_parameters()} for each in models),
-            atol=5e-6,
-            what=f"step {step}",
-        )
+        assert_same_tensors(*map(_gradients_of, models), atol=5e-6, what=f"step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     return counts
 
 
-@pytest.mark.parametrize("reshards_after_backward", [True, False])
-@pytest.mark.parametrize("which", UNSYNCED)
 @pytest.mark.parametrize("plan", PLANS)
-def test_some_units_may_sync_and_stay_whole_when_others_do_not(
-    plan, which, reshards_after_backward
-):
-    num_units, num_gathered_in_backward = 6, 4  # the backward of embeddings reads no weight
+def test_some_units_may_sync_and_stay_whole_when_others_do_not(plan):
+    cases = list(itertools.product([plan], UNSYNCED, [True, False]))
+    for case, by_rank in each_on_ranks(_sync_some_units, 2, cases).items():
+        for counts in by_rank:
+            _check_counts(counts, *case)
+
+
+def _check_counts(counts, plan, which, reshards_after_backward):
+    what = f"{which}, {reshards_after_backward=}"
+    # The backward of embeddings reads no weight, and the last unit waits for its own.
+    num_units, num_gathered_in_backward = 6, 3
     num_unsynced = {"all": num_units, "some blocks": 2, "embedding": 1, "root": 1}[which]
-    for counts in run_on_ranks(_sync_some_units, 2, plan, which, reshards_after_backward):
-        gathers, reductions = zip(*counts, strict=True)
-        assert reductions == (num_units - num_unsynced,) * (NUM_MICRO_BATCHES - 1) + (num_units,)
-        if plan == "zero2":
-            kept = 0 if not reshards_after_backward else num_units
-            assert gathers == (num_units, kept, kept)
-        elif reshards_after_backward:
-            assert gathers == (num_units + num_gathered_in_backward,) * NUM_MICRO_BATCHES
-        else:
-            assert gathers[0] == num_units + num_gathered_in_backward
-            # What the backward left whole needs no gather until the forward frees it.
-            assert gathers[1:] == (num_units,) * (NUM_MICRO_BATCHES - 1)
+    gathers, reductions = zip(*counts, strict=True)
+    few, num_before = num_units - num_unsynced, NUM_MICRO_BATCHES - 1
+    assert reductions == (few,) * num_before + (num_units,), what
+    if plan == "zero2":
+        kept = 0 if not reshards_after_backward else num_units
+        assert gathers == (num_units, kept, kept), what
+    elif reshards_after_backward:
+        assert gathers == (num_units + num_gathered_in_backward,) * NUM_MICRO_BATCHES, what
+    else:
+        assert gathers[0] == num_units + num_gathered_in_backward, what
+        # What the backward left whole needs no gather until the forward frees it, all but the last.
+        assert gathers[1:] == (num_units - 1,) * num_before, what
 
 
 def _clear_unsynced(rank, world_size, how):
@@ -185,12 +199,7 @@ def _clear_unsynced(rank, world_size, how):
                 parameter.grad = None
         for each in (model, reference):
             lm_loss(each, token_batch(0, 0, rank)).backward()
-        assert_same_tensors(
-            {name: whole(p.grad) for name, p in model.named_parameters()},
-            {name: whole(p.grad) for name, p in reference.named_parameters()},
-            atol=0,
-            what=how,
-        )
+        assert_same_tensors(*map(_gradients_of, (model, reference)), atol=0, what=how)
         model.zero_grad()
         reference.zero_grad()
 

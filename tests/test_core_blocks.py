@@ -17,8 +17,9 @@ from lightning_fsdp import (
 from lightning_fsdp.core.optimizers.blocks import blocks_in
 from tests.support.cases import each_on_ranks
 from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
+from tests.support.one_exchange import train_on_rank
 from tests.support.optimizers import Normed, assert_same_state
-from tests.support.parity import make_batches, train_on_rank
+from tests.support.parity import make_batches
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
 FUSED = [(20, 20)] * 3  # query_key_value: (60, 20)

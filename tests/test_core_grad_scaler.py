@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
 from tests.support import ranks
+from tests.support.cases import each_on_ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
+from tests.support.one_exchange import InOneExchange
 from tests.support.parity import PLANS, Trace, assert_ranks_agree, assert_traces_match, sgd
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.test_core_precision import local_gradients
@@ -59,7 +61,7 @@ def _train(rank, world_size, plan, cases):
             if max_norm:
                 scaler.unscale_(optimizer)
                 model.clip_grad_norm_(max_norm)
-            _finish(trace, scales, model, optimizer, scaler)
+            _finish(trace, scales, InOneExchange(model), optimizer, scaler)
         results[case] = trace, scales, scaler.state_dict()
     return results
 
@@ -112,9 +114,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    ("world_size", "backend"), [(1, "gloo"), (2, "gloo"), (2, PLAIN), (4, "gloo")]
+    ("world_size", "backend", "plan"),
+    [
+        *((1, "gloo", "zero2"), (2, "gloo", "zero2"), (2, "gloo", "zero3")),
+        *((2, PLAIN, "zero2"), (4, "gloo", "zero3")),
+    ],
 )
 def test_training_with_a_scaler_equals_one_process(world_size, backend, plan):
     """At W=1 and 2 the order of the sums is the same: bit for bit, but for the norm's."""
@@ -155,7 +160,8 @@ def _break_on(is_here, model):
     return gradients(model).on_local(break_one)
 
 
-def _inf_on_one_rank(rank, world_size, plan, optimizer_name, unscales):
+def _inf_on_one_rank(rank, world_size, case):
+    plan, optimizer_name, unscales = case
     model = shard_model(_two_tiny_layers(), PLANS[plan], units=["Linear"])
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -198,36 +204,38 @@ def _one_good_step(optimizer_name, world_size):
     return model
 
 
-@pytest.mark.parametrize("unscales", [False, True], ids=["plain", "unscale and clip"])
-@pytest.mark.parametrize("optimizer_name", ["sgd", "foreach adamw", "fused adamw"])
-@pytest.mark.parametrize("plan", PLANS)
+# Plan, optimizer, and whether gradients are unscaled and clipped before the step.
+INF_CASES = list(itertools.product(PLANS, ("sgd", "foreach adamw", "fused adamw"), (False, True)))
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_inf_on_one_rank_skips_the_step_on_every_rank(world_size, plan, optimizer_name, unscales):
+def test_inf_on_one_rank_skips_the_step_on_every_rank(world_size):
     """The rank whose gradient overflowed does not own the element; of four, two own nothing."""
-    by_rank = run_on_ranks(_inf_on_one_rank, world_size, plan, optimizer_name, unscales)
-    assert sum(not all(results["finite"]) for results in by_rank) == 1
-    assert all(by_rank[-1]["finite"]) or world_size == 2
-    assert (world_size == 4) == any(sum(results["held"]) == 0 for results in by_rank)
-    expected = _one_good_step(optimizer_name, world_size)
-    for results in by_rank:
-        assert results["state"] == by_rank[0]["state"]
-        assert results["state"]["scale"] == 512.0
-        for ours, theirs in zip(results["parameters"], expected.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
-        assert results["loss"] == pytest.approx([_square(expected, 0).item()], rel=1e-5)
+    for case, by_rank in each_on_ranks(_inf_on_one_rank, world_size, INF_CASES).items():
+        assert sum(not all(results["finite"]) for results in by_rank) == 1, case
+        assert all(by_rank[-1]["finite"]) or world_size == 2, case
+        assert (world_size == 4) == any(sum(results["held"]) == 0 for results in by_rank), case
+        expected = _one_good_step(case[1], world_size)
+        for results in by_rank:
+            assert results["state"] == by_rank[0]["state"], case
+            assert results["state"]["scale"] == 512.0, case
+            for ours, theirs in zip(results["parameters"], expected.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
+            assert results["loss"] == pytest.approx([_square(expected, 0).item()], rel=1e-5), case
 
 
-@pytest.mark.parametrize(
-    ("optimizer_name", "num_gathers"),
-    [("sgd", {"zero2": 0, "zero3": 4}), ("fused adamw", {"zero2": 2, "zero3": 4})],
-)
-@pytest.mark.parametrize("plan", PLANS)
-def test_weights_kept_by_zero2_serve_the_forward_after_a_skipped_step(
-    plan, optimizer_name, num_gathers
-):
+GATHERS_AFTER = {
+    ("zero2", "sgd", False): 0,
+    ("zero2", "fused adamw", False): 2,
+    ("zero3", "sgd", False): 3,  # the last unit waits for its backward
+    ("zero3", "fused adamw", False): 3,
+}
+
+
+def test_weights_kept_by_zero2_serve_the_forward_after_a_skipped_step():
     """A fused optimizer's step runs, and skips inside: it ends what was kept, as any step does."""
-    for results in run_on_ranks(_inf_on_one_rank, 2, plan, optimizer_name, False):
-        assert results["gathers"] == num_gathers[plan], results["gathers"]
+    for case, by_rank in each_on_ranks(_inf_on_one_rank, 2, GATHERS_AFTER).items():
+        assert [results["gathers"] for results in by_rank] == [GATHERS_AFTER[case]] * 2, case
 
 
 def _inf_in_one_replica(rank, world_size):

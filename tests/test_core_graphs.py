@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, fully_shard, gradients, shard_model
+from tests.support.cases import each_on_ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.models import causal_lm, lm_loss, mlp_batch, token_batch
@@ -324,8 +325,7 @@ def _train_all(rank, world_size, plan):
     return traces
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "plan"), [(2, "zero2"), (2, "zero3"), (3, "zero3")])
 def test_hard_graphs_train_as_unsharded_models_do(world_size, plan):
     by_rank = run_on_ranks(_train_all, world_size, plan)
     batches = make_batches(batch_of, num_steps=3, num_micro_batches=2, world_size=world_size)
@@ -586,7 +586,7 @@ class Failing:
             raise self.kind("on purpose")
 
 
-def _fail(rank, world_size, plan, where):
+def fail_once(rank, world_size, where, plan):
     """The step after an exception is that of a model on which nothing happened."""
     model, reference = shard_model(causal_lm(), PLANS[plan]), shard_model(causal_lm(), PLANS[plan])
     # What is no ``Exception`` ends a call without torch calling its forward hooks.
@@ -626,18 +626,12 @@ def _fail(rank, world_size, plan, where):
         assert not whole, "something stays whole"
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "forward",
-        "Ctrl-C in the forward",
-        "hook after the forward",
-        "backward",
-        "local gradient",
-        "reduced gradient",
-        "hook of a tensor",
-    ],
+PLACES = (
+    *("forward", "Ctrl-C in the forward", "hook after the forward", "backward"),
+    *("local gradient", "reduced gradient", "hook of a tensor"),
 )
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_exception_leaves_a_usable_engine(plan, where):
-    run_on_ranks(_fail, 2, plan, where)
+def test_an_exception_leaves_a_usable_engine(plan):
+    each_on_ranks(fail_once, 2, PLACES, plan)

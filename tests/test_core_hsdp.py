@@ -6,7 +6,6 @@ what moves between replicas is one all-reduce of every shard per reduction.
     2 x 1    whole parameters on every rank, as in plain data parallelism
 """
 
-import itertools
 import math
 from datetime import timedelta
 
@@ -54,6 +53,7 @@ COMBINATIONS = [
     ("zero3", "adamw", "local"),
     ("zero3", "sgd", "sum"),
 ]
+EACH_ONCE = [("zero2", "adamw"), ("zero3", "sgd")]
 NAMES = ("replicate", "shard")
 
 
@@ -83,10 +83,13 @@ def _train_all_combinations(rank, world_size, task_name, shape):
     return traces
 
 
-@pytest.mark.parametrize("task_name", ["mlp", "tied_lm"])
 @pytest.mark.parametrize(
-    ("shape", "backend"),
-    [((2, 2), "gloo"), ((2, 1), "gloo"), ((1, 2), "gloo"), ((3, 1), "gloo"), ((2, 2), PLAIN)],
+    ("task_name", "shape", "backend"),
+    [
+        *(("mlp", shape, "gloo") for shape in ((2, 2), (1, 2), (3, 1))),
+        *(("tied_lm", shape, "gloo") for shape in ((2, 2), (2, 1))),
+        ("tied_lm", (2, 2), PLAIN),
+    ],
 )
 def test_training_equals_one_process_on_the_joined_batch(task_name, shape, backend):
     task, world_size = TASKS[task_name], math.prod(shape)
@@ -113,7 +116,7 @@ def _train_with_optional_parameter(rank, world_size, shape):
     batches = make_batches(
         optional_batch(USERS), num_steps=5, num_micro_batches=1, world_size=world_size
     )
-    for plan, optimizer in itertools.product(PLANS, OPTIMIZERS):
+    for plan, optimizer in EACH_ONCE:
         model = shard_model(mlp(), PLANS[plan], mesh=mesh)
         traces[plan, optimizer] = train_on_rank(
             model, batches, optional_loss, OPTIMIZERS[optimizer](model.parameters()), rank
@@ -128,7 +131,7 @@ def test_a_parameter_may_be_unused_in_a_replica_or_by_all(shape):
     batches = make_batches(
         optional_batch(USERS), num_steps=5, num_micro_batches=1, world_size=world_size
     )
-    for combination in itertools.product(PLANS, OPTIMIZERS):
+    for combination in EACH_ONCE:
         expected = train_reference(
             mlp(), batches, optional_loss, OPTIMIZERS[combination[1]], joined=False
         )
@@ -140,7 +143,7 @@ def test_a_parameter_may_be_unused_in_a_replica_or_by_all(shape):
 
 def _train_beside_torch_fsdp2(rank, world_size, reshard_after_forward, num_micro_batches):
     task, mesh = TASKS["lm"], mesh_of((2, 2))
-    batches = batches_for("lm", world_size, num_steps=5, num_micro_batches=num_micro_batches)
+    batches = batches_for("lm", world_size, num_micro_batches=num_micro_batches)
     traces = []
     for engine in (fully_shard, torch_fsdp.fully_shard):
         model = shard_lm_by_hand(

@@ -407,17 +407,17 @@ def test_a_deleted_model_leaves_nothing(plan):
 
 
 def _build_many(rank, world_size, plan):
-    """Bytes alive and objects of the core alive, while 200 models come and go."""
+    """Bytes alive and objects of the core alive, while 60 models come and go."""
     bytes_alive, objects_alive = [], []
     with StorageTracker() as tracker:
-        for index in range(200):
+        for index in range(60):
             model = shard_model(mlp(), PLANS[plan])
             tracker.track(tensors_of(model))
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             mlp_loss(model, mlp_batch(0, 0, rank)).backward()
             optimizer.step()
             del model, optimizer
-            if index % 50 == 49:
+            if index % 15 == 14:
                 gc.collect()
                 bytes_alive.append(tracker.settled_bytes())
                 objects_alive.append(sum(isinstance(each, OURS) for each in gc.get_objects()))
@@ -458,10 +458,10 @@ def _growth_per_step(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
 
-    steps(300)  # the backend's own reserves have grown by then
+    steps(120)  # the backend's own reserves have grown by then
     before = _bytes_in_use()
-    steps(150)
-    return (_bytes_in_use() - before) / 150
+    steps(80)
+    return (_bytes_in_use() - before) / 80
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc's mallinfo2")

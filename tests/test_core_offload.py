@@ -5,6 +5,7 @@ Machines without an accelerator have one memory; ``TwoPlaces`` tells two in it.
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -95,13 +96,15 @@ def moved_since(before, model):
 # --- values ---
 
 
-def train_each_way(rank, world_size, task_name, offload, mesh_shape, clip):
-    """A trace for each of ``COMBINATIONS``."""
+def train_each_way(
+    rank, world_size, task_name, offload, mesh_shape, clip, combinations=COMBINATIONS
+):
+    """A trace for each combination."""
     task, traces = TASKS[task_name], {}
     mesh = None
     if mesh_shape is not None:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
-    for plan, precision, accumulation in COMBINATIONS:
+    for plan, precision, accumulation in combinations:
         model = shard_model(
             task.build(),
             PLANS[plan],
@@ -121,32 +124,42 @@ def train_each_way(rank, world_size, task_name, offload, mesh_shape, clip):
     return traces
 
 
-def _train(rank, world_size, task_name, offload, mesh_shape, clip):
-    with TwoPlaces() if offload is not None else contextlib.nullcontext() as places:
-        traces = train_each_way(rank, world_size, task_name, offload, mesh_shape, clip)
-    if offload is not None:
-        assert places.mixtures == []
+def _train_offloaded(*args):
+    with TwoPlaces() as places:
+        traces = train_each_way(*args)
+    assert places.mixtures == []
     return traces
 
 
+def _train(rank, world_size, task_name, *how):
+    """Offloaded, and resident."""
+    offloaded = _train_offloaded(rank, world_size, task_name, OFFLOAD, *how)
+    return offloaded, train_each_way(rank, world_size, task_name, None, *how)
+
+
+SEPARATE, SUMMED = COMBINATIONS[::2], COMBINATIONS[1::2]
+
+
 @pytest.mark.parametrize(
-    ("task_name", "world_size", "backend", "mesh_shape", "clip"),
+    ("task_name", "world_size", "backend", "mesh_shape", "clip", "combinations"),
     [
-        ("mlp", 1, "gloo", None, CLIP),
-        ("mlp", 2, "gloo", None, CLIP),
-        ("mlp", 2, PLAIN, None, None),
-        ("mlp", 4, "gloo", (2, 2), None),
-        ("tied_lm", 2, "gloo", None, CLIP),
-        ("tied_lm", 4, "gloo", (2, 2), CLIP),
+        ("mlp", 1, "gloo", None, CLIP, SUMMED),
+        ("mlp", 2, "gloo", None, CLIP, COMBINATIONS),
+        ("mlp", 2, PLAIN, None, None, SUMMED),
+        ("mlp", 4, "gloo", (2, 2), None, SEPARATE),
+        ("tied_lm", 2, "gloo", None, CLIP, SEPARATE),
+        ("tied_lm", 4, "gloo", (2, 2), CLIP, SUMMED[:2]),
     ],
 )
-def test_training_offloaded_gives_the_same_bits(task_name, world_size, backend, mesh_shape, clip):
-    offloaded, resident = (
-        run_on_ranks(_train, world_size, task_name, offload, mesh_shape, clip, backend=backend)
-        for offload in (OFFLOAD, None)
+def test_training_offloaded_gives_the_same_bits(
+    task_name, world_size, backend, mesh_shape, clip, combinations
+):
+    how = (mesh_shape, clip, combinations)
+    offloaded, resident = zip(
+        *run_on_ranks(_train, world_size, task_name, *how, backend=backend), strict=True
     )
     task = TASKS[task_name]
-    for combination in COMBINATIONS:
+    for combination in combinations:
         traces = [traces[combination] for traces in offloaded]
         assert_ranks_agree(traces, str(combination))
         assert_traces_match(traces[0], resident[0][combination], atol=0, what=str(combination))
@@ -158,7 +171,7 @@ def test_training_offloaded_gives_the_same_bits(task_name, world_size, backend, 
 
 def _train_with_late_copies(rank, world_size, mesh_shape):
     with LateCopies() as copies:
-        traces = _train(rank, world_size, "mlp", OFFLOAD, mesh_shape, CLIP)
+        traces = _train_offloaded(rank, world_size, "mlp", OFFLOAD, mesh_shape, CLIP)
         assert copies.num_queued
     return traces
 
@@ -168,9 +181,14 @@ def _train_with_late_copies(rank, world_size, mesh_shape):
 )
 def test_copies_that_run_late_change_no_bit(backend, mesh_shape):
     late = run_on_ranks(_train_with_late_copies, 2, mesh_shape, backend=backend)
-    resident = run_on_ranks(_train, 2, "mlp", None, mesh_shape, CLIP)
+    resident = _trained_resident(mesh_shape)
     for combination in COMBINATIONS:
-        assert_traces_match(late[0][combination], resident[0][combination], atol=0)
+        assert_traces_match(late[0][combination], resident[combination], atol=0)
+
+
+@functools.cache
+def _trained_resident(mesh_shape):
+    return run_on_ranks(train_each_way, 2, "mlp", None, mesh_shape, CLIP)[0]
 
 
 def _write_after_forward(rank, world_size, plan):

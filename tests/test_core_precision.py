@@ -148,7 +148,9 @@ def test_training_in_16_bits_equals_the_same_arithmetic_by_hand(world_size, back
     """At W=1 and 2 the order of the sums is the same: bit for bit. At W=3 the division may round
     differently.
     """
-    assert_equal_to_arithmetic_by_hand(world_size, backend, accumulation, CASES)
+    every_second = CASES[::2] if accumulation == "local" else CASES[1::2]
+    cases = CASES if (world_size, backend) == (2, "gloo") else every_second
+    assert_equal_to_arithmetic_by_hand(world_size, backend, accumulation, cases)
 
 
 def assert_equal_to_arithmetic_by_hand(world_size, backend, accumulation, cases):

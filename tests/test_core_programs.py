@@ -1,7 +1,8 @@
 """Random programs train sharded as they do in plain torch; see ``tests/support/programs``.
 
-More of them: ``pytest tests/test_core_programs.py --programs 3000 --first-program 1000``. They take
-about 40 minutes on two cores, each 0.2 s (one rank) to 2 s (four). Fifty fail under ``--fault
+A run of the suite draws a few over each transport. More of them:
+``pytest tests/test_core_programs.py --programs 3000 --first-program 1000``. They take about 40
+minutes on two cores, each 0.2 s (one rank) to 2 s (four). Fifty fail under ``--fault
 no_division_by_world_size``, and under others that change values.
 """
 
@@ -23,7 +24,7 @@ from tests.support.programs.running import NotAProgram, run_program
 from tests.support.programs.shrinking import shrink
 from tests.support.ranks import PLAIN, RanksFailed, run_on_ranks
 
-PER_RUN = 20
+PER_RUN = 5
 WAYS = [
     *((2, "gloo"), (2, "mixed"), (3, "late"), (2, "early"), (1, "gloo")),
     *((2, "late"), (4, "gloo"), (2, PLAIN), (3, "gloo"), (2, "mixed"), (4, "mixed")),
@@ -83,7 +84,7 @@ def test_programs_train_as_in_plain_torch(seeds):
             f"Program {seed} on {world_size} ranks over {backend}, made smaller:\n{least}\n\n"
             f"{failure}\n\nFound in:\n{failed}"
         )
-    assert refused[0] <= len(seeds) // 5, "plain torch refuses too many"
+    assert refused[0] <= max(2, len(seeds) // 5), "plain torch refuses too many"
 
 
 def test_a_failing_program_is_made_smaller():

@@ -14,8 +14,9 @@ from lightning_fsdp import (
     shard_model,
 )
 from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.one_exchange import train_on_rank
 from tests.support.optimizers import assert_same_state
-from tests.support.parity import Trace, assert_traces_match, make_batches, train_on_rank
+from tests.support.parity import Trace, assert_traces_match, make_batches
 from tests.support.ranks import run_on_ranks
 
 OPTIMIZERS = {

@@ -216,9 +216,12 @@ def _compare(rank, world_size, engine, stages):
             )
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("engine", "stages"), [("scratch", (2, 3)), ("fsdp1", (3,)), ("fsdp2", (3, 2)), ("ddp", (0,))]
+    ("engine", "stages", "world_size"),
+    [
+        *(("scratch", (2, 3), 2), ("fsdp1", (3,), 2), ("fsdp2", (3, 2), 2), ("ddp", (0,), 2)),
+        *(("scratch", (3,), 1), ("fsdp1", (3,), 1), ("fsdp2", (3,), 1)),
+    ],
 )
 def test_a_function_reads_whole_parameters_and_trains_them(engine, stages, world_size):
     run_on_ranks(_compare, world_size, engine, stages)

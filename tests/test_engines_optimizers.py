@@ -92,7 +92,8 @@ def fsdp_tensor(like, value):
 
 @pytest.mark.parametrize("name", ["lm", "tied_lm", "gpt2"])
 def test_an_optimizer_built_before_trains_as_in_one_process(name):
-    cases = tuple(itertools.product(SHARDERS, OPTIMIZERS))
+    every = itertools.product(SHARDERS, OPTIMIZERS)
+    cases = tuple(every) if name == "tied_lm" else tuple(zip(SHARDERS, OPTIMIZERS, strict=False))
     for case, traces in each_on_ranks(_train, 2, cases, name, None).items():
         assert_ranks_agree(traces, str(case))
 

@@ -27,41 +27,30 @@ COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def run(*arguments):
-    finished = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, **ENVIRONMENT},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
-    return finished.stdout + finished.stderr
-
-
-def run_warm(*arguments, code=0, lacking=None):
-    """As ``run``, in a process that has torch already and forks those that it starts.
+def run_warm(*arguments, code=0, lacking=None, cases=None):
+    """Run the command in a process that has torch already and forks those that it starts.
 
     Args:
         arguments: Of the command.
         code: That it ends with.
         lacking: A package that it does not find.
+        cases: Gives those of the speed, instead of ``few_cases``.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.txt"
         given = list(map(str, arguments))
-        found = run_forked(_command, given, lacking, log=log, timeout_s=190.0)
+        arguments = given, lacking, cases or few_cases
+        found = run_forked(_command, *arguments, log=log, timeout_s=400.0)
         assert found == code, log.read_text()
         return log.read_text()
 
 
-def _command(arguments, lacking):
+def _command(arguments, lacking, cases):
     fork_always()
     torch.set_num_threads(1)
     sys.argv = [*COMMAND[2:], *arguments]
     gpu_command.is_installed = lambda name: name != lacking
-    gpu_command.small_cases = few_cases
+    gpu_command.small_cases = cases
     try:
         return gpu_command.main()
     except SystemExit as stopped:
@@ -105,7 +94,7 @@ def whole_run(tmp_path_factory):
         "def test_device(pytestconfig):\n    assert pytestconfig.getoption('device') == 'cpu'\n"
     )
     out = folder / "out"
-    printed = run("--out", out, "--tests", folder / "suite")
+    printed = run_warm("--out", out, "--tests", folder / "suite", cases=small_cases)
     return out, printed
 
 

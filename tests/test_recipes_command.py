@@ -21,11 +21,9 @@ from recipes.qwen import Qwen
 from recipes.train import main
 from tests.support.recipe_commands import (
     REPOSITORY,
-    TIME_LIMIT_S,
     csv_logger,
     finish_warm,
     rows_of,
-    run_cold,
     short_run,
 )
 from tests.support.texts import write_folder
@@ -239,15 +237,6 @@ def test_another_error_keeps_its_traceback(
         command_line(short_run(write_folder(tmp_path / "corpus")))
 
 
-def _finish(folder: Path, arguments: list[str]) -> str:
-    """Run to the end; returns what it printed."""
-    with run_cold(folder, arguments) as process:
-        code = process.wait(TIME_LIMIT_S)
-    printed = (folder / "output.txt").read_text()
-    assert code == 0, printed
-    return printed
-
-
 def test_two_ranks_train_like_one_process_on_the_joined_batch(
     tmp_path: Path, command_line: Any
 ) -> None:
@@ -260,8 +249,8 @@ def test_two_ranks_train_like_one_process_on_the_joined_batch(
     assert len(expected) == 6
     assert expected[0] == pytest.approx(math.log(300), rel=0.05)
 
-    for name, finish in (("gpt2_zero3", _finish), ("gpt2_zero2", finish_warm)):
-        printed = finish(tmp_path / name, short_run(corpus, *steps, config=f"{name}.yaml"))
+    for name in ("gpt2_zero3", "gpt2_zero2"):
+        printed = finish_warm(tmp_path / name, short_run(corpus, *steps, config=f"{name}.yaml"))
         assert "MEMBER: 2/2" in printed
         log = tmp_path / name / "runs" / name / "version_0"
         events = EventAccumulator(str(log)).Reload()

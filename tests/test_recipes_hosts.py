@@ -124,42 +124,49 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def test_two_hosts_train_like_one_process(tmp_path: Path) -> None:
-    """At ZeRO-2; the test below is at ZeRO-3, with the other model."""
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_two_hosts_train_like_one_process_and_slurm_goes_on(tmp_path: Path) -> None:
+    """By hand what the script starts; then by the script, which finds the checkpoint of before."""
     write_folder(tmp_path / "corpus")
-    expected = _of_one_process(tmp_path / "one", "gpt2_zero2")
+    expected = _of_one_process(tmp_path / "one", "qwen_zero3")
+    config = str(REPOSITORY / "recipes" / "qwen_zero3.yaml")
+    keep = (
+        '[{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": '
+        f'"{tmp_path}/kept", "filename": "step{{step}}", "auto_insert_metric_name": false, '
+        '"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}}, '
+        '{"class_path": "recipes.sample.SampleText"}]'
+    )
+    options = _options(tmp_path, f"--trainer.callbacks={keep}")
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"]
-    command += [
-        "-m",
-        "recipes.train",
-        "fit",
-        f"--config={REPOSITORY / 'recipes' / 'gpt2_zero2.yaml'}",
-    ]
-    command += ["--trainer.num_nodes=2", "--trainer.devices=1", *_options(tmp_path)]
+    command += ["-m", "recipes.train", "fit", f"--config={config}"]
+    command += ["--trainer.num_nodes=2", "--trainer.devices=1", "--ckpt_path=last", *options]
     hosts = [tmp_path / "host0", tmp_path / "host1"]
-    printed = _finish([command, command], hosts, _environment(OMP_NUM_THREADS="1"))
+    text = "".join(_finish([command, command], hosts, _environment(OMP_NUM_THREADS="1")))
+    assert "MEMBER: 2/2" in text
+    assert "Sample of rank 1: 'import " in text
     found = _losses(tmp_path)
     assert len(found["train/loss"]) == 4
     for name, losses in expected.items():
         assert found[name] == pytest.approx(losses, abs=2e-5), name
-    text = "".join(printed)
-    assert "MEMBER: 2/2" in text
-    assert "Sample of rank 1: 'import " in text
+    # As if the job had been stopped after its third step.
+    kept = tmp_path / "kept"
+    (kept / "step4.ckpt").unlink()
+    (kept / "last.ckpt").unlink()
+    (kept / "last.ckpt").symlink_to("step2.ckpt")
+    env = _slurm(tmp_path / "bin")
+    (printed,) = _finish([["bash", str(SCRIPT), config, *options]], [tmp_path], env)
+    assert "MEMBER: 2/2" in printed
+    assert _losses(tmp_path)["train/loss"] == pytest.approx(expected["train/loss"][2:], abs=2e-5)
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_the_slurm_script_starts_a_torchrun_on_each_host_and_goes_on(tmp_path: Path) -> None:
-    write_folder(tmp_path / "corpus")
-    expected = _of_one_process(tmp_path / "one", "qwen_zero3")
-    commands = tmp_path / "bin"
+def _slurm(commands: Path) -> dict[str, str]:
+    """What SLURM tells a job, and a folder with its commands."""
     commands.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    for host in ("host0", "host1"):
-        (tmp_path / host).mkdir()
-    env = _environment(
+    return _environment(
         PATH=f"{commands}:{os.environ['PATH']}",
         PYTHON=sys.executable,
         SLURM_NNODES="2",
@@ -169,25 +176,6 @@ def test_the_slurm_script_starts_a_torchrun_on_each_host_and_goes_on(tmp_path: P
         SLURM_JOB_NAME="recipe",
         SLURM_NTASKS_PER_NODE="1",
     )
-    keep = (
-        '[{"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": '
-        f'"{tmp_path}/kept", "filename": "step{{step}}", "auto_insert_metric_name": false, '
-        '"every_n_train_steps": 2, "save_top_k": -1, "save_last": "link"}}]'
-    )
-    command = ["bash", str(SCRIPT), str(REPOSITORY / "recipes" / "qwen_zero3.yaml")]
-    command += _options(tmp_path, f"--trainer.callbacks={keep}")
-    (printed,) = _finish([command], [tmp_path], env)
-    assert "MEMBER: 2/2" in printed
-    found = _losses(tmp_path)
-    for name, losses in expected.items():
-        assert found[name] == pytest.approx(losses, abs=2e-5), name
-    # As if the job had been stopped after its third step.
-    kept = tmp_path / "kept"
-    (kept / "step4.ckpt").unlink()
-    (kept / "last.ckpt").unlink()
-    (kept / "last.ckpt").symlink_to("step2.ckpt")
-    _finish([command], [tmp_path], env)
-    assert _losses(tmp_path)["train/loss"] == pytest.approx(expected["train/loss"][2:], abs=2e-5)
 
 
 def test_the_slurm_script_says_what_is_missing(tmp_path: Path) -> None:

@@ -1,13 +1,13 @@
-"""A corpus larger than the memory: a fresh process grows by a bounded amount."""
+"""A corpus larger than the memory: a process of its own grows by a bounded amount."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.support import corpus_memory
+from tests.support.ranks import run_forked
+
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"
 )
@@ -30,16 +30,11 @@ pytestmark = pytest.mark.skipif(
 def test_a_process_grows_by_at_most_200_megabytes(
     tmp_path: Path, what: str, megabytes: int, most_megabytes: int
 ) -> None:
-    command = [sys.executable, "-m", "tests.support.corpus_memory"]
-    ran = subprocess.run(
-        [*command, str(tmp_path), what, str(megabytes)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=390,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    log, out = tmp_path / "printed", tmp_path / "found.json"
+    num_bytes = round(megabytes * 1e6)
+    code = run_forked(corpus_memory.main, tmp_path, what, num_bytes, out, log=log, timeout_s=390)
+    assert code == 0, log.read_text()
+    found = json.loads(out.read_text())
     print(found)
     assert found["tokens"] > 100_000
     assert found["bytes"] < most_megabytes * 1e6

@@ -12,19 +12,19 @@ from tests.support.documents import SIZES, SUFFIXES, outcome_of_corpus, sizes
 from tests.support.texts import documents
 
 
-def test_a_line_of_100_megabytes_is_text_in_a_text_file(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(b"0123456789" * 10**7)
+def test_a_line_of_20_megabytes_is_text_in_a_text_file(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"0123456789" * 2_000_000)
     pieces = list(open_corpus(tmp_path).pieces())
-    assert sum(len(piece.text) for piece in pieces) == 10**8
+    assert sum(len(piece.text) for piece in pieces) == 20_000_000
     assert [piece.is_last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
-def test_an_object_of_100_megabytes_is_named_with_the_options_to_change(
+def test_an_object_of_20_megabytes_is_named_with_the_options_to_change(
     tmp_path: Path, suffix: str
 ) -> None:
     path = tmp_path / f"x{suffix}"
-    small, large = '{"text": "small"}', json.dumps({"text": "0123456789" * 10**7})
+    small, large = '{"text": "small"}', json.dumps({"text": "0123456789" * 2_000_000})
     lines = [small, large, small]
     path.write_text("\n".join(lines) if suffix == ".jsonl" else "[" + ",\n".join(lines) + "]")
     message = rf"x\{suffix}:2: expected an object of at most 8,000,000 characters, got a longer"
@@ -35,7 +35,7 @@ def test_an_object_of_100_megabytes_is_named_with_the_options_to_change(
     assert found == ["small"] * (2 if suffix == ".jsonl" else 1)
     assert len(left_out) == 1
     whole = documents(open_corpus(tmp_path, max_object_size=200_000_000))
-    assert [len(text) for text in whole] == [5, 10**8, 5]
+    assert [len(text) for text in whole] == [5, 20_000_000, 5]
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])

@@ -1,14 +1,7 @@
-"""By how much a process grows while it prepares and reads a corpus; run in a fresh one.
-
-::
-
-    python -m tests.support.corpus_memory FOLDER SUFFIX MEGABYTES    prints bytes and tokens
-    python -m tests.support.corpus_memory FOLDER tokens MEGABYTES
-"""
+"""By how much a process grows while it prepares and reads a corpus; to be run in one of its own."""
 
 import json
 import multiprocessing
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -78,7 +71,8 @@ class Growth:
         return int(line.split()[1]) * 1024
 
 
-def main(folder: Path, what: str, num_bytes: int) -> None:
+def main(folder: Path, what: str, num_bytes: int, out: Path) -> int:
+    """Write bytes and tokens to ``out``; ``what`` is the suffix of the corpus, or ``tokens``."""
     if what == "tokens":
         with (folder / "tokens.bin").open("wb") as file:
             file.truncate(num_bytes)
@@ -100,7 +94,7 @@ def main(folder: Path, what: str, num_bytes: int) -> None:
         (folder / "corpus").mkdir()
         # By another process, whose memory is its own.
         arguments = (folder / "corpus" / f"x{what}", num_bytes)
-        writer = multiprocessing.get_context("spawn").Process(target=write_corpus, args=arguments)
+        writer = multiprocessing.get_context("fork").Process(target=write_corpus, args=arguments)
         writer.start()
         writer.join()
         own = None
@@ -117,8 +111,5 @@ def main(folder: Path, what: str, num_bytes: int) -> None:
         )
         data.setup("fit")
         num_tokens = sum(batch["input_ids"].numel() for batch in data.train_dataloader())
-    print(json.dumps({"bytes": growth.bytes(), "tokens": num_tokens}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], round(float(sys.argv[3]) * 1e6))
+    out.write_text(json.dumps({"bytes": growth.bytes(), "tokens": num_tokens}))
+    return 0

@@ -18,10 +18,10 @@ from tests.support.parity import Trace
 
 def train_on_rank(model: nn.Module, *args: Any, **how: Any) -> Trace:
     """As that of ``tests/support/parity.py``."""
-    return parity.train_on_rank(_InOneExchange(model), *args, **how)  # type: ignore[arg-type]
+    return parity.train_on_rank(InOneExchange(model), *args, **how)  # type: ignore[arg-type]
 
 
-class _InOneExchange:
+class InOneExchange:
     """A model whose parameters and their gradients are whole when one asks for them."""
 
     def __init__(self, model: nn.Module) -> None:

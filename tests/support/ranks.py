@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -385,6 +386,9 @@ def _rank_main(
     # The parent kills long before; this one is for a parent that was itself killed.
     faulthandler.dump_traceback_later(limits.timeout_s + 60.0, exit=True, file=stacks)
     os.environ.update(_interface(), **env)
+    # Workers of a loader are forked from the server that this rank is from. Python knows its
+    # address here, and would start another, without torch.
+    forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
     try:
         import torch
         import torch.distributed as dist
