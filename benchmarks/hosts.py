@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hosts_ranks import ARMS, Shape, theory
-from lightning_fsdp.harness.command_line import exit_with
+from lightning_fsdp.harness.command_line import at_least, exit_with, positive
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.tables import markdown_table
 from tests.support.hosts import Hosts, NoHosts
@@ -148,16 +148,16 @@ def main() -> int:
         Exit code: 2 where there are no namespaces.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mbit", type=float, nargs="+", default=[1000.0, 200.0])
+    parser.add_argument(
+        "--mbit", type=positive, nargs="+", default=[1000.0, 200.0], help="per second, of a line"
+    )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--hosts", type=int, choices=(2, 3, 4), default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="on each host")
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=at_least(1), default=2, help="on each host")
+    parser.add_argument("--rounds", type=at_least(2), default=8, help="timed, of all arms")
+    parser.add_argument("--warmup", type=at_least(2), default=3, help="rounds before them")
     parser.add_argument("--out", type=Path, default=OUT, help="JSON of rows and rounds")
     args = parser.parse_args()
-    if args.rounds < 2 or args.warmup < 2:
-        parser.error("--rounds, --warmup: expected at least 2 of each")
     shape = Shape(args.hosts, args.ranks)
     rows: list[dict[str, Any]] = []
     launches = []
