@@ -155,6 +155,9 @@ class Hosts:
 
     def _end(self) -> None:
         with _undisturbed():
+            for job in self._jobs:  # one that has just begun is not in its namespace yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(job.pid, signal.SIGKILL)
             _remove([name for name in _present() if name.startswith(self._mark)])
             for job in self._jobs:
                 job.wait()
