@@ -256,8 +256,8 @@ def test_a_unit_is_kept_for_a_backward_that_began_with_it_until_another_one_is_e
 
 def _count_traffic(rank, world_size):
     model = shard_model(causal_lm(**SIZES))
-    for step in range(2):
-        with CollectiveCounter() as counter:
+    with CollectiveCounter() as counter:
+        for step in range(2):
             lm_loss(model, token_batch(step, 0, rank)).backward()
     traffic = next(iter(model.parameters())).spec.communicator.traffic
     return _summary(counter, world_size), traffic
@@ -266,10 +266,9 @@ def _count_traffic(rank, world_size):
 def test_the_doors_own_counts_are_those_that_an_independent_counter_sees():
     for counts, traffic in run_on_ranks(_count_traffic, 3):
         gathers, reductions = traffic["all_gather"], traffic["reduce_scatter"]
-        assert gathers.calls == 2 * counts["gathers"] + 1  # in the first step, the head's again
-        assert reductions.calls == 2 * counts["reductions"]
-        assert gathers.sent_bytes > 2 * counts["gathered bytes"]
-        assert reductions.sent_bytes == 2 * counts["reduced bytes"]
+        assert (gathers.calls, reductions.calls) == (counts["gathers"], counts["reductions"])
+        assert gathers.sent_bytes == counts["gathered bytes"]
+        assert reductions.sent_bytes == counts["reduced bytes"]
 
 
 # --- asynchrony: the peer's part of a collective is held back, this rank goes on ---
