@@ -501,10 +501,14 @@ def test_a_fingerprint_tells_any_write(dtype):
     changes[1].neg_()
     changes[2] = changes[2].flip(0)
     changes[3].zero_()
+    before = values.clone()
     found = fingerprints([values, values.clone(), *changes])
+    assert torch.equal(values, before)
     assert found[0] == found[1]
     assert len(set(found[1:])) == 5
-    large = torch.arange(2**20 + 5).to(dtype)
-    other = large.clone()
-    other[-1] = 0
-    assert fingerprints([large]) != fingerprints([other])
+    large = torch.arange(2**20 + 5).remainder(251).to(dtype)
+    others = [large.clone() for _ in range(3)]
+    others[0][-1] = 0
+    others[1][[5, 2**19]] = others[1][[2**19, 5]]  # of different rows
+    others[2][2**19 : 2**19 + 2] = others[2][2**19 : 2**19 + 2].flip(0)
+    assert len({*fingerprints([large, *others])}) == 4
