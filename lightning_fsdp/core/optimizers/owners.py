@@ -11,13 +11,17 @@ travels. Drawn for two ranks:
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_TOLERANCE = 1.1
+_LIMITS = (1.1, 1.05, 1.02, 1.0)
 """Of the mean: work from which on a rank gets nothing more only because it holds most."""
+
+_OF_TRAVEL = 0.05
+"""How much more of all elements may travel for the work of a mean rank less on the busiest one."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,8 @@ def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
     Returns:
         A rank for each.
     """
-    limit = _TOLERANCE * (sum(loads) + sum(cut.work for cut in cuts)) / len(loads)
+    mean = (sum(loads) + sum(cut.work for cut in cuts)) / len(loads)
+    numel = sum(cut.numel for cut in cuts)
     # The largest first: small ones fill what is left. Or first those that one rank holds most of:
     # the others, which travel wherever they go, make the work equal.
     held = [sorted(map(cut.num_held, range(len(loads)))) for cut in cuts]
@@ -81,8 +86,16 @@ def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
         lambda i: -cuts[i].work,
         lambda i: (-(held[i][-1] - sum(held[i][-2:-1])), -cuts[i].work),
     )
-    found = (_in_order(sorted(range(len(cuts)), key=order), cuts, loads, limit) for order in orders)
-    return min(found, key=lambda each: (max(each.most - limit, 0), each.travels)).owners
+    found = (
+        _in_order(sorted(range(len(cuts)), key=order), cuts, loads, limit * mean)
+        for order, limit in itertools.product(orders, _LIMITS)
+    )
+
+    def cost(each: _Found) -> tuple[float, float]:
+        excess = max(each.most - max(_LIMITS) * mean, 0)
+        return excess, each.travels / max(numel, 1) + _OF_TRAVEL * each.most / max(mean, 1)
+
+    return min(found, key=cost).owners
 
 
 class _Found(NamedTuple):
