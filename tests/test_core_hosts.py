@@ -4,23 +4,47 @@
          and keeps half of the weights
 """
 
-import pytest
-from torch.distributed.device_mesh import init_device_mesh
+import copy
 
-from lightning_fsdp import shard_model
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_fsdp import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    fully_shard,
+    gradients,
+    load_full_optimizer_state_dict,
+    shard_model,
+)
+from lightning_fsdp.core.sharded_module import units_in
 from tests.support import ranks
-from tests.support.models import TASKS
+from tests.support.counting import CollectiveCounter
+from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
+from tests.support.models import TASKS, causal_lm, lm_loss, mlp, tied_lm, token_batch
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     PLANS,
     assert_losses_match,
     assert_ranks_agree,
+    assert_same_tensors,
     assert_traces_match,
+    make_batches,
     train_reference,
 )
-from tests.support.ranks import PLAIN, run_on_ranks
-from tests.test_core_parity import batches_for
+from tests.support.ranks import PLAIN, assert_errors, errors_on_ranks, run_on_ranks
+from tests.test_core_checkpoint import Oddities
+from tests.test_core_narrow_reduction import (
+    POLICIES,
+    full_gradients,
+    local_gradients_by_hand,
+    mean_by_hand,
+)
+from tests.test_core_parity import batches_for, optional_batch, optional_loss
 
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [
@@ -29,6 +53,7 @@ COMBINATIONS = [
     ("zero3", "adamw", "local"),
     ("zero3", "sgd", "replica"),
 ]
+CLIP = (0.1, 2.0)
 
 
 def mesh_of(shape):
@@ -36,17 +61,33 @@ def mesh_of(shape):
     return init_device_mesh(ranks.active_device, shape, mesh_dim_names=names)
 
 
+def over_hosts(model, plan="zero3", shape=(2, 2), **options):
+    return shard_model(model, PLANS[plan], mesh=mesh_of(shape), state_over="all", **options)
+
+
+def flat_params_of(model):
+    return list({flat_param: None for unit in units_in(model) for flat_param in unit.flat_params})
+
+
+# --- parity ---
+
+
+def _batches(task_name, world_size):
+    return batches_for(task_name, world_size, num_steps=3, num_micro_batches=3)
+
+
 def _train_all_combinations(rank, world_size, task_name, shape):
-    task, traces, mesh = TASKS[task_name], {}, mesh_of(shape)
+    task, traces = TASKS[task_name], {}
     for plan, optimizer, accumulation in COMBINATIONS:
-        model = shard_model(task.build(), PLANS[plan], mesh=mesh, state_over="all")
+        model = over_hosts(task.build(), plan, shape)
         traces[plan, optimizer, accumulation] = train_on_rank(
             model,
-            batches_for(task_name, world_size, num_micro_batches=3),
+            _batches(task_name, world_size),
             task.loss,
             OPTIMIZERS[optimizer](model.parameters()),
             rank,
             accumulation=accumulation,
+            clip=CLIP,
         )
     return traces
 
@@ -61,11 +102,249 @@ def test_training_equals_one_process_on_the_joined_batch(task_name, shape, backe
     for combination in COMBINATIONS:
         expected = train_reference(
             task.build(),
-            batches_for(task_name, world_size, num_micro_batches=3),
+            _batches(task_name, world_size),
             task.loss,
             OPTIMIZERS[combination[1]],
+            clip=CLIP,
         )
         traces = [traces[combination] for traces in by_rank]
         assert_ranks_agree(traces, str(combination))
         assert_traces_match(traces[0], expected, atol=task.atol, what=str(combination))
         assert_losses_match(traces, expected, atol=task.atol)
+
+
+# By step: the ranks that use ``bonus``; in one host, in the other, in none, in both.
+USERS = [{1}, {2}, set(), {0, 1, 2, 3}]
+
+
+def _optional_batches():
+    return make_batches(
+        optional_batch(USERS), num_steps=len(USERS), num_micro_batches=1, world_size=4
+    )
+
+
+def _train_with_optional_parameter(rank, world_size):
+    model = over_hosts(mlp())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    return train_on_rank(model, _optional_batches(), optional_loss, optimizer, rank)
+
+
+def test_a_parameter_may_be_unused_in_a_host_or_by_all():
+    traces = run_on_ranks(_train_with_optional_parameter, 4)
+    expected = train_reference(
+        mlp(), _optional_batches(), optional_loss, OPTIMIZERS["adamw"], joined=False
+    )
+    assert [g["bonus"] is None for g in expected.gradients] == [False, False, True, False]
+    assert_ranks_agree(traces)
+    assert_traces_match(traces[0], expected, atol=1e-7)
+
+
+def _in_bf16(rank, world_size, plan):
+    """Gradients of a backward, of three that add up in both ways, and the weights of gathers."""
+    model, found = over_hosts(causal_lm(), plan, mp_policy=POLICIES["fp32"]), []
+    for num, within_host in ((1, False), (3, True), (3, False)):
+        for micro_batch in range(num):
+            is_last = micro_batch == num - 1
+            model.set_requires_all_reduce(is_last or not within_host)
+            model.set_requires_gradient_sync(is_last or within_host)
+            lm_loss(model, token_batch(0, micro_batch, rank)).backward()
+        found.append(full_gradients(model))
+        model.zero_grad()
+    access = gradients(model)
+    lm_loss(model, token_batch(0, 0, rank)).backward()
+    pieces = [(name, access[name].shard, model.get_parameter(name).spec.slice) for name in access]
+    return found, pieces
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_bf16_gradients_are_summed_in_fp32(plan):
+    by_hand = [[local_gradients_by_hand(rank, m) for rank in range(4)] for m in range(3)]
+    names = list(by_hand[0][0])
+    means = [{n: mean_by_hand([each[n] for each in of_m]) for n in names} for of_m in by_hand]
+    sums = {n: sum(mean[n] for mean in means) for n in names}
+    for found, pieces in run_on_ranks(_in_bf16, 4, plan):
+        # Means of means of two are rounded elsewhere, by bits of fp32.
+        for ours, theirs in zip(found, (means[0], sums, sums), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        for name, shard, piece in pieces:
+            expected = means[0][name].view(-1)[piece.start : piece.stop]
+            torch.testing.assert_close(shard, expected, rtol=1e-5, atol=1e-7)
+
+
+# --- what moves, what is held ---
+
+
+def _count(rank, world_size, plan):
+    """Per step and micro-batch: gathers and reductions of the row, and those of the column."""
+    mesh, task, counts = mesh_of((2, 2)), TASKS["lm"], []
+    model = shard_model(task.build(), PLANS[plan], mesh=mesh, state_over="all")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        for micro_batch in range(2):
+            model.set_requires_all_reduce(micro_batch == 1)
+            with (
+                CollectiveCounter(mesh.get_group(1)) as row,
+                CollectiveCounter(mesh.get_group(0)) as column,
+            ):
+                task.loss(model, task.make_batch(step, micro_batch, rank)).backward()
+            counts.append(
+                (
+                    (row.num_gathers(2), row.num_reductions(2)),
+                    (column.num_gathers(2), column.num_reductions(2)),
+                    (column.gathered_bytes(2), column.reduced_bytes(2)),
+                )
+            )
+        optimizer.step()
+        optimizer.zero_grad()
+    num_bytes = sum(4 * f.layout.numel for f in flat_params_of(model))
+    return counts, len(units_in(model)), num_bytes
+
+
+@pytest.mark.parametrize("backend", ["gloo", PLAIN])
+@pytest.mark.parametrize("plan", PLANS)
+def test_hosts_exchange_each_shard_twice_per_step_and_nothing_else(plan, backend):
+    for counts, num_units, num_bytes in run_on_ranks(_count, 4, plan, backend=backend):
+        for index, (row, column, moved) in enumerate(counts):
+            # The embedding's backward reads no weight, and the head is kept after a first step.
+            again = num_units - 1 - (index > 0) if plan == "zero3" else 0
+            first = num_units if plan == "zero3" or index % 2 == 0 else 0
+            assert row == (first + again, num_units)
+            is_first, is_last = index % 2 == 0, index % 2 == 1
+            assert column == (num_units * is_first, num_units * is_last)
+            part = num_bytes / 2 / 2  # of what a rank keeps, the other host has a half
+            assert moved == (part * is_first, part * is_last)
+
+
+def _held(rank, world_size):
+    """Bytes at rest of everything, of parameters, of gradients, and of the optimizer's state."""
+    model = over_hosts(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6))))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with StorageTracker(model) as tracker:
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        held = bytes_of(model.parameters()), bytes_of([p.grad for p in model.parameters()])
+        of_state = bytes_of(t for t in optimizer_tensors(optimizer) if t.dim())
+        return tracker.settled_bytes(), *held, of_state
+
+
+def test_a_rank_holds_a_fourth_of_everything_and_keeps_half_of_the_weights():
+    num_bytes = 6 * 64 * 64 * 4
+    for everything, *parts in run_on_ranks(_held, 4):
+        assert parts == [num_bytes / 4, num_bytes / 4, 2 * num_bytes / 4]
+        assert num_bytes * 1.5 <= everything <= num_bytes * 1.6
+
+
+# --- state ---
+
+
+def _save_both(rank, world_size, folder):
+    for name, model in (
+        ("hosts", over_hosts(Oddities(seed=1))),
+        ("flat", shard_model(Oddities(seed=1))),
+    ):
+        dcp.save({"m": model.state_dict()}, checkpoint_id=folder / name)
+    _load_each(folder, over_hosts)
+
+
+def _load_both(rank, world_size, folder):
+    _load_each(folder, shard_model)
+
+
+def _load_each(folder, shard):
+    for name in ("hosts", "flat"):
+        model = shard(Oddities(seed=2))
+        state = {"m": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder / name)
+        assert_same_tensors(full_state_dict(model), Oddities(seed=1).state_dict(), atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by no_dist, as was asked
+def test_checkpoints_are_read_by_a_flat_mesh_and_the_other_way_round(tmp_path):
+    run_on_ranks(_save_both, 4, tmp_path)
+    run_on_ranks(_load_both, 3, tmp_path)
+    state = {"m": Oddities(seed=2).state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "hosts", no_dist=True)
+    assert_same_tensors(state["m"], Oddities(seed=1).state_dict(), atol=0)
+
+
+def _go_on(rank, world_size):
+    """The last step of three, by a copy, from whole states, and by the first itself."""
+    task, batches = TASKS["tied_lm"], _batches("tied_lm", world_size)
+    model = over_hosts(task.build(), "zero2")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train_on_rank(model, batches[:2], task.loss, optimizer, rank)
+    copied, other = copy.deepcopy(model), over_hosts(tied_lm(seed=2))
+    other.load_state_dict(full_state_dict(model))
+    optimizers = [optimizer, *(OPTIMIZERS["adamw"](m.parameters()) for m in (copied, other))]
+    state = full_optimizer_state_dict(optimizer)
+    for each in optimizers[1:]:
+        load_full_optimizer_state_dict(each, state)
+    return [
+        train_on_rank(each, batches[2:], task.loss, its_own, rank)
+        for each, its_own in zip((model, copied, other), optimizers, strict=True)
+    ]
+
+
+def test_copies_and_whole_states_go_on():
+    for whole, copied, loaded in run_on_ranks(_go_on, 4):
+        assert_traces_match(copied, whole, atol=0)
+        assert_traces_match(loaded, whole, atol=1e-7)
+
+
+def _write_behind_the_version(rank, world_size):
+    """What an optimizer's own kernel does, of which torch knows nothing."""
+
+    class OwnKernel(torch.optim.SGD):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.to_local().data.mul_(0.5)
+
+    model, plain = over_hosts(mlp()), mlp()
+    batch = TASKS["mlp"].make_batch(0, 0, 0)
+    for _ in range(2):
+        loss = TASKS["mlp"].loss(model, batch)
+        loss.backward()
+        torch.testing.assert_close(loss, TASKS["mlp"].loss(plain, batch))
+        OwnKernel(model.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            torch._foreach_mul_([*plain.parameters()], 0.5)
+
+
+def test_what_a_step_writes_is_gathered_whatever_versions_say():
+    run_on_ranks(_write_behind_the_version, 4)
+
+
+# --- wrong use ---
+
+
+def _refused(rank, world_size, what):
+    model, grid = mlp(), mesh_of((2, 2))
+    if what == "flat":
+        fully_shard(model, mesh=grid["shard"], state_over="all")
+    elif what == "none":
+        shard_model(model, state_over="all")
+    elif what == "word":
+        shard_model(model, mesh=grid, state_over="hosts")
+    elif what == "inner":
+        fully_shard(model.first, mesh=grid, state_over="all")
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    elif what == "ranks":
+        shard_model(model, mesh=grid, state_over="all" if rank == 3 else "replica")
+    elif what == "order":
+        crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))
+        shard_model(model, mesh=crossed, state_over="all")
+
+
+@pytest.mark.parametrize(
+    ("what", "type_name", "words"),
+    [
+        ("flat", "ValueError", ["2 dimensions (replicate, shard)", "got one of 1 dimension"]),
+        ("none", "ValueError", ["2 dimensions (replicate, shard)", "got none"]),
+        ("word", "ValueError", ["('replica', 'all') for state_over", "'hosts'"]),
+        ("inner", "ValueError", ["one mesh", "4 shards, gathered among 2, on", "4 shards on"]),
+        ("ranks", "RuntimeError", ["ranks disagree", "gathered among 2", "rank 3:"]),
+        ("order", "ValueError", ["rows and columns are ascending", "[[0, 3], [2, 1]]"]),
+    ],
+)
+def test_wrong_use_is_named_on_every_rank(what, type_name, words):
+    assert_errors(errors_on_ranks(_refused, 4, what), type_name, *words)
