@@ -45,6 +45,7 @@ class Engine(ABC):
         name: For messages.
         shows_whole_shapes: Sharded parameters have the shape of the whole, so that optimizers can
             be built after sharding.
+        offers_state_over_all: It can spread optimizer state over the ranks of all replicas.
         module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
         grid: Which ranks hold one model together; set before :meth:`shard`.
 
@@ -55,6 +56,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     shows_whole_shapes: ClassVar[bool] = True
+    offers_state_over_all: ClassVar[bool] = False
     module: nn.Module | None
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:

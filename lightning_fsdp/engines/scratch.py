@@ -41,6 +41,7 @@ class ScratchEngine(Engine):
     """
 
     name = "scratch"
+    offers_state_over_all = True
     comm: Comm = "auto"
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
@@ -63,6 +64,7 @@ class ScratchEngine(Engine):
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
                 comm=self.comm,
+                state_over=self.grid.state_over,
             )
             keep_main_dtype(module, precision)
         self.module = module
