@@ -10,7 +10,7 @@ the values of rank 0, so that ranks that were not seeded alike train one model a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -101,6 +101,10 @@ class Engine(ABC):
         kept apart by micro-batch.
         """
         return nullcontext()
+
+    def kept_parts(self) -> Iterator[Tensor]:
+        """What this rank keeps of the weights beside its shards, for gathers within a replica."""
+        return iter(())
 
     @abstractmethod
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:

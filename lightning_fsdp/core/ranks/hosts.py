@@ -114,6 +114,12 @@ class HostsCommunicator(Communicator):
         return whole.view(self.row.world_size, -1)[self.row.rank]
 
 
+def kept_of(communicator: Communicator, whole: Tensor) -> list[Tensor]:
+    """What this rank keeps of a whole copy while that is freed; nothing before its first gather."""
+    kept = communicator._kept if isinstance(communicator, HostsCommunicator) else {}
+    return [kept[whole]] if whole in kept else []
+
+
 def _reduce_in_column(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     """The mean over hosts, ``(n / hosts,)``, of the means over each, ``(n,)``."""
     numel, size, dtype = shard.numel(), column.world_size, shard.dtype
