@@ -40,7 +40,8 @@ from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, P
 from lightning_fsdp.core.engine.layout import FlatLayout, Slot
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 
-_BETWEEN = "_between_hosts"
+BETWEEN_HOSTS = "_between_hosts"
+"""Ends the kinds of traffic that columns move."""
 
 
 class HostsCommunicator(Communicator):
@@ -65,7 +66,7 @@ class HostsCommunicator(Communicator):
         self._kept: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.traffic = row.traffic
         for kind in tuple(self.traffic):
-            self.traffic[kind + _BETWEEN] = column.traffic[kind]
+            self.traffic[kind + BETWEEN_HOSTS] = column.traffic[kind]
         self.after_reduction = (("average", functools.partial(_reduce_in_column, column)),)
 
     def open(self, group: dist.ProcessGroup) -> None:
