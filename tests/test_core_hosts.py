@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import (
     full_optimizer_state_dict,
     full_state_dict,
-    fully_shard,
     gradients,
     load_full_optimizer_state_dict,
     shard_model,
@@ -36,7 +35,7 @@ from tests.support.parity import (
     make_batches,
     train_reference,
 )
-from tests.support.ranks import PLAIN, assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.ranks import PLAIN, run_on_ranks
 from tests.test_core_checkpoint import Oddities
 from tests.test_core_narrow_reduction import (
     POLICIES,
@@ -311,39 +310,3 @@ def _write_behind_the_version(rank, world_size):
 
 def test_what_a_step_writes_is_gathered_whatever_versions_say():
     run_on_ranks(_write_behind_the_version, 4)
-
-
-# --- wrong use ---
-
-
-def _refused(rank, world_size, what):
-    model, grid = mlp(), mesh_of((2, 2))
-    if what == "flat":
-        fully_shard(model, mesh=grid["shard"], state_over="all")
-    elif what == "none":
-        shard_model(model, state_over="all")
-    elif what == "word":
-        shard_model(model, mesh=grid, state_over="hosts")
-    elif what == "inner":
-        fully_shard(model.first, mesh=grid, state_over="all")
-        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
-    elif what == "ranks":
-        shard_model(model, mesh=grid, state_over="all" if rank == 3 else "replica")
-    elif what == "order":
-        crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))
-        shard_model(model, mesh=crossed, state_over="all")
-
-
-@pytest.mark.parametrize(
-    ("what", "type_name", "words"),
-    [
-        ("flat", "ValueError", ["2 dimensions (replicate, shard)", "got one of 1 dimension"]),
-        ("none", "ValueError", ["2 dimensions (replicate, shard)", "got none"]),
-        ("word", "ValueError", ["('replica', 'all') for state_over", "'hosts'"]),
-        ("inner", "ValueError", ["one mesh", "4 shards, gathered among 2, on", "4 shards on"]),
-        ("ranks", "RuntimeError", ["ranks disagree", "gathered among 2", "rank 3:"]),
-        ("order", "ValueError", ["rows and columns are ascending", "[[0, 3], [2, 1]]"]),
-    ],
-)
-def test_wrong_use_is_named_on_every_rank(what, type_name, words):
-    assert_errors(errors_on_ranks(_refused, 4, what), type_name, *words)

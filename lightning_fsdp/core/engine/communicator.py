@@ -220,9 +220,12 @@ class Communicator:
         device: Of the tensors that the group moves; the one that was current at the sharding.
             Which is current is each thread's own affair, so it is not asked again.
         after_reduction: What follows each reduction: names and stages.
+        keeps_parts: Whether :meth:`regather` does more for a new shard, on all ranks or on none.
         any_rank: Asks which flags are set on any rank; the answer comes when it is called.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
+
+    keeps_parts = False
 
     def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
         self._group = weakref.ref(group)

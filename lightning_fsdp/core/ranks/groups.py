@@ -246,7 +246,7 @@ def _known(
         communicator = over(group)
         if replicas is not None and mesh is not None and state_over == "all":
             places = _places(mesh, control.ranks)
-            communicator = HostsCommunicator(communicator, over(replicas), control, places)
+            communicator = HostsCommunicator(communicator, over(replicas), places)
         elif replicas is not None:
             communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
         _controls[communicator] = control
@@ -255,7 +255,7 @@ def _known(
     return of_group[key]
 
 
-def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
+def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> dict[int, int]:
     """Of the shard of each of ``ranks``: those of a column are neighbours.
 
     Raises:
@@ -266,8 +266,8 @@ def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
     # Groups have their ranks in ascending order, whatever the order in the mesh.
     in_row = {rank: sorted(row).index(rank) for row in rows for rank in row}
     in_column = {rank: sorted(column).index(rank) for column in columns for rank in column}
-    places = tuple(in_row[rank] * len(rows) + in_column[rank] for rank in ranks)
-    if len(set(places)) < len(places):
+    places = {rank: in_row[rank] * len(rows) + in_column[rank] for rank in ranks}
+    if len(set(places.values())) < len(places):
         raise ValueError(
             f"fully_shard: expected a mesh whose rows and columns are ascending for "
             f"state_over='all', got {rows}. Put its ranks in order."

@@ -19,7 +19,8 @@ kept part is the second copy within the host that ZeRO++ calls hpZ: the backward
 
 Note: when parts are filled
 A part is as old as the last gather between the hosts, which is when the shard's version changed:
-once per optimizer step. What ranks write to shards, all ranks of a column write, or none does.
+once per optimizer step. What ranks write to shards, all write or none does; where they do not, the
+order of gathers that they agree on is broken.
 
 Source: ZeRO++ (arXiv 2306.10209), hpZ.
 """
@@ -38,7 +39,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.layout import FlatLayout, Slot
-from lightning_fsdp.core.ranks.agreement import ControlGroup
 
 BETWEEN_HOSTS = "_between_hosts"
 """Ends the kinds of traffic that columns move."""
@@ -47,21 +47,19 @@ BETWEEN_HOSTS = "_between_hosts"
 class HostsCommunicator(Communicator):
     """The collectives of all ranks of a 2-D mesh.
 
-    Attributes:
+    Args:
         row: The ranks of this host.
         column: Those of the other hosts at this one's place.
+        places: Of the shards of all ranks, which are those of the default group, ascending.
     """
 
-    def __init__(
-        self,
-        row: Communicator,
-        column: Communicator,
-        control: ControlGroup,
-        places: tuple[int, ...],
-    ) -> None:
-        super().__init__(row.group, control.rank, control.world_size)
-        self.row, self.column, self.places = row, column, places
-        self.ranks, self.rank, self.world_size = control.ranks, control.rank, control.world_size
+    keeps_parts = True
+
+    def __init__(self, row: Communicator, column: Communicator, places: dict[int, int]) -> None:
+        super().__init__(row.group, row.mesh_rank, row.mesh_size)
+        self.row, self.column = row, column
+        self.ranks, self.places = tuple(places), tuple(places.values())
+        self.rank, self.world_size = row.mesh_rank, row.mesh_size
         # By whole copy, what this rank keeps of it.
         self._kept: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self.traffic = row.traffic
