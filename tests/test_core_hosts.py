@@ -310,3 +310,27 @@ def _write_behind_the_version(rank, world_size):
 
 def test_what_a_step_writes_is_gathered_whatever_versions_say():
     run_on_ranks(_write_behind_the_version, 4)
+
+
+def _interrupted(rank, world_size):
+    """A gather between hosts that ends, on all ranks, by an exception before its part is kept."""
+    model, batch = over_hosts(mlp()), TASKS["mlp"].make_batch(0, 0, 0)
+    column = flat_params_of(model)[0].communicator.column
+    gather = column.gather
+
+    def raise_interrupt():
+        raise KeyboardInterrupt
+
+    def interrupted(*args):
+        column.gather, pending = gather, gather(*args)
+        pending.finish = raise_interrupt
+        return pending
+
+    column.gather = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        model(batch["inputs"])
+    torch.testing.assert_close(model(batch["inputs"]), mlp()(batch["inputs"]))
+
+
+def test_an_interrupted_gather_is_made_anew():
+    run_on_ranks(_interrupted, 4, backend=PLAIN)
