@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import (
     full_optimizer_state_dict,
     full_state_dict,
+    fully_shard,
     gradients,
     load_full_optimizer_state_dict,
     shard_model,
 )
 from lightning_fsdp.core.sharded_module import units_in
-from tests.support import parity, ranks
+from tests.support import parity
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import TASKS, causal_lm, lm_loss, mlp, tied_lm, token_batch
@@ -37,6 +37,7 @@ from tests.support.parity import (
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.test_core_checkpoint import Oddities
+from tests.test_core_hsdp import flat_params_of, mesh_of
 from tests.test_core_narrow_reduction import (
     POLICIES,
     full_gradients,
@@ -56,17 +57,8 @@ OPTIMIZERS = {**parity.OPTIMIZERS, "whole tensors": Normed}
 CLIP = (0.1, 2.0)
 
 
-def mesh_of(shape):
-    names = ("replicate", "shard")
-    return init_device_mesh(ranks.active_device, shape, mesh_dim_names=names)
-
-
 def over_hosts(model, plan="zero3", shape=(2, 2), **options):
     return shard_model(model, PLANS[plan], mesh=mesh_of(shape), state_over="all", **options)
-
-
-def flat_params_of(model):
-    return list({flat_param: None for unit in units_in(model) for flat_param in unit.flat_params})
 
 
 # --- parity ---
@@ -211,6 +203,24 @@ def test_hosts_exchange_each_shard_twice_per_step_and_nothing_else(plan, backend
             assert column == (num_units * is_first, num_units * is_last)
             part = num_bytes / 2 / 2  # of what a rank keeps, the other host has a half
             assert moved == (part * is_first, part * is_last)
+
+
+def _count_frozen(rank, world_size):
+    model, mesh = mlp().requires_grad_(False), mesh_of((2, 2))
+    model.first.requires_grad_(True)
+    model = fully_shard(model, mesh=mesh, state_over="all")  # one unit, of which a part trains
+    optimizer, counts = torch.optim.SGD(model.first.parameters(), lr=0.1), []
+    for step in range(3):
+        with CollectiveCounter(mesh.get_group(0)) as column:
+            TASKS["mlp"].loss(model, TASKS["mlp"].make_batch(step, 0, rank)).backward()
+        optimizer.step()
+        counts.append(column.num_gathers(2))
+    return counts
+
+
+def test_frozen_weights_cross_between_hosts_once():
+    for counts in run_on_ranks(_count_frozen, 4):
+        assert counts == [2, 1, 1]
 
 
 def _held(rank, world_size):

@@ -8,8 +8,7 @@ from lightning_fsdp import fully_shard, shard_model
 from tests.support.models import TASKS, mlp
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 from tests.test_core_divergence import TIMEOUT_S, error_of
-from tests.test_core_hosts import mesh_of
-from tests.test_core_hsdp import mesh_with_timeout
+from tests.test_core_hsdp import mesh_of, mesh_with_timeout
 
 
 def _refused(rank, world_size, what):

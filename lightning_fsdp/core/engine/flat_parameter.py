@@ -73,10 +73,9 @@ class FlatParameter:
     ) -> None:
         self.name, self.layout, self.parameters = name, layout, tuple(parameters)
         self.communicator, self.policy, self.home = communicator, policy, home
-        self.make_waiting, self.micro_batch = make_waiting, 0
+        self.make_waiting, self.micro_batch, self._watchers = make_waiting, 0, Watchers()
         self.divide_factor: float | None = None
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
-        self._watchers = Watchers()
         self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
         self.take_in(shard)
 
@@ -184,7 +183,8 @@ class FlatParameter:
 
     def end_step(self) -> None:
         """An optimizer has stepped: what was gathered is stale, though it may bump no version."""
-        self.micro_batch, self._gathered_version = 0, -1
+        self.micro_batch = 0
+        self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
     def prepare_leaf(self, slot: int) -> None:
         """A leaf is about to be computed with: let it train if its parameter does."""
