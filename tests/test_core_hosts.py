@@ -164,10 +164,10 @@ def test_bf16_gradients_are_summed_in_fp32(plan):
 # --- what moves, what is held ---
 
 
-def _count(rank, world_size, plan):
+def _count(rank, world_size, plan, policy):
     """Per step and micro-batch: gathers and reductions of the row, and those of the column."""
     mesh, task, counts = mesh_of((2, 2)), TASKS["lm"], []
-    model = shard_model(task.build(), PLANS[plan], mesh=mesh, state_over="all")
+    model = shard_model(task.build(), PLANS[plan], mesh=mesh, state_over="all", mp_policy=policy)
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     for step in range(3):
         for micro_batch in range(2):
@@ -177,23 +177,23 @@ def _count(rank, world_size, plan):
                 CollectiveCounter(mesh.get_group(0)) as column,
             ):
                 task.loss(model, task.make_batch(step, micro_batch, rank)).backward()
-            counts.append(
-                (
-                    (row.num_gathers(2), row.num_reductions(2)),
-                    (column.num_gathers(2), column.num_reductions(2)),
-                    (column.gathered_bytes(2), column.reduced_bytes(2)),
-                )
-            )
+            calls = [(of.num_gathers(2), of.num_reductions(2)) for of in (row, column)]
+            counts.append((*calls, (column.gathered_bytes(2), column.reduced_bytes(2))))
         optimizer.step()
         optimizer.zero_grad()
-    num_bytes = sum(4 * f.layout.numel for f in flat_params_of(model))
-    return counts, len(units_in(model)), num_bytes
+    return counts, len(units_in(model)), sum(f.layout.numel for f in flat_params_of(model))
 
 
-@pytest.mark.parametrize("backend", ["gloo", PLAIN])
-@pytest.mark.parametrize("plan", PLANS)
-def test_hosts_exchange_each_shard_twice_per_step_and_nothing_else(plan, backend):
-    for counts, num_units, num_bytes in run_on_ranks(_count, 4, plan, backend=backend):
+@pytest.mark.parametrize(
+    ("plan", "backend", "policy", "itemsize"),
+    [
+        ("zero3", "gloo", None, 4),
+        ("zero2", PLAIN, None, 4),
+        ("zero3", PLAIN, POLICIES["fp32"], 2),  # bf16 weights, fp32 sums
+    ],
+)
+def test_hosts_exchange_each_shard_twice_per_step_and_nothing_else(plan, backend, policy, itemsize):
+    for counts, num_units, numel in run_on_ranks(_count, 4, plan, policy, backend=backend):
         for index, (row, column, moved) in enumerate(counts):
             # The embedding's backward reads no weight, and the head is kept after a first step.
             again = num_units - 1 - (index > 0) if plan == "zero3" else 0
@@ -201,8 +201,8 @@ def test_hosts_exchange_each_shard_twice_per_step_and_nothing_else(plan, backend
             assert row == (first + again, num_units)
             is_first, is_last = index % 2 == 0, index % 2 == 1
             assert column == (num_units * is_first, num_units * is_last)
-            part = num_bytes / 2 / 2  # of what a rank keeps, the other host has a half
-            assert moved == (part * is_first, part * is_last)
+            part = numel / 2 / 2  # of what a rank keeps, the other host has a half
+            assert moved == (itemsize * part * is_first, 4 * part * is_last)
 
 
 def _count_frozen(rank, world_size):
