@@ -6,9 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
 
-from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import CommandParser, exit_with, require_extra
 from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
@@ -39,12 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = Run(
             world_size=args.ranks,
             shard_size=args.shard_size,
-            state_over=args.state_over,
             zero_stage=args.stage,
             precision=args.precision,
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             grad_accum=args.grad_accum,
+            state_over=args.state_over,
             activation_checkpointing=args.activation_checkpointing,
             optimizer=args.optimizer,
             loss=args.loss,
@@ -113,13 +111,6 @@ def make_parser() -> CommandParser:
         metavar="RANKS",
         help="that hold one model together; each group of as many holds a replica (default: all)",
     )
-    parser.add_argument(
-        "--state-over",
-        choices=get_args(StateOver),
-        default=Run.state_over,
-        help="all: with --shard-size, shards and optimizer state are spread over all ranks, and "
-        "each keeps the part of the weights that its group gathers from",
-    )
     parser.add_argument("--stage", type=int, default=3, help="of ZeRO: 2 or 3")
     parser.add_argument(
         "--precision", default=Run.precision, help="of the Trainer: 32-true, bf16-true, bf16-mixed"
@@ -140,6 +131,13 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--seq-len", type=int, default=Run.seq_len, help="tokens per sequence")
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--state-over",
+        choices=("replica", "all"),
+        default=Run.state_over,
+        help="all: with --shard-size, shards and optimizer state are spread over all ranks, and "
+        "each keeps the part of the weights that its group gathers from",
+    )
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="compute the blocks again"
     )
