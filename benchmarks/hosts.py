@@ -42,6 +42,8 @@ RATIOS = {  # arm -> what it is compared with, round by round
     "hsdp_fsdp2": ("flat_fsdp2",),
     "flat_core_x4s": ("flat_core_x4",),
     "hsdp_core_x4": ("flat_core_x4", "flat_core_x4s", "hsdp_fsdp2_x4"),
+    "hfsdp_core": ("hsdp_core", "flat_core"),
+    "hfsdp_core_x4": ("hsdp_core_x4", "flat_core_x4"),
 }
 GOALS = (("hsdp_core", "hsdp_fsdp2", 0.95), ("hsdp_core_x4", "flat_core_x4", 0.40))
 

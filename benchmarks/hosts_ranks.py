@@ -14,6 +14,8 @@ flat_core_x4   four micro-batches, gradients of each rank's own until the last
 flat_core_x4s  four, gradients reduced with each
 hsdp_core_x4   four, reduced in the host with each, averaged over hosts with the last
 hsdp_fsdp2_x4  torch's likewise (``set_requires_all_reduce``)
+hfsdp_core     the core, ZeRO-3 in each host, optimizer state over all ranks
+hfsdp_core_x4  four micro-batches, as ``hsdp_core_x4``
 ============== ========================================================================
 """
 
@@ -42,7 +44,8 @@ from lightning_fsdp import shard_model
 from lightning_fsdp.bench.arms import Arm as BenchArm
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.theory import demand, model_units
-from lightning_fsdp.core.ranks.groups import way_of
+from lightning_fsdp.core.ranks.groups import StateOver, way_of
+from lightning_fsdp.core.ranks.hosts import BETWEEN_HOSTS
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.counting import CollectiveCounter
 from tests.support.hosts import kernel_bytes
@@ -61,12 +64,14 @@ class Arm:
         micro_batches: To an optimizer step.
         accumulation: ``local``: reduced with the last one; ``sum``: with each; ``replica``: with
             each in the host, over hosts with the last.
+        state_over: Of the core: see :func:`~lightning_fsdp.fully_shard`.
     """
 
     engine: str
     has_replicas: bool
     micro_batches: int = 1
     accumulation: str = "sum"
+    state_over: StateOver = "replica"
 
 
 ARMS = {
@@ -78,6 +83,8 @@ ARMS = {
     "flat_core_x4s": Arm("core", False, MICRO_BATCHES, "sum"),
     "hsdp_core_x4": Arm("core", True, MICRO_BATCHES, "replica"),
     "hsdp_fsdp2_x4": Arm("fsdp2", True, MICRO_BATCHES, "replica"),
+    "hfsdp_core": Arm("core", True, state_over="all"),
+    "hfsdp_core_x4": Arm("core", True, MICRO_BATCHES, "replica", "all"),
 }
 
 
@@ -116,7 +123,7 @@ def shard(arm: Arm, mesh: DeviceMesh) -> nn.Module:
     """A fresh model under an engine, over a mesh of one or two dimensions."""
     model = build_model()
     if arm.engine == "core":
-        return shard_model(model, mesh=mesh)
+        return shard_model(model, mesh=mesh, state_over=arm.state_over)
     for block in blocks_of(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     return fully_shard(model, mesh=mesh)
@@ -169,7 +176,10 @@ class Shape:
         return nbytes * (self.world_size - 1) / self.world_size
 
     def mean_over_hosts(self, nbytes: float) -> float:
-        """Sent by each rank to average its shard of so many bytes over the hosts."""
+        """Sent by each rank to average its shard of so many bytes over the hosts.
+
+        Or to reduce it to parts, and to gather as much of weights: the same bytes in one dtype.
+        """
         return 2 * nbytes * (self.hosts - 1) / self.hosts
 
 
@@ -232,7 +242,7 @@ class Counted:
         if arm.engine == "core":
             sent = {kind: nbytes - self._before[kind] for kind, nbytes in self._core().items()}
             if arm.has_replicas:
-                return sent["all_reduce"]
+                return sent["all_reduce"] + sum(sent[k] for k in sent if k.endswith(BETWEEN_HOSTS))
             exchanged = sent["all_gather"] + sent["reduce_scatter"]
             return exchanged * shape.share_that_leaves("core")
         seen = {

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fsdp import MemoryProbe
+from lightning_fsdp import MemoryProbe, ScratchFSDPStrategy
 from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
 
@@ -57,6 +57,21 @@ def _one_device(rank, world_size, folder):
 
 def test_one_device_has_what_the_formula_says(tmp_path):
     on_trainer_ranks(_one_device, 1, str(tmp_path))
+
+
+def _over_hosts(rank, world_size, folder):
+    probe = MemoryProbe(steps=[1])
+    strategy = ScratchFSDPStrategy(shard_size=2, state_over="all")
+    trainer = make_trainer(strategy, Path(folder), callbacks=[probe], max_steps=2)
+    trainer.fit(seeded(_Exp), DataLoader(TensorDataset(torch.randn(64, 128) / 100), batch_size=8))
+    for of_rank in probe.reports[0].ranks:
+        resting = of_rank["step"].resting
+        assert resting["parameters"] == (16 + 32) * KIB  # a shard, and what the host gathers from
+        assert resting["optimizer"] == resting["gradients"] == 16 * KIB
+
+
+def test_the_part_that_a_rank_keeps_of_the_weights_is_parameters(tmp_path):
+    on_trainer_ranks(_over_hosts, 4, str(tmp_path))
 
 
 class _Tracks(pl.Callback):

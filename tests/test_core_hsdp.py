@@ -391,16 +391,20 @@ def test_wrong_use_is_named_on_every_rank(what, type_name, words):
     assert_errors(errors_on_ranks(_refused, 4, what), type_name, *words)
 
 
-def _leave_the_order(rank, world_size, step):
+def mesh_with_timeout(rank):
     timeout = timedelta(seconds=TIMEOUT_S)
     rows = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 2], [1, 3])]
-    mesh = DeviceMesh.from_group(
+    return DeviceMesh.from_group(
         [columns[rank % 2], rows[rank // 2]],
         "cpu",
         mesh=torch.arange(4).view(2, 2),
         mesh_dim_names=NAMES,
     )
+
+
+def _leave_the_order(rank, world_size, step):
+    mesh = mesh_with_timeout(rank)
     torch.manual_seed(0)
     model = shard_model(Skipping(), mesh=mesh)
     for _ in range(step):

@@ -117,6 +117,12 @@ CASES = {
     "recomputation": {"recomputes": True},
     "default device": {"default_device": DEVICE, "clip": by_norm},
     "replicas": {"has_replicas": True, "clip": by_norm},
+    "state over all": {"has_replicas": True, "state_over": "all", "clip": by_norm},
+    "state over all, accumulation": {
+        "has_replicas": True,
+        "state_over": "all",
+        "num_micro_batches": 2,
+    },
     "scaler, fused": {"scales": True},
 }
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "make_optimizer": sgd}

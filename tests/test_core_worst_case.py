@@ -26,6 +26,7 @@ from tests import test_core_freed as freed
 from tests import test_core_grad_scaler as grad_scaler
 from tests import test_core_gradients as gradients
 from tests import test_core_graphs as graphs
+from tests import test_core_hosts as hosts
 from tests import test_core_hsdp as hsdp
 from tests import test_core_interleaving as interleaving
 from tests import test_core_local_gradients as local_gradients
@@ -108,6 +109,9 @@ CASES: dict[str, Callable[[], object]] = {
     "HSDP, unused parameters": partial(
         hsdp.test_a_parameter_may_be_unused_in_a_replica_or_by_all, (2, 2)
     ),
+    "hosts": partial(
+        hosts.test_training_equals_one_process_on_the_joined_batch, *("tied_lm", (2, 2), PLAIN)
+    ),
     "recomputation": partial(
         recomputation.test_recomputed_blocks_have_the_gradients_of_plain_ones, *("both", "zero3")
     ),
@@ -169,7 +173,10 @@ CASES: dict[str, Callable[[], object]] = {
 # step meets both.
 TRANSPORTS_OF: dict[str, Sequence[str]] = {
     **dict.fromkeys(
-        ("parity", "parity on 3 ranks", "micro-batches in flight", "units left out", "HSDP"),
+        (
+            *("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),
+            *("HSDP", "hosts"),
+        ),
         ("late", "early", "mixed"),
     ),
     # Each happens once.

@@ -7,8 +7,10 @@ stale. The unsharded model beside it is written to in the same way.
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import load_full_state_dict, shard_model
+from tests.support import ranks
 from tests.support.models import TASKS, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import wholes
 from tests.support.parity import OPTIMIZERS, PLANS, assert_same_tensors, whole
@@ -125,12 +127,14 @@ def _gradients_of(model):
     return dict(zip(named, wholes([*named.values()]), strict=True))
 
 
-def _write_between_micro_batches(rank, world_size, plan, accumulation):
+def _write_between_micro_batches(rank, world_size, plan, accumulation, over_hosts=False):
+    mesh = init_device_mesh(ranks.active_device, (2, 2)) if over_hosts else None
+    options = {"mesh": mesh, "state_over": "all"} if over_hosts else {}
     for index, (name, write) in enumerate(WRITES.items()):
         written_after = (
             index + (accumulation == "sum")
         ) % 2  # after each of the two in one of them
-        models = model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+        models = model, reference = shard_model(tied_lm(), PLANS[plan], **options), tied_lm()
         optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in models]
         for micro_batch in range(3):
             model.set_requires_gradient_sync(micro_batch == 2 or accumulation == "sum")
@@ -158,6 +162,10 @@ def _write_between_micro_batches(rank, world_size, plan, accumulation):
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_write_between_micro_batches_is_what_the_next_one_computes_with(plan, accumulation):
     run_on_ranks(_write_between_micro_batches, 2, plan, accumulation)
+
+
+def test_a_write_is_what_hosts_gather_next():
+    run_on_ranks(_write_between_micro_batches, 4, "zero3", "local", True)
 
 
 def _write_to_what_is_gathered_ahead(rank, world_size, plan):

@@ -98,8 +98,8 @@ def test_the_core_can_be_read_in_an_evening():
                 own = numbers.intersection(range(node.lineno, node.end_lineno + 1))
                 assert len(own) <= 40, f"{path}: {node.name}"
     sizes = {path: len(numbers) for path, numbers in lines.items()}
-    assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1525
-    assert sum(sizes.values()) <= 6269
+    assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1533
+    assert sum(sizes.values()) <= 6416
 
 
 def _raises(function):

@@ -46,6 +46,22 @@ def test_replicas_hold_what_a_flat_mesh_of_their_ranks_holds(folder):
             Run(world_size=8, shard_size=size)
 
 
+def test_state_over_all_ranks_rests_beside_the_part_that_a_replica_gathers_from(folder):
+    options = {"world_size": 32, "precision": "bf16-mixed"}
+    flat = planned(folder, **options).phases["step"].resting
+    plan = planned(folder, shard_size=8, state_over="all", **options)
+    resting = plan.phases["step"].resting
+    part = 2 * plan.num_parameters / 8
+    assert resting["parameters"] == pytest.approx(flat["parameters"] + part, rel=0.01, abs=4096)
+    assert {**resting, "parameters": 0} == {**flat, "parameters": 0}
+    assert "32 ranks (4 replicas of 8, state over all)" in format_plan("model", plan)
+    for size in (None, 8):
+        with pytest.raises(ValueError, match="state_over='all': expected a shard_size smaller"):
+            Run(world_size=8, shard_size=size, state_over="all")
+    with pytest.raises(ValueError, match="state_over: expected 'replica' or 'all', got 'hosts'"):
+        Run(world_size=8, shard_size=4, state_over="hosts")
+
+
 def test_a_folder_that_names_the_dtype_of_its_weights_takes_what_is_trained(folder):
     expected = planned(folder, world_size=8, precision="bf16-mixed").phases["step"].resting
     config = json.loads((folder / "config.json").read_text())

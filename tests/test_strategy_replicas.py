@@ -4,6 +4,7 @@
 """
 
 import itertools
+import re
 import warnings
 
 import pytest
@@ -70,7 +71,7 @@ class Watched(Regressor):
 
     def on_after_backward(self):
         self._counter.__exit__(None, None, None)
-        self.averages.append(len(self._counter.of("all_reduce")) > 0)
+        self.averages.append(bool(self._counter.of("all_reduce") or self._counter.reductions()))
         gradients = self.trainer.strategy.gradients
         self.states.append({gradients[name].state for name in gradients.names()})
         if self.states[-1] == {"replica"}:
@@ -116,26 +117,32 @@ def _in_one_process(kind):
     return model.steps, weights_of(model)
 
 
-def _train(rank, world_size, folder, strategy):
+def _train(rank, world_size, folder, strategy, options):
     found = {}
     for kind, accumulation in ((Watched, "local"), (Weighed, "sum"), (Adafactor, "sum")):
         model = seeded(kind)
         trainer = make_trainer(
-            with_options(strategy, shard_size=2, accumulation=accumulation),
+            with_options(strategy, shard_size=2, accumulation=accumulation, **options),
             folder,
             max_epochs=2,
             accumulate_grad_batches=2,
             gradient_clip_val=MAX_NORM,
         )
         trainer.fit(model, make_loader(32, batch_size=2))
-        assert trainer.strategy.num_replicas == 2
+        assert trainer.strategy.num_replicas == (1 if options else 2)
         found[kind.__name__] = (model.steps, weights_of(model), model.states, model.averages)
     return found
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_training_is_that_of_one_process_on_the_joined_batch(tmp_path, strategy):
-    by_rank = on_trainer_ranks(_train, 4, tmp_path, strategy)
+OVER_ALL = {"state_over": "all"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [*((name, {}) for name in SHARDED), ("scratch_fsdp_zero2", OVER_ALL)],
+)
+def test_training_is_that_of_one_process_on_the_joined_batch(tmp_path, strategy, options):
+    by_rank = on_trainer_ranks(_train, 4, tmp_path, strategy, options)
     for kind in (Watched, Weighed, Adafactor):
         steps, weights = _in_one_process(kind)
         for found in by_rank:
@@ -210,9 +217,14 @@ def _features(strategy, folder, **grid):
 
 
 def _as_flat(rank, world_size, folder):
-    for strategy in ("scratch_fsdp_zero3", "fsdp2_zero2", "fsdp1_zero3"):
+    for strategy, options in (
+        ("scratch_fsdp_zero3", {}),
+        ("scratch_fsdp_zero3", OVER_ALL),
+        ("fsdp2_zero2", {}),
+        ("fsdp1_zero3", {}),
+    ):
         flat = _features(strategy, folder)
-        with_replicas = _features(strategy, folder, shard_size=2)
+        with_replicas = _features(strategy, folder, shard_size=2, **options)
         assert flat["skipped"] == 1
         torch.testing.assert_close(
             with_replicas, flat, atol=1e-5, rtol=1e-3, msg=lambda text, s=strategy: f"{s}: {text}"
@@ -248,7 +260,12 @@ def _choices(rank, world_size, folder):
     whole = sum(parameter.numel() for parameter in Regressor().parameters())
     crossed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for strategy in ("scratch_fsdp", "fsdp2_zero3", "fsdp1_zero2"):
-        expected = None
+        expected, ours = None, []
+        if strategy == "scratch_fsdp":
+            ours = [
+                ("over all", {"shard_size": 2, **OVER_ALL}, pairs, 4),
+                ("one replica", {"shard_size": 4, **OVER_ALL}, None, 4),
+            ]
         for what, options, rows, size in (
             ("all by a number", {"shard_size": 4}, None, 4),
             ("all by a host", {"shard_size": "host"}, None, 4),
@@ -256,6 +273,7 @@ def _choices(rank, world_size, folder):
             ("sizes of YAML", {"device_mesh": [1, 4]}, None, 4),
             ("a mesh", {"device_mesh": crossed}, pairs, 2),
             ("alone", {"shard_size": 1}, [[0], [1], [2], [3]], 1),
+            *ours,
         ):
             if what == "alone" and strategy == "fsdp1_zero2":
                 with pytest.raises(NotImplementedError, match="2 or more ranks"):
@@ -299,6 +317,7 @@ def test_ranks_of_a_host_hold_a_model_together_wherever_they_are():
         ([{"shard_size": 8}], [0] * 4, "expected a divisor of the 4 ranks of the run, got 8"),
         ([{"device_mesh": (3, 2)}], [0] * 4, "product is the 4 ranks of the run, got (3, 2)"),
         ([{"shard_size": "host"}], [0, 0, 0, 1], "as many ranks on every host, got [3, 1]"),
+        ([{"shard_size": 2, **OVER_ALL}, {"shard_size": 2}], [0] * 4, "state_over='all' on rank 0"),
         ([{"shard_size": 2}, {}], [0] * 4, "shard_size=2 on rank 0 and shard_size=None on rank 1"),
     ],
 )
@@ -316,8 +335,16 @@ def test_a_choice_that_does_not_fit_is_refused_on_every_rank(choices, hosts, wor
         ({"shard_size": 2, "device_mesh": (2, 2)}, ValueError, "expected one of the two"),
         ({"device_mesh": (2, 0)}, ValueError, "two positive sizes"),
         ({"device_mesh": 4}, TypeError, "two positive sizes"),
+        ({"state_over": "hosts"}, ValueError, "one of ('replica', 'all'), got 'hosts'"),
+        ({"state_over": "all"}, ValueError, "shard_size or device_mesh with it"),
     ],
 )
 def test_what_is_no_choice_is_refused_at_once(cls, options, error, words):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=re.escape(words)):
         cls(**options)
+
+
+@pytest.mark.parametrize("cls", [FSDP2Strategy, FSDP1Strategy])
+def test_torchs_engines_refuse_state_over_all_ranks_by_name(cls):
+    with pytest.raises(NotImplementedError, match=f"{cls.__name__}.*Use ScratchFSDPStrategy"):
+        cls(shard_size=2, **OVER_ALL)

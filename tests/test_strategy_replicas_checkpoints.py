@@ -22,23 +22,24 @@ FORMS = {
 }
 
 
-def _run(name, folder, form, shard_size, **options):
-    strategy = with_options(name, shard_size=shard_size, **FORMS[form])
+def _run(name, folder, form, shard_size, over, **options):
+    strategy = with_options(name, shard_size=shard_size, **over, **FORMS[form])
     return run_dropping(strategy, folder, max_epochs=2, is_noisy=False, **options)
 
 
-def _save_and_resume(rank, world_size, folder, name, form):
+def _save_and_resume(rank, world_size, folder, name, form, state_over):
     """The same run with replicas and without, each saved, and each resumed as both."""
-    wholes = {}
+    wholes, options = {}, {2: {"state_over": state_over}, None: {}}
     for size in (2, None):
         mine = folder / str(size)
+        callbacks = [keep_checkpoints(mine)]
         wholes[size] = _run(
-            name, mine, form, size, callbacks=[keep_checkpoints(mine)], enable_checkpointing=True
+            name, mine, form, size, options[size], callbacks=callbacks, enable_checkpointing=True
         )
     for saved, resumed in ((2, 2), (2, None), (None, 2)):
         for step in STEPS[:2] if saved == resumed else STEPS[2:]:
             path = folder / str(saved) / "kept" / f"step={step}.ckpt"
-            run = _run(name, folder, form, resumed, seed=1 + rank, ckpt_path=path)
+            run = _run(name, folder, form, resumed, options[resumed], seed=1 + rank, ckpt_path=path)
             whole = wholes[saved]
             assert run.numbers == whole.numbers[2 * step :]
             tolerance = 0 if saved == resumed else 1e-6
@@ -51,17 +52,23 @@ def _save_and_resume(rank, world_size, folder, name, form):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "form", "state_over"),
     [
-        ("scratch_fsdp_zero3", "in the background"),
-        ("scratch_fsdp_zero2", "full"),
-        ("fsdp2_zero3", "sharded"),
-        ("fsdp1_zero2", "sharded"),
-        ("fsdp1_zero3", "full"),
+        ("scratch_fsdp_zero3", "in the background", "replica"),
+        ("scratch_fsdp_zero2", "full", "replica"),
+        ("scratch_fsdp_zero3", "in the background", "all"),
+        ("scratch_fsdp_zero2", "full", "all"),
+        ("fsdp2_zero3", "sharded", "replica"),
+        ("fsdp1_zero2", "sharded", "replica"),
+        ("fsdp1_zero3", "full", "replica"),
     ],
 )
-def test_a_run_goes_on_from_a_checkpoint_with_replicas_and_without(tmp_path, name, form):
-    by_rank = on_trainer_ranks(_save_and_resume, 4, tmp_path, name, form, timeout_s=240.0)
+def test_a_run_goes_on_from_a_checkpoint_with_replicas_and_without(
+    tmp_path, name, form, state_over
+):
+    by_rank = on_trainer_ranks(
+        _save_and_resume, 4, tmp_path, name, form, state_over, timeout_s=240.0
+    )
     for with_replicas, flat in by_rank:
         torch.testing.assert_close(with_replicas, flat, atol=1e-6, rtol=1e-5)
     if "full" not in form:  # replicas write nothing twice

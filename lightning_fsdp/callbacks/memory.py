@@ -298,6 +298,7 @@ def _parameters(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Ten
         yield from (parameter.detach() for parameter in module.parameters())
     else:
         yield from (weights[name].shard for name in weights.names())
+        yield from trainer.strategy.engine.kept_parts()  # type: ignore[attr-defined]
     yield from module.buffers()
 
 

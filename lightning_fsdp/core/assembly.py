@@ -48,6 +48,21 @@ class Prepared:
     inner: list[Schedule]  # of modules below the root that were sharded before
     known: dict[Tensor, FlatParameter]  # of parameters tied to a unit that was sharded before
 
+    def describe(self) -> str:
+        """One text that is equal on two ranks exactly if they are about to shard alike."""
+        lines = [f"{self.plan}, {self.policy}, {self.offload or 'not offloaded'}"]
+        for unit in self.units:
+            parameters = ", ".join(
+                f"{unit.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+                f"{' on meta' if p.is_meta else ''}"
+                for p in unit.sites
+            )
+            lines.append(f"unit {unit.name or '(root)'}: {parameters}")
+        buffers = meta_buffers(self.root)
+        if buffers:
+            lines.append(f"buffers on meta: {', '.join(buffers.values())}")
+        return "; ".join(lines)
+
 
 class Region:
     """A flat parameter to be: its layout and its shard, which takes slices of whole parameters.
@@ -60,7 +75,7 @@ class Region:
     def __init__(self, plan: FlatParameterPlan, communicator: Communicator, home: Home) -> None:
         shapes = [tuple(parameter.shape) for parameter in plan.parameters]
         named_shapes = list(zip(plan.names, shapes, strict=True))
-        self.layout = plan_layout(named_shapes, communicator.world_size)
+        self.layout = plan_layout(named_shapes, communicator.world_size, communicator.places)
         dtype = plan.parameters[0].dtype
         self.shard = home.new_shard(self.layout.shard_numel, dtype)
         self.specs = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +36,9 @@ from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.groups import (
     Comm,
+    StateOver,
     check_comm,
+    check_state_over,
     communicator_of,
     communicator_of_mesh,
     connect,
@@ -52,7 +54,6 @@ from lightning_fsdp.core.safety.checks import (
     is_offered,
     read_offload_policy,
 )
-from lightning_fsdp.core.state.materialize import meta_buffers
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -78,6 +79,7 @@ class _Request:
     offload_policy: Any
     ignored_params: set[nn.Parameter] | None
     comm: Comm
+    state_over: StateOver
 
 
 def fully_shard(
@@ -90,6 +92,7 @@ def fully_shard(
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
     comm: Comm = "auto",
+    state_over: StateOver = "replica",
 ) -> Any:
     """Shard the parameters of one module as one unit; call bottom-up, as with torch's FSDP2.
 
@@ -113,6 +116,10 @@ def fully_shard(
         comm: How gloo's ranks get data from each other. ``"direct"``: those of one host read each
             other's memory. ``"pairs"``: they send. ``"auto"``: directly where the kernel permits it
             to all of them; other backends have their own collectives.
+        state_over: Over which ranks of a 2-D mesh shards, and with them optimizer state, are
+            spread. ``"replica"``: those of the last dimension. ``"all"``: both dimensions; each
+            rank also keeps, in the compute dtype, the part that the last dimension gathers from,
+            which is filled over the first one once per optimizer step.
 
     Returns:
         The same object, which now has the methods of :class:`ShardedModule`. Its parameters keep
@@ -121,7 +128,7 @@ def fully_shard(
     Raises:
         RuntimeError: There is no process group, ranks disagree, or ``"direct"`` is not permitted.
         ValueError: A module or parameter cannot be sharded, and the message names it; or ``comm``
-            is not offered.
+            is not offered; or ``state_over``, or it is ``"all"`` without a 2-D mesh.
         TypeError: An argument has the wrong type.
         NotImplementedError: An argument asks for what is not there yet.
     """
@@ -138,9 +145,7 @@ def fully_shard(
                 f"fully_shard: reshard_after_forward={reshard_after_forward} (to a smaller group) "
                 "is not offered. Use True, False or None."
             )
-        return ShardingPlan(
-            reshard_after_forward=reshard_after_forward, reshard_after_backward=True
-        )
+        return replace(ZERO3, reshard_after_forward=reshard_after_forward)
 
     _shard(
         _Request(
@@ -152,6 +157,7 @@ def fully_shard(
             offload_policy=offload_policy,
             ignored_params=ignored_params,
             comm=comm,
+            state_over=state_over,
         )
     )
     return module
@@ -167,6 +173,7 @@ def shard_model(
     offload_policy: Any = None,
     ignored_params: set[nn.Parameter] | None = None,
     comm: Comm = "auto",
+    state_over: StateOver = "replica",
 ) -> _Module:
     """Shard a whole model; finds the units itself. Collective.
 
@@ -183,6 +190,7 @@ def shard_model(
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
         comm: How data moves.
+        state_over: Over which ranks shards are spread.
 
     Returns:
         The same object.
@@ -206,6 +214,7 @@ def shard_model(
             offload_policy=offload_policy,
             ignored_params=ignored_params,
             comm=comm,
+            state_over=state_over,
         )
     )
     return model
@@ -263,7 +272,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
 def _shard(request: _Request) -> None:
     """Check everything, agree with the other ranks, then change the module."""
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
-        communicator, device = _open_group(request.mesh, request.comm)
+        communicator, device = _open_group(request)
         prepared = _agree_on(request, communicator)
         connect(communicator, request.comm)
         home = HostHome(device) if device.type == "cpu" else Home(device)
@@ -276,7 +285,7 @@ def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     error: Exception | None = None
     try:
         prepared = _prepare(request, communicator)
-        statement = f"{describe(communicator)}; comm={request.comm!r}; {_describe(prepared)}"
+        statement = f"{describe(communicator)}; comm={request.comm!r}; {prepared.describe()}"
     except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
         error = caught
         statement = f"refused, {type(caught).__name__}: {caught}"
@@ -290,14 +299,16 @@ def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
     return prepared
 
 
-def _open_group(mesh: DeviceMesh | None, comm: Comm) -> tuple[Communicator, torch.device]:
+def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
+    mesh, comm = request.mesh, request.comm
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
     if isinstance(mesh, DeviceMesh) and is_offered(mesh):
-        communicator, device_type = communicator_of_mesh(mesh, comm=comm), mesh.device_type
+        communicator = communicator_of_mesh(mesh, comm=comm, state_over=request.state_over)
+        device_type = mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
         assert default is not None, "it is initialized"
@@ -312,6 +323,7 @@ def _open_group(mesh: DeviceMesh | None, comm: Comm) -> tuple[Communicator, torc
 def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     check_arguments(request.modules, request.mesh, request.mp_policy)
     check_comm(communicator, request.comm)
+    check_state_over(request.mesh, request.state_over)
     offload = read_offload_policy(request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
@@ -355,19 +367,3 @@ def _known_flat_params(units: Sequence[UnitPlan]) -> dict[Tensor, FlatParameter]
         for parameter in flat_param.parameters
     }
     return {p: flat_param_of[p] for unit in units for p in unit.sites if p in flat_param_of}
-
-
-def _describe(prepared: Prepared) -> str:
-    """One text that is equal on two ranks exactly if they are about to shard alike."""
-    lines = [f"{prepared.plan}, {prepared.policy}, {prepared.offload or 'not offloaded'}"]
-    for unit in prepared.units:
-        parameters = ", ".join(
-            f"{unit.names[p]} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-            f"{' on meta' if p.is_meta else ''}"
-            for p in unit.sites
-        )
-        lines.append(f"unit {unit.name or '(root)'}: {parameters}")
-    buffers = meta_buffers(prepared.root)
-    if buffers:
-        lines.append(f"buffers on meta: {', '.join(buffers.values())}")
-    return "; ".join(lines)

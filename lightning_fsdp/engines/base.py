@@ -10,7 +10,7 @@ the values of rank 0, so that ranks that were not seeded alike train one model a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -45,6 +45,7 @@ class Engine(ABC):
         name: For messages.
         shows_whole_shapes: Sharded parameters have the shape of the whole, so that optimizers can
             be built after sharding.
+        offers_state_over_all: It can spread optimizer state over the ranks of all replicas.
         module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
         grid: Which ranks hold one model together; set before :meth:`shard`.
 
@@ -55,6 +56,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     shows_whole_shapes: ClassVar[bool] = True
+    offers_state_over_all: ClassVar[bool] = False
     module: nn.Module | None
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
@@ -99,6 +101,10 @@ class Engine(ABC):
         kept apart by micro-batch.
         """
         return nullcontext()
+
+    def kept_parts(self) -> Iterator[Tensor]:
+        """What this rank keeps of the weights beside its shards, for gathers within a replica."""
+        return iter(())
 
     @abstractmethod
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:

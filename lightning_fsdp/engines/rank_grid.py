@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypeIs
 
+from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.core.torch_internals import group_timeout
 from lightning_fsdp.engines import torch_internals
 
@@ -29,10 +30,11 @@ class RankGrid:
 
     Attributes:
         mesh: ``(replicas, shards)``; ``None``: one replica, over all ranks.
+        state_over: See :func:`~lightning_fsdp.fully_shard`.
     """
 
-    def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: DeviceMesh | None = None, state_over: StateOver = "replica") -> None:
+        self.mesh, self.state_over = mesh, state_over
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -56,6 +58,11 @@ class RankGrid:
         """How many models the ranks hold together."""
         return 1 if self.mesh is None else self.mesh.size(0)
 
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each shard of gradients and optimizer state."""
+        return 1 if self.state_over == "all" else self.num_replicas
+
 
 @dataclass(frozen=True)
 class GridChoice:
@@ -66,17 +73,30 @@ class GridChoice:
             says.
         device_mesh: ``(replicas, shards)``, as sizes or made already; ``None``: all ranks are one
             replica, unless ``shard_size`` says otherwise.
+        state_over: Whether optimizer state is spread over a ``"replica"`` or over ``"all"`` ranks.
 
     Raises:
-        ValueError: Both are given, or a size below 1, or a mesh of other dimensions than two.
+        ValueError: Both are given, or a size below 1, or a mesh of other dimensions than two; or
+            ``state_over`` is neither of the two, or ``"all"`` where there are no replicas.
         TypeError: A kind of value that is none of these.
     """
 
     shard_size: int | Literal["host"] | None = None
     device_mesh: DeviceMesh | Sequence[int] | None = None
+    state_over: StateOver = "replica"
 
     def __post_init__(self) -> None:
         size, mesh = self.shard_size, self.device_mesh
+        if self.state_over not in get_args(StateOver):
+            raise ValueError(
+                f"state_over: expected one of {get_args(StateOver)}, got {self.state_over!r}."
+            )
+        if self.state_over == "all" and size is None and mesh is None:
+            raise ValueError(
+                "state_over='all': expected shard_size or device_mesh with it, got neither: one "
+                "replica has its state over all ranks already. Leave it out, or add "
+                "shard_size='host'."
+            )
         if size is not None and mesh is not None:
             raise ValueError(
                 f"shard_size, device_mesh: expected one of the two, got {size!r} and {mesh!r}. "
@@ -102,10 +122,11 @@ class GridChoice:
         return None if mesh is None else tuple(mesh.shape if _is_mesh(mesh) else mesh)
 
     def __str__(self) -> str:
+        state_over = f", state_over={self.state_over!r}" if self.state_over != "replica" else ""
         if self.device_mesh is None:
-            return f"shard_size={self.shard_size!r}"
+            return f"shard_size={self.shard_size!r}{state_over}"
         made = f" of ranks {self.device_mesh.mesh.tolist()}" if _is_mesh(self.device_mesh) else ""
-        return f"device_mesh={self.sizes}{made}"
+        return f"device_mesh={self.sizes}{made}{state_over}"
 
 
 def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
@@ -132,7 +153,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
         return RankGrid()
     if _is_mesh(choice.device_mesh):
         _check_device(choice.device_mesh, device_type)
-        return RankGrid(choice.device_mesh)
+        return RankGrid(choice.device_mesh, choice.state_over)
     timeout = group_timeout(RankGrid().shard_group)
     columns = [list(column) for column in zip(*rows, strict=True)]
     replicate, shard = (
@@ -143,7 +164,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
         [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=NAMES
     )
     torch_internals.let_go_later(mesh)
-    return RankGrid(mesh)
+    return RankGrid(mesh, choice.state_over)
 
 
 def _rows(choice: GridChoice, hosts: Sequence[int]) -> list[list[int]]:

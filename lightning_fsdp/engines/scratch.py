@@ -23,6 +23,7 @@ from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
 from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
 from lightning_fsdp.core.ranks.groups import Comm
+from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.state.full_state import load_full_state_dict
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -41,6 +42,7 @@ class ScratchEngine(Engine):
     """
 
     name = "scratch"
+    offers_state_over_all = True
     comm: Comm = "auto"
 
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
@@ -63,6 +65,7 @@ class ScratchEngine(Engine):
                 mp_policy=precision,
                 offload_policy=CPUOffloadPolicy(device.type != "cpu") if self.cpu_offload else None,
                 comm=self.comm,
+                state_over=self.grid.state_over,
             )
             keep_main_dtype(module, precision)
         self.module = module
@@ -104,6 +107,12 @@ class ScratchEngine(Engine):
         finally:
             for unit in units:
                 unit.averages_replicas = True
+
+    @override
+    def kept_parts(self) -> Iterator[Tensor]:
+        for unit in self._all_units():
+            for flat_param in unit.flat_params:
+                yield from kept_of(flat_param.communicator, flat_param.buffer.flat)
 
     @override
     def reduced_gradients(self, parameters: Iterable[Tensor], what: str) -> list[Tensor]:

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             batch_size=args.batch_size,
             seq_len=args.seq_len,
             grad_accum=args.grad_accum,
+            state_over=args.state_over,
             activation_checkpointing=args.activation_checkpointing,
             optimizer=args.optimizer,
             loss=args.loss,
@@ -130,6 +131,13 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--seq-len", type=int, default=Run.seq_len, help="tokens per sequence")
     parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--state-over",
+        choices=("replica", "all"),
+        default=Run.state_over,
+        help="all: with --shard-size, shards and optimizer state are spread over all ranks, and "
+        "each keeps the part of the weights that its group gathers from",
+    )
     parser.add_argument(
         "--activation-checkpointing", action="store_true", help="compute the blocks again"
     )

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.optimizers.owners import Load
 from lightning_fsdp.core.optimizers.whole_state import kept_by, loads_of
-from lightning_fsdp.core.ranks.groups import communicator_of_mesh
+from lightning_fsdp.core.ranks.groups import StateOver, communicator_of_mesh
+from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.engines.autocast import keep_main_dtype
@@ -63,6 +64,7 @@ _CHOICES = {
     "backend": ("nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "loss": ("chunked", "plain"),
+    "state_over": get_args(StateOver),
 }
 
 
@@ -73,6 +75,7 @@ class Run:
     Attributes:
         world_size: Ranks.
         shard_size: Those that hold one model together; ``None``: all.
+        state_over: See :func:`~lightning_fsdp.fully_shard`.
         zero_stage: 2 or 3.
         precision: Of the Trainer.
         batch_size: Sequences per rank and micro-batch.
@@ -88,6 +91,7 @@ class Run:
 
     world_size: int
     shard_size: int | None = None
+    state_over: StateOver = "replica"
     zero_stage: int = 3
     precision: str = "bf16-mixed"
     batch_size: int = 1
@@ -118,6 +122,11 @@ class Run:
                     f"shard_size: expected a divisor of the {self.world_size} ranks, got "
                     f"{self.shard_size}. Each replica of the model needs as many ranks."
                 )
+        if self.state_over == "all" and self.shard_size in (None, self.world_size):
+            raise ValueError(
+                "state_over='all': expected a shard_size smaller than the number of ranks, got "
+                "one replica, which has its state over all ranks already. Leave it out."
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
@@ -243,7 +252,13 @@ def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
         if run.activation_checkpointing:
             unit_calls.apply(model, None, checkpointing=block_classes(model), compiles=False)
         forget()
-        shard_model(model, plan_of_stage(run.zero_stage), mesh=mesh, mp_policy=precision.policy)
+        shard_model(
+            model,
+            plan_of_stage(run.zero_stage),
+            mesh=mesh,
+            mp_policy=precision.policy,
+            state_over=run.state_over,
+        )
         keep_main_dtype(model, precision.policy, "cuda" if run.backend == "nccl" else "cpu")
         yield _Training(model, run, precision, num_parameters)
 
@@ -332,6 +347,9 @@ class _Training:
         }
         ledger.tell(GATHERED, (flat_param.buffer.flat for flat_param in flat_params))
         ledger.tell("parameters", (flat_param.shard for flat_param in flat_params))
+        for flat_param in flat_params:
+            kept = kept_of(flat_param.communicator, flat_param.buffer.flat)
+            ledger.tell("parameters", kept)
         ledger.tell("parameters", self._model.buffers())
         for optimizer in self._optimizers:
             ledger.tell("optimizer", map(local_part, kept_by(optimizer)))
@@ -377,7 +395,8 @@ def _group_of(run: Run) -> Iterator[DeviceMesh]:
         size = run.shard_size or run.world_size
         shape = (run.world_size // size, size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        communicator_of_mesh(mesh, in_pairs=exchanges_in_pairs(run.backend, size))
+        in_pairs = exchanges_in_pairs(run.backend, size)
+        communicator_of_mesh(mesh, in_pairs=in_pairs, state_over=run.state_over)
         yield mesh
     finally:
         dist.destroy_process_group()

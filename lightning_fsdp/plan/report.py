@@ -25,7 +25,9 @@ def format_plan(name: str, plan: Plan) -> str:
     totals = [sum(plan.phases[phase].peak.values()) for phase in PHASES]
     body.append(["together", *map(format_bytes, totals), format_bytes(plan.peak_bytes)])
     size = run.shard_size or run.world_size
-    replicas = f" ({run.world_size // size} replicas of {size})" if size < run.world_size else ""
+    over = ", state over all" if run.state_over == "all" else ""
+    count = run.world_size // size
+    replicas = f" ({count} replicas of {size}{over})" if size < run.world_size else ""
     ranks = f"{run.world_size} ranks{replicas}"
     more = ", activation checkpointing" if run.activation_checkpointing else ""
     more += ", all logits at once" if run.loss == "plain" else ""

@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint import background
+from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
@@ -105,6 +106,9 @@ class ShardedStrategy(ProcessStrategy):
             gradients are averaged over the replicas too (HSDP). ``"host"``: the ranks of a host.
             ``None``: all ranks.
         device_mesh: The same as ``(replicas, shards)``, or as a ``DeviceMesh`` of these dimensions.
+        state_over: ``"all"``: shards and optimizer state are spread over the ranks of all replicas,
+            and each rank keeps the part of the weights that its replica gathers from.
+            ``"replica"``: over those of a replica. Of ``ScratchFSDPStrategy`` alone.
         cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
             rank, and the optimizer steps there; pinned memory beside an accelerator.
         compile: Compile every unit that encloses no other, as ``module.compile()`` does.
@@ -151,6 +155,7 @@ class ShardedStrategy(ProcessStrategy):
         activation_checkpointing: list[str] | bool | None = None,
         shard_size: int | Literal["host"] | None = None,
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        state_over: StateOver = "replica",
         cpu_offload: bool = False,
         compile: bool = False,  # noqa: A002 (a public name)
         on_nonfinite: Literal["raise", "skip"] | None = None,
@@ -170,7 +175,12 @@ class ShardedStrategy(ProcessStrategy):
             weigh_by=weigh_by,
             timeout=timeout,
         )
-        self._grid_choice = GridChoice(shard_size, device_mesh)
+        self._grid_choice = GridChoice(shard_size, device_mesh, state_over)
+        if state_over == "all" and not self.engine_class.offers_state_over_all:
+            raise NotImplementedError(
+                f"{type(self).__name__}(state_over='all'): torch's engine keeps optimizer state "
+                "with the shards of a replica. Use ScratchFSDPStrategy, or leave it at 'replica'."
+            )
         self.engine = self.engine_class(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         super().__init__(
             accelerator=accelerator,
@@ -216,8 +226,8 @@ class ShardedStrategy(ProcessStrategy):
 
     @property
     def num_replicas(self) -> int:
-        """How many models the ranks hold together; once there are processes."""
-        return self.engine.grid.num_replicas
+        """How often the ranks hold each shard; once there are processes."""
+        return self.engine.grid.num_copies
 
     @property
     def mean_loss(self) -> Tensor | None:

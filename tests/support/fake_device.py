@@ -220,9 +220,9 @@ def _patches(waits: HostWaits, fakes: FakeTensorMode) -> list[Any]:
 
     open_group, agree, any_rank = door._open_group, ControlGroup.agree, ControlGroup.any_rank
 
-    def open_group_of_device(mesh: Any, comm: Any) -> Any:
+    def open_group_of_device(request: Any) -> Any:
         with _disable_current_modes():  # ranks of a mesh are real tensors
-            communicator, _ = open_group(mesh, comm)
+            communicator, _ = open_group(request)
         communicator.device = DEVICE
         # The mode knows by weak references what it has made, and torch swaps no tensor with one.
         fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()

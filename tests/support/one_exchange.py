@@ -64,7 +64,10 @@ def _joined(tensors: Sequence[ShardedTensor]) -> Iterator[Tensor]:
         for row, lengths in zip(_rows(mine, group), sizes.tolist(), strict=True)
     ]
     for tensor, *pieces in zip(tensors, *rows, strict=True):
-        whole = torch.cat(pieces).view(tensor.dtype).view(tensor.shape)
+        layout, slot = tensor.spec.layout, tensor.spec.slot
+        starts = [layout.slice_of(slot, rank).start for rank in range(len(pieces))]
+        ordered = [pieces[rank] for rank in sorted(range(len(pieces)), key=starts.__getitem__)]
+        whole = torch.cat(ordered).view(tensor.dtype).view(tensor.shape)
         yield whole.to(tensor.device)
 
 

@@ -212,6 +212,7 @@ class Communicator:
         ranks: Of the default group, those in the group.
         rank: This process in the group.
         world_size: Ranks in the group.
+        places: Of the ranks' shards in a region; see :class:`FlatLayout`.
         mesh_rank: This process among all that train together, replicas included; what messages
             name.
         mesh_size: How many those are.
@@ -219,9 +220,12 @@ class Communicator:
         device: Of the tensors that the group moves; the one that was current at the sharding.
             Which is current is each thread's own affair, so it is not asked again.
         after_reduction: What follows each reduction: names and stages.
+        keeps_parts: Whether :meth:`regather` does more for a new shard, on all ranks or on none.
         any_rank: Asks which flags are set on any rank; the answer comes when it is called.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
+
+    keeps_parts = False
 
     def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
         self._group = weakref.ref(group)
@@ -229,6 +233,7 @@ class Communicator:
         self.rank, self.mesh_rank = dist.get_rank(group), mesh_rank
         self.world_size, self.mesh_size = dist.get_world_size(group), mesh_size
         self.where = f"(rank {mesh_rank} of {mesh_size})"
+        self.places: tuple[int, ...] = ()
         self.device = torch.device("cpu")
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -278,6 +283,16 @@ class Communicator:
         self.count("reduce_scatter", 0)
         packed = region.pack()
         return Pending(what, (), lambda: packed.to(region.dtype))
+
+    def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
+        """:meth:`gather` of a whole copy that was freed, of which a rank may have kept a part.
+
+        Args:
+            whole: The same tensor each time.
+            unit_name: For the message if it fails.
+            is_new: Whether the shard was written to since the last time, or may have been.
+        """
+        return self.gather(whole, unit_name)
 
     def break_off(self) -> None:
         """A gather was interrupted, and its memory may change while peers still read it."""

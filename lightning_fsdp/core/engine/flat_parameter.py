@@ -72,12 +72,10 @@ class FlatParameter:
         make_waiting: waiting.MakeWaiting,
     ) -> None:
         self.name, self.layout, self.parameters = name, layout, tuple(parameters)
-        self.communicator, self.policy = communicator, policy
-        self.home, self.make_waiting = home, make_waiting
-        self.micro_batch = 0
+        self.communicator, self.policy, self.home = communicator, policy, home
+        self.make_waiting, self.micro_batch, self._watchers = make_waiting, 0, Watchers()
         self.divide_factor: float | None = None
         self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
-        self._watchers = Watchers()
         self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
         self.take_in(shard)
 
@@ -86,13 +84,12 @@ class FlatParameter:
 
         Nobody holds the whole copy, and no gradient waits to be reduced.
         """
-        layout, home = self.layout, self.home
-        self.shard = shard
+        layout, home, self.shard = self.layout, self.home, shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
         # What a gather sends.
         self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
-        self.copy = ParameterState.UNSHARDED
+        self.copy, self._gathered_version = ParameterState.UNSHARDED, -1
         self._gather: Pending | None = None
         self._free()
         self.sends_sums = self.stays_in_replica = self.waits_for_mean = False
@@ -101,7 +98,6 @@ class FlatParameter:
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
-        self._gathered_version = -1
         self._reduction: Pending | None = None
         self._used_in_replica: list[bool] | None = None  # by slot, of a reduction that stays there
 
@@ -152,7 +148,7 @@ class FlatParameter:
             self.buffer.allocate()
             with torch.no_grad():
                 self.home.to_device(self.shard, self._own)  # casts on the way
-            self._gather = self.communicator.gather(self.buffer.flat, self.name)
+            self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
             self.holders.discard(holder)
             self._free()
@@ -168,6 +164,7 @@ class FlatParameter:
             if gather is not None:  # it could be started
                 gather.wait()
         except BaseException:  # perhaps before it had waited
+            self._gathered_version = -1
             self.communicator.break_off()
             raise
         finally:  # whether or not it came, nothing is in flight any more
@@ -183,6 +180,11 @@ class FlatParameter:
     def is_stale(self) -> bool:
         """Whether the shard was written to after it was gathered."""
         return self._gathered_version != self.shard._version
+
+    def end_step(self) -> None:
+        """An optimizer has stepped: what was gathered is stale, though it may bump no version."""
+        self.micro_batch = 0
+        self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
     def prepare_leaf(self, slot: int) -> None:
         """A leaf is about to be computed with: let it train if its parameter does."""

@@ -53,8 +53,9 @@ class Gathers:
         """Start a unit's gather, agreed on by all ranks; false if it is there or on its way."""
         if unit.is_held:
             return False
+        is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
         for call in self._watchers.before_collective:
-            call("gather", unit.name)
+            call("gather anew" if is_new else "gather", unit.name)
         unit.unshard()
         return True
 

@@ -66,6 +66,7 @@ class FlatLayout:
         slots: One per parameter, by offset.
         shard_numel: Elements of a shard, padding included.
         shard_world_size: Number of shards.
+        places: Of each rank's shard among the shards; empty: ranks own them in order.
 
     Raises:
         ValueError: A slot lies where it must not.
@@ -74,6 +75,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     shard_numel: int
     shard_world_size: int
+    places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.shard_numel % SHARD_ALIGNMENT:
@@ -108,8 +110,8 @@ class FlatLayout:
 
     def shard_range(self, shard_rank: int) -> tuple[int, int]:
         """First and past-the-last element of a rank's shard in the region."""
-        start = shard_rank * self.shard_numel
-        return start, start + self.shard_numel
+        place = self.places[shard_rank] if self.places else shard_rank
+        return place * self.shard_numel, (place + 1) * self.shard_numel
 
     def slice_of(self, slot: Slot, shard_rank: int) -> FlatSlice:
         """The part of a parameter that a rank owns, in elements of that parameter."""
@@ -135,13 +137,16 @@ class FlatLayout:
 
 
 def plan_layout(
-    named_shapes: Sequence[tuple[str, tuple[int, ...]]], shard_world_size: int
+    named_shapes: Sequence[tuple[str, tuple[int, ...]]],
+    shard_world_size: int,
+    places: tuple[int, ...] = (),
 ) -> FlatLayout:
     """Lay parameters end to end and cut the region into equal shards.
 
     Args:
         named_shapes: Name and original shape of each parameter, in order.
         shard_world_size: Number of shards, at least 1.
+        places: See :class:`FlatLayout`.
 
     Returns:
         The layout; its region holds at most ``ALIGNMENT - 1`` elements of padding per parameter
@@ -155,7 +160,7 @@ def plan_layout(
         slots.append(Slot(name, shape, position, numel))
         position += numel
     shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
-    return FlatLayout(tuple(slots), shard_numel, shard_world_size)
+    return FlatLayout(tuple(slots), shard_numel, shard_world_size, places)
 
 
 def complement(

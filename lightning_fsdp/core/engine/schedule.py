@@ -322,7 +322,7 @@ class Schedule:
             if not is_stepped[unit] and not unit.is_kept_for_graph:
                 continue
             for flat_param in unit.sites:
-                flat_param.micro_batch = 0
+                flat_param.end_step()
             if unit in self._forward.running:
                 self._gathers.refresh(unit)
             else:

@@ -45,9 +45,13 @@ class ShardSpec:
         return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
 
     def part_of(self, shard: Tensor) -> Tensor:
-        """This rank's ``(slice.numel,)`` elements in its shard of the region, sharing memory."""
-        offset = self.layout.offset_in_shard(self.slot, self.communicator.rank)
-        return shard.narrow(0, offset, self.slice.numel)
+        """This rank's elements in its shard of the region, ``(slice.numel,)``, sharing memory.
+
+        Or those of its replica, in the shard that neighbours have together.
+        """
+        place, numel = self.layout.shard_range(self.communicator.rank)[0], shard.numel()
+        offset = self.slot.offset - place // max(numel, 1) * numel
+        return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
 class Sharded(Tensor):

@@ -67,7 +67,8 @@ def to_owners(
         sizes = [[p.cut.num_held(r) for p in mine] for r in ranks]
         parts = [torch.split(flat, of_rank) for flat, of_rank in zip(received, sizes, strict=True)]
         for piece, of_ranks in zip(mine, zip(*parts, strict=True), strict=True):
-            yield piece, torch.cat(of_ranks).view(piece.cut.shape)
+            in_order = sorted(ranks, key=piece.cut.ranges.__getitem__)
+            yield piece, torch.cat([of_ranks[r] for r in in_order]).view(piece.cut.shape)
 
 
 def from_owners(pieces: Sequence[Piece]) -> None:

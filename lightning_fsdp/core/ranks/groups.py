@@ -7,11 +7,14 @@ in a row; then every shard of gradients is averaged down its column, by an all-r
     replica 0    rank 0    rank 1    gather, reduce within
     replica 1    rank 2    rank 3    a row
                  average down a column
+
+Where optimizer state is over all ranks, ``hosts.py`` says what rows and columns do.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch.distributed as dist
@@ -28,6 +31,7 @@ from lightning_fsdp.core.engine.communicator import (
 )
 from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
+from lightning_fsdp.core.ranks.hosts import HostsCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import (
     MAX_PAIRWISE_WORLD_SIZE,
@@ -37,6 +41,9 @@ from lightning_fsdp.core.ranks.pairs import (
 
 Comm = Literal["auto", "pairs", "direct"]
 """Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
+
+StateOver = Literal["replica", "all"]
+"""Over which ranks of a 2-D mesh shards and optimizer state are spread."""
 
 
 def communicator_of(
@@ -50,11 +57,15 @@ def communicator_of(
         in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it,
             and on one host by its memory.
     """
-    return _known(group, None, None, comm, in_pairs)
+    return _known(group, None, None, comm, in_pairs, "replica")
 
 
 def communicator_of_mesh(
-    mesh: DeviceMesh, *, comm: Comm = "auto", in_pairs: bool | None = None
+    mesh: DeviceMesh,
+    *,
+    comm: Comm = "auto",
+    in_pairs: bool | None = None,
+    state_over: StateOver = "replica",
 ) -> Communicator:
     """The communicator of a mesh: sharded over its last dimension, replicated over the first.
 
@@ -64,10 +75,11 @@ def communicator_of_mesh(
         mesh: 1-D or 2-D; one replica is the same as none.
         comm: As in :func:`communicator_of`.
         in_pairs: Likewise.
+        state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return communicator_of(mesh.get_group(mesh.ndim - 1), comm=comm, in_pairs=in_pairs)
-    return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs)
+    return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs, state_over)
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
@@ -78,12 +90,33 @@ def check_comm(communicator: Communicator, comm: Comm) -> None:
     """
     if comm not in get_args(Comm):
         raise ValueError(f"fully_shard: expected one of {get_args(Comm)} for comm, got {comm!r}.")
-    has_choice = isinstance(communicator, PairCommunicator) or communicator.world_size == 1
+    has_choice = any(isinstance(c, PairCommunicator) for c in _parts(communicator))
+    has_choice |= communicator.world_size == 1
     if comm != "auto" and not has_choice:
         raise ValueError(
             f"fully_shard: expected gloo and at most {MAX_PAIRWISE_WORLD_SIZE} ranks for "
             f"comm={comm!r}, got {dist.get_backend(communicator.group)} and "
             f"{communicator.world_size}. Leave it at 'auto'."
+        )
+
+
+def check_state_over(mesh: DeviceMesh | None, state_over: StateOver) -> None:
+    """Refuse a choice that is none, or that a mesh does not have.
+
+    Raises:
+        ValueError: It is not offered.
+    """
+    if state_over not in get_args(StateOver):
+        raise ValueError(
+            f"fully_shard: expected one of {get_args(StateOver)} for state_over, got "
+            f"{state_over!r}."
+        )
+    if state_over == "all" and (mesh is None or mesh.ndim == 1):
+        got = "none" if mesh is None else "one of 1 dimension"
+        raise ValueError(
+            f"fully_shard: expected a mesh of 2 dimensions (replicate, shard) for "
+            f"state_over='all', got {got}, whose shards are over all ranks already. Leave "
+            "state_over out, or pass the ranks of a host as the last dimension of a mesh."
         )
 
 
@@ -97,6 +130,10 @@ def connect(communicator: Communicator, comm: Comm = "auto") -> None:
     Raises:
         RuntimeError: They cannot, on all ranks, and the user wants nothing else.
     """
+    if isinstance(communicator, HostsCommunicator):
+        communicator.open(_group_of_all(communicator))
+        connect(communicator.column, "pairs" if comm == "pairs" else "auto")
+        communicator = communicator.row
     if not isinstance(communicator, OneHostCommunicator):
         return
     communicator.connect(may_read=comm != "pairs")
@@ -113,6 +150,7 @@ def connect(communicator: Communicator, comm: Comm = "auto") -> None:
 
 def way_of(communicator: Communicator) -> str:
     """How it moves data: ``direct``, ``pairs``, or by the collectives of a backend, by its name."""
+    communicator = _parts(communicator)[0]
     if isinstance(communicator, OneHostCommunicator):
         return "direct" if communicator.reads_memory else "pairs"
     return str(dist.get_backend(communicator.group))
@@ -124,8 +162,9 @@ def control_of(communicator: Communicator) -> ControlGroup:
 
 
 def spans_same_ranks(one: Communicator, other: Communicator) -> bool:
-    """Whether both have the same shards and the same replicas."""
-    return one.ranks == other.ranks and control_of(one).ranks == control_of(other).ranks
+    """Whether both have the same shards at the same places, and the same replicas."""
+    of_one, of_other = ((c.ranks, c.places, control_of(c).ranks) for c in (one, other))
+    return of_one == of_other
 
 
 def describe(communicator: Communicator) -> str:
@@ -133,7 +172,9 @@ def describe(communicator: Communicator) -> str:
     num_replicas = communicator.mesh_size // communicator.world_size
     replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
     ranks = list(control_of(communicator).ranks)
-    return f"{replicas}{communicator.world_size} shards on ranks {ranks}"
+    row = _parts(communicator)[0].world_size
+    hosts = f", gathered among {row}," if isinstance(communicator, HostsCommunicator) else ""
+    return f"{replicas}{communicator.world_size} shards{hosts} on ranks {ranks}"
 
 
 def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Tensor:
@@ -188,21 +229,73 @@ def _known(
     mesh: DeviceMesh | None,
     comm: Comm,
     in_pairs: bool | None,
+    state_over: StateOver,
 ) -> Communicator:
     of_group = _communicators.setdefault(group, {})
     name = None if replicas is None else replicas.group_name
-    key = name, comm == "pairs"
+    key = name, comm == "pairs", state_over
     if key not in of_group:
-        other = of_group.get((name, comm != "pairs"))  # ranks that choose differently agree in one
-        control = _controls[other] if other else _new_control(group, mesh)
-        cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
-        communicator = cls(group, control.rank, control.world_size)
+        # Ranks that choose differently agree in one.
+        others = [other for (of, _, _), other in of_group.items() if of == name]
+        control = _controls[others[0]] if others else _new_control(group, mesh)
+
+        def over(group: dist.ProcessGroup) -> Communicator:
+            cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
+            return cls(group, control.rank, control.world_size)
+
+        communicator = over(group)
+        if replicas is not None and mesh is not None and state_over == "all":
+            places = _places(mesh, control.ranks)
+            communicator = HostsCommunicator(communicator, over(replicas), places)
+        elif replicas is not None:
+            communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
-        if replicas is not None:
-            communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
         of_group[key] = communicator
     return of_group[key]
+
+
+def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> dict[int, int]:
+    """Of the shard of each of ``ranks``: those of a column are neighbours.
+
+    Raises:
+        ValueError: Some rows have their ranks in another order than others.
+    """
+    rows: list[list[int]] = mesh.mesh.tolist()
+    columns = list(zip(*rows, strict=True))
+    # Groups have their ranks in ascending order, whatever the order in the mesh.
+    in_row = {rank: sorted(row).index(rank) for row in rows for rank in row}
+    in_column = {rank: sorted(column).index(rank) for column in columns for rank in column}
+    places = {rank: in_row[rank] * len(rows) + in_column[rank] for rank in ranks}
+    if len(set(places.values())) < len(places):
+        raise ValueError(
+            f"fully_shard: expected a mesh whose rows and columns are ascending for "
+            f"state_over='all', got {rows}. Put its ranks in order."
+        )
+    return places
+
+
+def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:
+    """A group of all its ranks that moves data as its rows do. Collective at the first request."""
+    if communicator.group is not communicator.row.group:
+        return communicator.group
+    default, group = dist.group.WORLD, communicator.row.group
+    assert default is not None, "there is a mesh"
+    backend = dist.get_backend(group)
+    if len(communicator.ranks) == default.size() and dist.get_backend(default) == backend:
+        return default
+    ranks, timeout = list(communicator.ranks), torch_internals.group_timeout(group)
+    opened: dist.ProcessGroup = dist.new_group(
+        ranks, timeout, backend, use_local_synchronization=True
+    )
+    return opened
+
+
+def _parts(communicator: Communicator) -> tuple[Communicator, ...]:
+    """Those of rows and of columns, or the only one."""
+    if isinstance(communicator, HostsCommunicator):
+        return communicator.row, communicator.column
+    return (communicator,)
 
 
 def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGroup:
@@ -221,8 +314,9 @@ def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
 
 _KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: Communicator}
 
-# By sharding group, then by the name of the group of replicas, and whether it is for pairs alone.
+# By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
+# over which ranks state is.
 _communicators: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str | None, bool], Communicator]
+    dist.ProcessGroup, dict[tuple[str | None, bool, StateOver], Communicator]
 ] = weakref.WeakKeyDictionary()
 _controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()

@@ -1,0 +1,129 @@
+"""Shards over all ranks of a 2-D mesh, gathers within a host: Megatron's HFSDP.
+
+The ranks of a host are a row of the mesh. A gather moves data between them alone, from the part of
+the whole copy that each keeps. What a row reduces, a column reduces further. Drawn for two hosts of
+two ranks, and a region of four shards:
+
+    shards of the region        0         1         2         3
+    owned by                    rank 0    rank 2    rank 1    rank 3
+    kept by ranks 0 and 2       [ 0         1 ]
+    kept by ranks 1 and 3                           [ 2         3 ]
+
+    after a step    column      gather of shards: each rank gets the part that it keeps
+    every gather    row         gather of the kept parts: the whole copy
+    gradients       row         reduce-scatter: the mean over the host, as long as a kept part
+                    column      reduce-scatter: the mean over all ranks, as long as a shard
+
+So neighbouring shards are those of a column, and a shard's place is not the number of its rank. A
+kept part is the second copy within the host that ZeRO++ calls hpZ: the backward reads it, too.
+
+Note: when parts are filled
+A part is as old as the last gather between the hosts, which is when the shard's version changed:
+once per optimizer step. What ranks write to shards, all write or none does; where they do not, the
+order of gathers that they agree on is broken.
+
+Source: ZeRO++ (arXiv 2306.10209), hpZ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import MutableMapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
+from lightning_fsdp.core.engine.layout import FlatLayout, Slot
+
+BETWEEN_HOSTS = "_between_hosts"
+"""Ends the kinds of traffic that columns move."""
+
+
+class HostsCommunicator(Communicator):
+    """The collectives of all ranks of a 2-D mesh.
+
+    Args:
+        row: The ranks of this host.
+        column: Those of the other hosts at this one's place.
+        places: Of the shards of all ranks, which are those of the default group, ascending.
+    """
+
+    keeps_parts = True
+
+    def __init__(self, row: Communicator, column: Communicator, places: dict[int, int]) -> None:
+        super().__init__(row.group, row.mesh_rank, row.mesh_size)
+        self.row, self.column = row, column
+        self.ranks, self.places = tuple(places), tuple(places.values())
+        self.rank, self.world_size = row.mesh_rank, row.mesh_size
+        # By whole copy, what this rank keeps of it.
+        self._kept: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self.traffic = row.traffic
+        for kind in tuple(self.traffic):
+            self.traffic[kind + BETWEEN_HOSTS] = column.traffic[kind]
+        self.after_reduction = (("average", functools.partial(_reduce_in_column, column)),)
+
+    def open(self, group: dist.ProcessGroup) -> None:
+        """Use a group of all ranks, in their order, for what neither rows nor columns do."""
+        self._group = weakref.ref(group)
+
+    def gather(self, whole: Tensor, unit_name: str) -> Pending:
+        """Between the hosts, then within this one."""
+        return self._gather_through(self._part_of(whole), whole, unit_name)
+
+    def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
+        """Within this host; where the shard is new, between the hosts before that."""
+        part = self._part_of(whole)
+        if whole not in self._kept:
+            with torch.inference_mode(False):  # else it could never be written to in training
+                self._kept[whole] = torch.empty_like(part)
+        elif not is_new:
+            part.copy_(self._kept[whole])
+            return self.row.gather(whole, unit_name)
+        return self._gather_through(part, whole, unit_name, self._kept[whole])
+
+    def reduce(self, region: LocalRegion) -> Pending:
+        """The mean over this host; what follows is the one over all ranks."""
+        numel = region.layout.shard_numel * self.column.world_size
+        layout = FlatLayout(region.layout.slots, numel, self.row.world_size)
+        return self.row.reduce(dataclasses.replace(region, layout=layout))
+
+    def break_off(self) -> None:
+        """In the row and in the column."""
+        self.row.break_off()
+        self.column.break_off()
+
+    def _gather_through(
+        self, part: Tensor, whole: Tensor, unit_name: str, kept: Tensor | None = None
+    ) -> Pending:
+        def gather_in_row(part: Tensor, unit_name: str) -> Pending:
+            if kept is not None:
+                kept.copy_(part)
+            return self.row.gather(whole, unit_name)
+
+        gather_in_column = self.column.gather(part, unit_name)
+        return gather_in_column.then("gather_in_host", unit_name, gather_in_row)
+
+    def _part_of(self, whole: Tensor) -> Tensor:
+        """What this rank keeps of a whole copy, ``(numel / row.world_size,)``, sharing memory."""
+        return whole.view(self.row.world_size, -1)[self.row.rank]
+
+
+def kept_of(communicator: Communicator, whole: Tensor) -> list[Tensor]:
+    """What this rank keeps of a whole copy while that is freed; nothing before its first gather."""
+    kept = communicator._kept if isinstance(communicator, HostsCommunicator) else {}
+    return [kept[whole]] if whole in kept else []
+
+
+def _reduce_in_column(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
+    """The mean over hosts, ``(n / hosts,)``, of the means over each, ``(n,)``."""
+    numel, size, dtype = shard.numel(), column.world_size, shard.dtype
+    layout = FlatLayout((Slot(unit_name, (numel,), 0, numel),), numel // size, size)
+    empty = functools.partial(torch.empty, device=shard.device)
+    return column.reduce(
+        LocalRegion({0: shard}, layout, unit_name, lambda n, d: empty(n, dtype=d), dtype, dtype)
+    )
