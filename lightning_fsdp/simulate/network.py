@@ -128,12 +128,8 @@ class Network:
         duration_s = steps * self.latency_us * 1e-6 + seconds
         return Cost(sent_bytes, duration_s, occupied_s=self.host_share * duration_s)
 
-    def assumptions(self, device_type: str = "cpu") -> list[str]:
-        """What a reader of a figure has to know, a sentence each.
-
-        Args:
-            device_type: Where rank 0 computes: ``cpu`` or ``cuda``.
-        """
+    def assumptions_of_links(self) -> list[str]:
+        """What a reader of a figure has to know of the network, a sentence each."""
         links = f"{self.bandwidth_gb_s:g} GB/s per rank and direction, {self.latency_us:g} us"
         if self.num_hosts > 1 and self.host_bandwidth_gb_s is not None:
             links += (
@@ -152,6 +148,14 @@ class Network:
             "those within hosts beside those that leave them. Nothing else is "
             "on the network; what engines agree on between hosts costs nothing."
         )
+        return [f"Links: {links}.", ring, order]
+
+    def assumptions(self, device_type: str = "cpu") -> list[str]:
+        """What a reader of a simulation's figure has to know, a sentence each.
+
+        Args:
+            device_type: Where rank 0 computes: ``cpu`` or ``cuda``.
+        """
         overlap = (
             "What overlaps is what overlaps on CPU: FSDP1 and FSDP2 prefetch on CUDA streams, and "
             "wait for most of their collectives here at once."
@@ -171,7 +175,7 @@ class Network:
         )
         if device_type == "cuda":
             copies = "The copies into rank 0's memory are real, and count as part of the transfer."
-        return [f"Links: {links}.", ring, order, overlap, others, copies]
+        return [*self.assumptions_of_links(), overlap, others, copies]
 
 
 @dataclass(frozen=True)
