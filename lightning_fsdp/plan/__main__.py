@@ -253,7 +253,7 @@ _OF_SUGGEST: dict[str, dict[str, Any]] = {
     },
     "--shared-line": {
         "action": "store_true",
-        "help": "a host has one line, as fast as these links together, which its ranks share",
+        "help": "a host has one line, as fast as its ranks' links together, which they share",
     },
 }
 _OF_SUGGEST_REQUIRED = ("--device-memory", "--tflops", "--bandwidth")
