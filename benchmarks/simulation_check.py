@@ -84,18 +84,18 @@ class MeasuredNetwork(Network):
     links: Mapping[str, Link] = field(default_factory=dict)
     byte_factor: int = 1
 
-    def cost(self, kind: str, nbytes: int, group_size: int) -> Cost:
+    def cost(self, kind: str, nbytes: int, *ranks: int | None) -> Cost:
         nbytes *= self.byte_factor
         link = self.links.get(kind)
         if link is None:
-            return super().cost(kind, nbytes, group_size)
+            return super().cost(kind, nbytes, *ranks)
         network = Network(
             world_size=self.world_size,
             bandwidth_gb_s=link.gb_s,
             latency_us=link.latency_us,
             host_share=link.host_share,
         )
-        return network.cost(kind, nbytes, group_size)
+        return network.cost(kind, nbytes, *ranks)
 
 
 def run_on_gloo(rank: int, world_size: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,8 @@ python -m benchmarks.one_host
 python -m benchmarks.update_tables one-host benchmarks/results/one_host.json
 python -m benchmarks.hosts
 python -m benchmarks.update_tables hosts benchmarks/results/hosts.json
+python -m benchmarks.scaling_suggested
+python -m benchmarks.update_tables scaling-suggested benchmarks/results/scaling_suggested.json
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
@@ -41,7 +43,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import head_loss, hosts, muon_ranks, muon_step, one_host, real_size
+from benchmarks import (
+    head_loss,
+    hosts,
+    muon_ranks,
+    muon_step,
+    one_host,
+    real_size,
+    scaling_suggested,
+)
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -185,6 +195,11 @@ def hosts_table(document: dict[str, Any]) -> list[str]:
     return hosts.table(document["rows"]).splitlines()
 
 
+def scaling_suggested_table(document: dict[str, Any]) -> list[str]:
+    """The rows of ``scaling_suggested.py``."""
+    return scaling_suggested.table(document).splitlines()
+
+
 def muon_ranks_table(document: dict[str, Any]) -> list[str]:
     """What ``muon_ranks.py`` computed."""
     rows = [muon_ranks.Row(**row) for row in document["rows"]]
@@ -206,6 +221,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "head-loss": head_loss_table,
     "one-host": one_host_table,
     "hosts": hosts_table,
+    "scaling-suggested": scaling_suggested_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
 }

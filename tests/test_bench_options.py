@@ -42,7 +42,8 @@ SIMULATE = ["scaling", "--ranks", "8"]
         (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
         (["optimizer", "--ranks", "1"], "argument --ranks: expected 2 or more, got '1'"),
         (["--ranks", "4", "--shard-size", "3"], "a divisor of --ranks 4, got 3"),
-        ([*SIMULATE, "--shard-size", "2"], "unrecognized arguments: --shard-size 2"),
+        ([*SIMULATE, "--shard-size", "3"], "expected a divisor of --ranks [8], got 3"),
+        ([*SIMULATE, "--shared-line"], "--shared-line: expected --host-bandwidth with it"),
         (["--timeout", "0"], "--timeout: expected more than 0, got '0'"),
     ],
 )

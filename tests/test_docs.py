@@ -10,6 +10,8 @@ import os
 import re
 import shlex
 
+import pytest
+
 from lightning_fsdp.plan import __main__ as plan
 from tests.support.pages import PAGES, ROOT, blocks, python_blocks
 from tests.support.snippets import named, runs
@@ -46,11 +48,12 @@ def test_the_script_with_a_recipe_trains(tmp_path, code):
     assert on_trainer_ranks(_run_example, 2, code, tmp_path) == [3, 3]
 
 
-def test_the_plan_prints_what_the_page_shows(capsys):
+def _shown_plans():
     page = PAGES["docs/planning.md"]
-    (found,) = re.findall(
-        r"```\n\$ python -m lightning_fsdp\.plan (.*?)\n(.*?)```", page, re.DOTALL
-    )
-    arguments, shown = found
+    return re.findall(r"```\n\$ python -m lightning_fsdp\.plan (.*?)\n(.*?)```", page, re.DOTALL)
+
+
+@pytest.mark.parametrize(("arguments", "shown"), _shown_plans(), ids=["plan", "suggest"])
+def test_the_plan_prints_what_the_page_shows(arguments, shown, capsys):
     assert plan.main(shlex.split(arguments)) == 0
     assert capsys.readouterr().out == shown

@@ -67,7 +67,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
         ),
         ({"--device-memory": ""}, "--device-memory: expected an amount of memory, .* got ''"),
         ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
-        ({"--device-memory": "1GB", "--batch-size": "4"}, "not allowed with argument"),
+        ({"--device-memory": "1GB", "--batch-size": "4"}, "--batch-size: not with --device-memory"),
         ({"--device-memory": "1GB", "--max-batch-size": "0"}, "cap: expected at least 1, got 0"),
     ],
 )

@@ -168,8 +168,8 @@ COMPUTE_S = 0.02  # per layer in the forward, twice that in the backward
 
 
 class TwiceTheBytes(Network):
-    def cost(self, kind, nbytes, group_size):
-        return super().cost(kind, 2 * nbytes, group_size)
+    def cost(self, kind, nbytes, *ranks):
+        return super().cost(kind, 2 * nbytes, *ranks)
 
 
 def is_predicted(step_s, predicted_s):

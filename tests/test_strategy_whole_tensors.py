@@ -13,6 +13,7 @@ from tests.support.trainer import (
     assert_like_ddp,
     make_loader,
     make_trainer,
+    not_under,
     on_trainer_ranks,
     seeded,
     weights_of,
@@ -70,6 +71,7 @@ def _adafactor(strategy, folder, rank):
     return _outcome(module)
 
 
+@not_under("fsdp1", reason="refuses two optimizers by hand")
 def _muon(strategy, folder, rank):
     module = seeded(MuonBesideAdamW)
     make_trainer(strategy, folder, max_epochs=2).fit(module, make_loader())
@@ -78,10 +80,7 @@ def _muon(strategy, folder, rank):
 
 @pytest.mark.parametrize(("scenario", "atol"), [(_mixed, 1e-5), (_adafactor, 1e-5), (_muon, 1e-3)])
 def test_whole_tensors_train_as_under_ddp(scenario, atol, tmp_path):
-    sharded = SHARDED
-    if scenario is _muon:  # which has a limit with two optimizers that are stepped by hand
-        sharded = tuple(name for name in SHARDED if not name.startswith("fsdp1"))
-    assert_like_ddp(scenario, tmp_path, sharded=sharded, atol=atol, rtol=1e-4, timeout_s=280)
+    assert_like_ddp(scenario, tmp_path, sharded=SHARDED, atol=atol, rtol=1e-4, timeout_s=280)
 
 
 # What writes, and whether a folder of slices.

@@ -64,8 +64,8 @@ class SwitchedNetwork(Network):
 
     is_free: list[bool] = field(default_factory=list)
 
-    def cost(self, kind: str, nbytes: int, group_size: int) -> Cost:
-        cost = super().cost(kind, nbytes, group_size)
+    def cost(self, kind: str, nbytes: int, *ranks: int | None) -> Cost:
+        cost = super().cost(kind, nbytes, *ranks)
         return Cost(cost.sent_bytes, 0.0, 0.0) if self.is_free else cost
 
 

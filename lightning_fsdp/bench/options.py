@@ -51,6 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
             "bandwidth_gb_s": args.bandwidth,
             "latency_us": args.latency,
             "host_bandwidth_gb_s": args.host_bandwidth,
+            "shares_line": args.shared_line,
         }
         try:
             args.networks = networks_of(args.ranks, num_hosts=args.hosts, **links)
@@ -73,13 +74,14 @@ def _refuse_what_cannot_run(parser: CommandParser, args: argparse.Namespace) -> 
     ranks, shard_size, warmup = given("ranks"), given("shard_size"), given("warmup", 0)
     on_cuda, num_devices = given("device") == "cuda", torch.cuda.device_count()
     num_wanted = ranks if isinstance(ranks, int) else 1
+    num_sharing = ranks if isinstance(ranks, list) else [num_wanted]
     if given("precision") == "16-mixed" and not on_cuda:
         instead = "on CPU Lightning trains in bf16-mixed instead"
         parser.error(f"--precision 16-mixed: expected --device cuda with it: {instead}")
     if on_cuda and num_devices < num_wanted:
         got = f"so {num_wanted}, got {num_devices}. Lower --ranks, or leave it at --device cpu"
         parser.error(f"--device cuda: expected a CUDA device per rank, {got}")
-    if shard_size and num_wanted % shard_size:
+    if shard_size and any(num_ranks % shard_size for num_ranks in num_sharing):
         parser.error(f"--shard-size: expected a divisor of --ranks {ranks}, got {shard_size}")
     if given("snapshot") and (warmup < 1 or not on_cuda):
         expected = "expected --device cuda and --warmup of at least 1"
@@ -88,6 +90,8 @@ def _refuse_what_cannot_run(parser: CommandParser, args: argparse.Namespace) -> 
         parser.error(f"--snapshot {says}: {expected}, {got}")
     if given("host_bandwidth") is not None and args.hosts < 2:
         parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
+    if given("shared_line") and args.host_bandwidth is None:
+        parser.error("--shared-line: expected --host-bandwidth with it")
     if given("device_memory", "all") is None and not on_cuda:
         parser.error("--device-memory: expected an amount of memory, or --device cuda")
 
@@ -176,11 +180,13 @@ _STEPS = {
 }
 _REPEATS = {"--repeats": _of("rounds over all arms", type=at_least(1), default=2)}
 _OF_HOSTS = "GB/s of a link between hosts (default: as within one)"
+_OF_LINE = "a host has one line, as fast as its ranks' links together, which they share"
 _NETWORK = {
     "--bandwidth": _of("GB/s of a link", type=float, default=10.0),
     "--latency": _of("microseconds of a message", type=float, default=10.0),
     "--hosts": _of("that the most ranks are spread on", type=int, default=1),
     "--host-bandwidth": _of(_OF_HOSTS, type=float),
+    "--shared-line": _of(_OF_LINE, action="store_true"),
 }
 _OF_PROFILE = "write a chrome trace of each run's profiled steps"
 _OF_SNAPSHOT = "write CUDA's memory of rank 0, per run"
@@ -217,7 +223,8 @@ _COMMANDS = {
         ],
         {
             "--ranks": _of("so many; 2 or more", nargs="+", type=int, required=True, metavar="N"),
-            **_NETWORK, **_TRAINING, **_SIZES, **_STEPS, **_REPEATS, **_out("runs/bench"),
+            **_SHARD_SIZE, **_NETWORK, **_TRAINING, **_SIZES, **_STEPS, **_REPEATS,
+            **_out("runs/bench"),
         },
         {"--accelerator": "--device", "--simulate-world": "--ranks"},
     ),

@@ -234,11 +234,13 @@ class ThroughputMonitor(pl.Callback):
 def flop_counter() -> FlopCounterMode:
     """Counts floating-point operations while it is entered; what is recomputed counts once.
 
-    Torch's own, which up to 2.15 does not know the attention that it runs on CPU.
+    Torch's own, which up to 2.15 does not know the attention that it runs on CPU, nor a product
+    that is added in place, as of the loss in chunks.
     """
     forward, backward = torch_internals.attention_on_cpu()
-    on_cpu = {forward: _attention_flops, backward: _attention_backward_flops}
-    return torch_internals.ModelFlopCounter(display=False, custom_mapping=on_cpu)
+    more = {forward: _attention_flops, backward: _attention_backward_flops}
+    more[torch.ops.aten.addmm_] = _added_product_flops
+    return torch_internals.ModelFlopCounter(display=False, custom_mapping=more)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -250,3 +252,7 @@ def _attention_backward_flops(
 ) -> int:
     flops = sdpa_backward_flop_count(grad_out, query, key, value)  # type: ignore[no-untyped-call]
     return int(flops)
+
+
+def _added_product_flops(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:
+    return int(2 * left[0] * left[1] * right[1])

@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning_fsdp.harness.amounts import bytes_argument
-from lightning_fsdp.harness.command_line import CommandParser, exit_with, require_extra
-from lightning_fsdp.plan.dry_run import Run, dry_run, largest_batch
+from lightning_fsdp.harness.command_line import (
+    CommandParser,
+    at_least,
+    exit_with,
+    positive,
+    require_extra,
+)
+from lightning_fsdp.plan.dry_run import Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
 from lightning_fsdp.plan.report import as_json, format_plan, format_rest, format_search
+from lightning_fsdp.plan.suggest import suggest
+from lightning_fsdp.plan.suggest_report import (
+    assumptions,
+    format_suggestions,
+    suggestions_as_json,
+)
+from lightning_fsdp.simulate.network import Network
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _MAX_BATCH_SIZE = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan, write the file.
+    """Print the plan or suggestions, write the file.
 
     Returns:
         Exit code: 1 if not even the smallest batch fits.
     """
     parser = make_parser()
     args = parser.parse(arguments)
-    if args.max_batch_size is not None and args.device_memory is None:
-        parser.error("--max-batch-size: expected --device-memory with it, as it ends a search")
+    _refuse_what_does_not_go_together(parser, args)
     if args.out is not None and (why := _why_not_a_file(args.out)) is not None:
         parser.error(_no_file(args.out, why))
     require_extra("recipes", "transformers")
-    cap = _MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size
-    search = plan = None
     try:
         config = config_of(args.model)
         run = Run(
             world_size=args.ranks,
             shard_size=args.shard_size,
-            zero_stage=args.stage,
+            zero_stage=Run.zero_stage if args.stage is None else args.stage,
             precision=args.precision,
-            batch_size=args.batch_size,
+            batch_size=Run.batch_size if args.batch_size is None else args.batch_size,
             seq_len=args.seq_len,
             grad_accum=args.grad_accum,
             state_over=args.state_over,
@@ -48,26 +63,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
             loss=args.loss,
             backend=args.backend,
         )
-        if args.device_memory is None:
-            plan = dry_run(config, run)
-        else:
-            search, plan = largest_batch(config, run, device_bytes=args.device_memory, cap=cap)
+        answer = (_suggest if args.suggest else _plan)(args, config, run)
     except ValueError as error:
         parser.error(str(error))
-    at_start = bytes_at_start() if args.backend == "gloo" and plan is not None else None
-    if plan is not None:
-        print(format_plan(args.model, plan))
-    if search is not None:
-        print(f"\n{format_search(search, args.device_memory)}")
-    print(f"\n{format_rest(plan, at_start)}")
+    print(answer.text)
     if args.out is not None:
-        content = json.dumps(as_json(args.model, plan, search, at_start), indent=1) + "\n"
         try:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(content)
+            args.out.write_text(json.dumps(answer.document, indent=1) + "\n")
         except OSError as error:
             parser.error(_no_file(args.out, str(error.strerror)))
-    return 1 if plan is None else 0
+    return 0 if answer.fits else 1
+
+
+class _Answer(NamedTuple):
+    text: str
+    document: dict[str, Any]
+    fits: bool
+
+
+def _plan(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _Answer:
+    search = None
+    if args.device_memory is None:
+        plan: Plan | None = dry_run(config, run)
+    else:
+        cap = _MAX_BATCH_SIZE if args.max_batch_size is None else args.max_batch_size
+        search, plan = largest_batch(config, run, device_bytes=args.device_memory, cap=cap)
+    at_start = bytes_at_start() if args.backend == "gloo" and plan is not None else None
+    parts = [] if plan is None else [format_plan(args.model, plan)]
+    parts += [] if search is None else [format_search(search, args.device_memory)]
+    parts.append(format_rest(plan, at_start))
+    document = as_json(args.model, plan, search, at_start)
+    return _Answer("\n\n".join(parts), document, plan is not None)
+
+
+def _suggest(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _Answer:
+    network = Network(
+        world_size=args.ranks,
+        bandwidth_gb_s=args.bandwidth,
+        latency_us=args.latency,
+        num_hosts=args.hosts,
+        host_bandwidth_gb_s=args.host_bandwidth,
+        shares_line=args.shared_line,
+    )
+    speed, device_bytes = 1e12 * args.tflops, args.device_memory
+    found = suggest(config, run, network=network, flops_per_s=speed, device_bytes=device_bytes)
+    assumed = assumptions(network, speed)
+    text = format_suggestions(args.model, run, found, device_bytes, assumed)
+    document = suggestions_as_json(args.model, found, assumed)
+    return _Answer(text, document, bool(found.fitting))
+
+
+def _refuse_what_does_not_go_together(parser: CommandParser, args: argparse.Namespace) -> None:
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
+    if args.suggest:
+        for option in _OF_SUGGEST_REQUIRED:
+            if given[option] is None:
+                parser.error(f"--suggest: expected {option} with it. Give it")
+        for option in ("--stage", "--shard-size", "--activation-checkpointing", "--max-batch-size"):
+            if given[option]:
+                parser.error(f"{option}: not with --suggest, which tries several. Leave it out")
+        if args.host_bandwidth is not None and args.hosts < 2:
+            parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
+        if args.shared_line and args.host_bandwidth is None:
+            parser.error("--shared-line: expected --host-bandwidth with it")
+        return
+    for option in _OF_SUGGEST:
+        if given[option] != parser.get_default(option[2:].replace("-", "_")):
+            parser.error(f"{option}: expected --suggest with it, as it is about time")
+    if args.batch_size is not None and args.device_memory is not None:
+        parser.error(
+            "--batch-size: not with --device-memory, which looks for the largest, "
+            "unless with --suggest. Leave one out"
+        )
+    if args.max_batch_size is not None and args.device_memory is None:
+        parser.error("--max-batch-size: expected --device-memory with it, as it ends a search")
 
 
 def _why_not_a_file(path: Path) -> str | None:
@@ -95,7 +165,10 @@ def make_parser() -> CommandParser:
         "other rank is needed.",
         examples=[
             "--model gpt2-xl --ranks 8 --stage 3 --device-memory 80GB",
-            "--model FOLDER --ranks 64 --batch-size 4 --precision bf16-mixed --out plan.json",
+            (
+                "--suggest --model FOLDER --ranks 64 --batch-size 8 --device-memory 80GB "
+                "--tflops 300 --hosts 8 --bandwidth 400 --host-bandwidth 50"
+            ),
         ],
         old={"--world": "--ranks", "--json": "--out"},
     )
@@ -111,13 +184,14 @@ def make_parser() -> CommandParser:
         metavar="RANKS",
         help="that hold one model together; each group of as many holds a replica (default: all)",
     )
-    parser.add_argument("--stage", type=int, default=3, help="of ZeRO: 2 or 3")
+    parser.add_argument("--stage", type=int, help=f"of ZeRO: 2 or 3 (default: {Run.zero_stage})")
     parser.add_argument(
         "--precision", default=Run.precision, help="of the Trainer: 32-true, bf16-true, bf16-mixed"
     )
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch-size", type=int, default=1, help="sequences per micro-batch")
-    size.add_argument(
+    parser.add_argument(
+        "--batch-size", type=int, help=f"sequences per micro-batch (default: {Run.batch_size})"
+    )
+    parser.add_argument(
         "--device-memory",
         type=bytes_argument,
         metavar="AMOUNT",
@@ -159,7 +233,38 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="JSON with everything (default: not written)"
     )
+    suggesting = parser.add_argument_group("which settings are worth trying")
+    for option, takes in _OF_SUGGEST.items():
+        suggesting.add_argument(option, **takes)
     return parser
+
+
+_OF_SUGGEST: dict[str, dict[str, Any]] = {
+    "--suggest": {
+        "action": "store_true",
+        "help": "rank settings by predicted speed, of those that fit on --device-memory; a rank "
+        "takes --batch-size times --grad-accum sequences in a step",
+    },
+    "--tflops": {
+        "type": positive,
+        "help": "TFLOP/s that a rank reaches in training (default: none, --suggest needs it)",
+    },
+    "--bandwidth": {
+        "type": positive,
+        "help": "GB/s of a rank's link (default: none, --suggest needs it)",
+    },
+    "--latency": {"type": float, "default": 10.0, "help": "microseconds of a message"},
+    "--hosts": {"type": at_least(1), "default": 1, "help": "that the ranks are spread on"},
+    "--host-bandwidth": {
+        "type": positive,
+        "help": "GB/s of a rank's link out of its host (default: as within one)",
+    },
+    "--shared-line": {
+        "action": "store_true",
+        "help": "a host has one line, as fast as its ranks' links together, which they share",
+    },
+}
+_OF_SUGGEST_REQUIRED = ("--device-memory", "--tflops", "--bandwidth")
 
 
 if __name__ == "__main__":

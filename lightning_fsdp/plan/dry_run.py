@@ -51,6 +51,8 @@ from lightning_fsdp.losses import body_and_head, linear_cross_entropy, only_firs
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
+from lightning_fsdp.plan.pace import Pace, Timing
+from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.strategies import unit_calls
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ if TYPE_CHECKING:
 
 OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "activations")
 PHASES = ("forward", "backward", "step")
+_MICRO_BATCHES = 3  # the first, the last, and one that stands for all between them
+_POSITIONS = 2 * 128  # of two chunks of the loss
 _CHOICES = {
     "backend": ("nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
@@ -158,12 +162,14 @@ class Plan:
         num_parameters: Of the whole model.
         phases: By name.
         owners: Per rank, of the tensors that it steps whole; ``None`` if all steps are of slices.
+        timing: What the step takes; ``None`` without a network and a speed.
     """
 
     run: Run
     num_parameters: int
     phases: dict[str, PhaseBytes]
     owners: list[Load] | None
+    timing: Timing | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -175,18 +181,19 @@ class Plan:
         return {**asdict(self), "peak_bytes": self.peak_bytes}
 
 
-def dry_run(config: PretrainedConfig, run: Run) -> Plan:
+def dry_run(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> Plan:
     """Plan a model's training.
 
     Args:
         config: Of a causal language model of transformers; nothing is allocated.
         run: How it is trained.
+        pace: How fast, for the plan's timing; of a network of as many ranks.
 
     Raises:
         RuntimeError: This process belongs to a process group already.
         ValueError: Sequences longer than the model's positions.
     """
-    with _training(config, run) as training:
+    with _training(config, run, pace) as training:
         return training.plan(run.batch_size)
 
 
@@ -237,14 +244,14 @@ def _precision(name: str) -> ShardedPrecision:
 
 
 @contextmanager
-def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
+def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> Iterator[_Training]:
     num_positions = getattr(config, "max_position_embeddings", run.seq_len)
     if run.seq_len > num_positions:
         raise ValueError(
             f"seq_len: expected at most the model's {num_positions} positions, got {run.seq_len}. "
             "Lower it."
         )
-    with _group_of(run) as mesh, torch_internals.fake_tensors() as forget:
+    with _group_of(run, pace) as mesh, torch_internals.fake_tensors() as forget:
         precision = _precision(run.precision)
         with precision.module_init_context():  # not convert_module, which swaps parameters
             model = build(config)
@@ -260,7 +267,7 @@ def _training(config: PretrainedConfig, run: Run) -> Iterator[_Training]:
             state_over=run.state_over,
         )
         keep_main_dtype(model, precision.policy, "cuda" if run.backend == "nccl" else "cpu")
-        yield _Training(model, run, precision, num_parameters)
+        yield _Training(model, run, precision, num_parameters, pace)
 
 
 class _Training:
@@ -272,8 +279,10 @@ class _Training:
         run: Run,
         precision: ShardedPrecision,
         num_parameters: int,
+        pace: Pace | None,
     ) -> None:
         self._model = model
+        self._pace = pace
         self._optimizers = _optimizers_for(model, run)
         self._run = run
         self._precision = precision
@@ -282,13 +291,16 @@ class _Training:
 
     def plan(self, batch_size: int) -> Plan:
         """Watch a step with so many sequences per micro-batch."""
-        ledger = FakeLedger()
+        ledger = FakeLedger(self._pace)
+        moments: list[Timing] = []  # the beginning, the end of each backward, the end
         clocks: list[tuple[str, int, int]] = []
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
             start = ledger.num_operations
             yield
+            if self._pace is not None and name != "forward":
+                moments.append(self._pace.now())
             ledger.settle()  # first: looking for owners makes views of its own
             clocks.append((name, start, ledger.num_operations))
             self._tell_owners(ledger)
@@ -297,6 +309,8 @@ class _Training:
         watch = gradients(self._model).on_local(
             lambda _, gradient, __: ledger.tell("local gradients", [gradient])
         )
+        if self._pace is not None:
+            moments.append(self._pace.now())
         ledger.start()
         try:
             self._step(batch_size, phase)
@@ -305,10 +319,18 @@ class _Training:
             watch.remove()
         run = replace(self._run, batch_size=batch_size)
         loads = [load for optimizer in self._optimizers for load in loads_of(optimizer)]
-        return Plan(run, self._num_parameters, _phases_of(ledger, clocks), loads or None)
+        timing = self._timing(moments) if moments else None
+        return Plan(run, self._num_parameters, _phases_of(ledger, clocks), loads or None, timing)
+
+    def _timing(self, moments: list[Timing]) -> Timing:
+        """Of the whole step, in which the second micro-batch stands for those not run."""
+        seen = moments[-1] - moments[0]
+        num_left_out = self._run.grad_accum - (len(moments) - 2)
+        return seen + (moments[2] - moments[1]) * num_left_out if num_left_out else seen
 
     def _step(self, batch_size: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
-        model, num_micro_batches = cast(ShardedModule, self._model), self._run.grad_accum
+        model = cast(ShardedModule, self._model)
+        num_micro_batches = min(self._run.grad_accum, _MICRO_BATCHES)
         for index in range(num_micro_batches):
             with phase("forward"):
                 shape = batch_size, self._run.seq_len
@@ -334,7 +356,10 @@ class _Training:
             hidden = body(input_ids=input_ids, use_cache=False)[0]
 
             def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-                with only_first_chunks(2):  # the second is made beside the sums of the first
+                # The second is made beside the sums of the first; the others are like it.
+                times = max(1.0, labels.numel() / _POSITIONS)
+                slow = self._pace.standing_for(times) if self._pace else nullcontext()
+                with only_first_chunks(2), slow:
                     return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
             return call_with(head, loss, hidden, labels)
@@ -383,20 +408,27 @@ def _phases_of(ledger: FakeLedger, clocks: list[tuple[str, int, int]]) -> dict[s
 
 
 @contextmanager
-def _group_of(run: Run) -> Iterator[DeviceMesh]:
-    """A process group whose other ranks do not exist."""
+def _group_of(run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
+    """A process group whose other ranks do not exist; with a pace, its collectives take time."""
     if dist.is_initialized():
         raise RuntimeError(
             "dry_run: expected a process without a process group, as it opens one of its own, got "
             f"one of {dist.get_world_size()} ranks. Plan before training, or in another process."
         )
-    torch_internals.open_fake_group(run.world_size)
-    try:
+    of_ranks = _fake(run) if pace is None else simulated(pace.network, clock=pace.clock)
+    with of_ranks:
         size = run.shard_size or run.world_size
         shape = (run.world_size // size, size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         in_pairs = exchanges_in_pairs(run.backend, size)
         communicator_of_mesh(mesh, in_pairs=in_pairs, state_over=run.state_over)
         yield mesh
+
+
+@contextmanager
+def _fake(run: Run) -> Iterator[None]:
+    torch_internals.open_fake_group(run.world_size)
+    try:
+        yield
     finally:
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_fsdp.callbacks.storages import Ledger, sent_by
 from lightning_fsdp.plan import torch_internals
+from lightning_fsdp.plan.pace import Pace
 
 GATHERED = "gathered"
 """Owner of the buffers that the engine resizes; torch's dispatcher does not see that."""
@@ -26,10 +27,14 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
     After an operation it looks at what can have changed: the storages that it touched, those that
     went away, and those of :data:`GATHERED`. To look at all, as for a module of which nothing is
     known, would take most of the time of a plan: a model of 48 blocks has thousands.
+
+    Args:
+        pace: Is told of each operation, and moves its clock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
         super().__init__(torch.device("cpu"))
+        self._pace = pace
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._touched: set[int] = set()  # since the last look, or gone
         self._gathered: set[int] = set()
@@ -51,7 +56,10 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
         kind, sent = sent_by(func, args)
         if sent and kind != "all_reduce":  # of a shard that becomes the reduced gradient
             self.tell("local gradients", sent)
-        return self.observe(func, args, kwargs)
+        result = self.observe(func, args, kwargs)
+        if self._pace is not None:
+            self._pace.compute(func, args, kwargs, result)
+        return result
 
     @override
     def tell(self, owner: str, tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,7 @@ from lightning_fsdp.harness.search import Search
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import OWNERS, PHASES, Plan
 
-_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 
 
 def format_plan(name: str, plan: Plan) -> str:
@@ -33,7 +33,7 @@ def format_plan(name: str, plan: Plan) -> str:
     more += ", all logits at once" if run.loss == "plain" else ""
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {ranks} over "
-        f"{run.backend}, {run.precision}, {_OPTIMIZERS[run.optimizer]}; per rank "
+        f"{run.backend}, {run.precision}, {OPTIMIZERS[run.optimizer]}; per rank "
         f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{more}\n\n"
         f"{markdown_table(head, body)}{_balance(plan)}"
     )

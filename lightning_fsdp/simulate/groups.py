@@ -9,7 +9,8 @@ Every other rank is taken to hold what this one holds: a gather fills all slots 
 shard, a sum is this rank's part times the number of ranks. So values stay finite, and no more.
 
 Collectives go one after another, in the order in which they were started: those of tensors on CPU
-by a thread (``transfers_on_host.py``), those on CUDA by a stream (``transfers_on_cuda.py``).
+by a thread (``transfers_on_host.py``), those on CUDA by a stream (``transfers_on_cuda.py``), and
+those of a program whose time is only counted by a clock (``transfers_on_clock.py``).
 """
 
 from __future__ import annotations
@@ -28,42 +29,56 @@ from typing_extensions import override
 from lightning_fsdp.core.ranks.agreement import expect_no_others
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfer import Transfer, Usage
+from lightning_fsdp.simulate.transfers_on_clock import Clock, ClockedTransfers
 from lightning_fsdp.simulate.transfers_on_cuda import CudaTransfers, Pace
 from lightning_fsdp.simulate.transfers_on_host import HostTransfers
 
 # By the name engines see which device's tensors a group moves.
 DEVICE_TO_BACKEND = {"cpu": "simulated", "cuda": "simulated_nccl"}
 
+_Queue = HostTransfers | CudaTransfers | ClockedTransfers
+
 
 class _Transfers:
-    """Those of all groups together, by the device of their tensors."""
+    """Those of all groups together, on a queue for each device and for each kind of link.
 
-    def __init__(self, network: Network) -> None:
+    Groups within a host meet those that leave it on no link. So each kind has a queue, as backends
+    give each group a stream or a thread.
+    """
+
+    def __init__(self, network: Network, clock: Clock | None) -> None:
+        self.network = network
+        self._clock = clock
         self._usage = Usage()
-        self._network = network
-        self._on_host = HostTransfers(network, self._usage)
-        self._on_cuda: dict[torch.device, CudaTransfers] = {}
+        self._queues: dict[tuple[torch.device, bool], _Queue] = {}
 
     def settled_usage(self) -> Usage:
         """What they took so far; waits for those on CUDA."""
-        for transfers in self._on_cuda.values():
-            transfers.settle()
+        for transfers in self._queues.values():
+            if isinstance(transfers, CudaTransfers):
+                transfers.settle()
         return self._usage
 
     def start(self, transfer: Transfer) -> dist.Work:
         """Start it after those before it."""
-        result = transfer.result
-        if not result or not result[0].is_cuda:
-            return self._on_host.start(transfer)
-        device = result[0].device
-        if device not in self._on_cuda:
-            transfers = CudaTransfers(self._network, self._usage, device, Pace.of(device))
-            self._on_cuda[device] = transfers
-        return self._on_cuda[device].start(transfer)
+        device = transfer.result[0].device if transfer.result else torch.device("cpu")
+        key = device, transfer.leaves_host
+        if key not in self._queues:
+            self._queues[key] = self._new_queue(device)
+        return self._queues[key].start(transfer)
+
+    def _new_queue(self, device: torch.device) -> _Queue:
+        if self._clock is not None:
+            return ClockedTransfers(self.network, self._usage, self._clock)
+        if device.type == "cpu":
+            return HostTransfers(self.network, self._usage)
+        return CudaTransfers(self.network, self._usage, device, Pace.of(device))
 
     def close(self) -> None:
-        """End the thread, after all that is in its queue."""
-        self._on_host.close()
+        """End the threads, after all that is in their queues."""
+        for transfers in self._queues.values():
+            if isinstance(transfers, HostTransfers):
+                transfers.close()
 
 
 def _one_by_one(name: str) -> Callable[..., dist.Work]:
@@ -86,9 +101,13 @@ class SimulatedGroup(dist.ProcessGroup):
     torch 2.13 renamed some of them, and asks for the new names or the old: both are here.
     """
 
-    def __init__(self, transfers: _Transfers, backend: str, rank: int, world_size: int) -> None:
-        super().__init__(rank, world_size)  # type: ignore[call-arg]
+    def __init__(
+        self, transfers: _Transfers, backend: str, rank: int, ranks: Sequence[int]
+    ) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self._transfers = transfers
+        self._ranks = ranks
+        self._per_host = transfers.network.per_host(ranks)
         self._backend = self._name = backend
 
     @property
@@ -148,6 +167,21 @@ class SimulatedGroup(dist.ProcessGroup):
         rows = sent.view(self.size(), -1)
         slots, shard = received.view(self.size(), -1), rows[self.rank()]
         return self._start("all_to_all", rows.nbytes, lambda: self._fill(slots, shard), [output])
+
+    @override
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """One message."""
+        return self._transfers.start(self._message("send", tensors, peer))
+
+    @override
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
+        """Ends with the sends before it, as others send as much; the tensors stay as they are."""
+        return self._transfers.start(self._message("recv", tensors, peer))
+
+    def _message(self, kind: str, tensors: list[Tensor], peer: int) -> Transfer:
+        ends = [self._ranks[self.rank()], self._ranks[peer]]
+        per_host = self._transfers.network.per_host(ends)
+        return Transfer(kind, sum(t.nbytes for t in tensors), 2, None, tensors, per_host)
 
     # DTensor's collectives come from C++, which asks for lists.
     all_gather_single_coalesced = _one_by_one("all_gather_single")
@@ -222,16 +256,21 @@ class SimulatedGroup(dist.ProcessGroup):
     def _start(
         self, kind: str, nbytes: int, move: Callable[[], object] | None, result: list[Tensor]
     ) -> dist.Work:
-        return self._transfers.start(Transfer(kind, nbytes, self.size(), move, result))
+        return self._transfers.start(
+            Transfer(kind, nbytes, self.size(), move, result, self._per_host)
+        )
 
 
 @contextmanager
-def simulated(network: Network, device_type: str = "cpu") -> Iterator[Usage]:
+def simulated(
+    network: Network, device_type: str = "cpu", *, clock: Clock | None = None
+) -> Iterator[Usage]:
     """Within, this process is rank 0 of ``network.world_size`` ranks that train together.
 
     Args:
         network: The ranks and their links.
         device_type: Where the model computes: ``cpu`` or ``cuda``.
+        clock: Takes the time instead of this process; then no data moves.
 
     Yields:
         What the collectives took so far; grows. On CUDA, :func:`find_usage` brings it up to date.
@@ -244,13 +283,15 @@ def simulated(network: Network, device_type: str = "cpu") -> Iterator[Usage]:
             "a simulated network: expected no process group, got one. Call "
             "destroy_process_group() first."
         )
-    transfers, backend = _Transfers(network), DEVICE_TO_BACKEND[device_type]
+    transfers, backend = _Transfers(network, clock), DEVICE_TO_BACKEND[device_type]
 
-    def create(store: object, rank: int, world_size: int, timeout: object) -> SimulatedGroup:
-        return SimulatedGroup(transfers, backend, rank, world_size)
+    def create(group: Any, options: object) -> SimulatedGroup:
+        ranks = group.global_ranks_in_group or range(network.world_size)  # none: all
+        return SimulatedGroup(transfers, backend, group.group_rank, ranks)
 
     # What ranks agree on is on CPU, wherever they compute.
-    dist.Backend.register_backend(backend, create, devices=sorted({"cpu", device_type}))
+    devices = sorted({"cpu", device_type})
+    dist.Backend.register_backend(backend, create, extended_api=True, devices=devices)
     expect_no_others(backend)
     store = HashStore()
     dist.init_process_group(backend, rank=0, world_size=network.world_size, store=store)

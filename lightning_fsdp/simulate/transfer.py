@@ -23,6 +23,7 @@ class Transfer:
         move: Writes the result, and keeps the tensors until then; ``None`` where it is there as
             it stands.
         result: What DDP reads.
+        per_host: Of these ranks, on each host; ``None``: they are neighbours.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Transfer:
     group_size: int
     move: Callable[[], object] | None
     result: list[Tensor]
+    per_host: int | None = None
 
     @property
     def written_bytes(self) -> int:
@@ -38,9 +40,14 @@ class Transfer:
             return 0
         return self.nbytes // self.group_size if self.kind == "reduce_scatter" else self.nbytes
 
+    @property
+    def leaves_host(self) -> bool:
+        """Whether other hosts take part."""
+        return self.per_host is not None and self.per_host < self.group_size
+
     def cost_on(self, network: Network) -> Cost:
         """What it takes there."""
-        return network.cost(self.kind, self.nbytes, self.group_size)
+        return network.cost(self.kind, self.nbytes, self.group_size, self.per_host)
 
 
 class StepUsage(TypedDict):

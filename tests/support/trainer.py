@@ -4,16 +4,21 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fsdp
+from lightning_fsdp.engines.rank_grid import GridChoice, RankGrid, open_grid
+from lightning_fsdp.strategies import sharded as sharded_module
 from lightning_fsdp.strategies.registry import NAMES
 from tests.support.ranks import run_on_ranks
 
@@ -73,6 +78,31 @@ def assert_like_ddp(
         rtol,
         timeout_s=timeout_s,
     )
+
+
+@dataclass(frozen=True)
+class WithReplicas:
+    """A scenario whose sharded strategies hold two replicas, each on half of the ranks."""
+
+    scenario: Scenario
+
+    @property
+    def not_under(self) -> tuple[str, ...]:
+        return getattr(self.scenario, "not_under", ())
+
+    def __call__(self, strategy: str, folder: Path, rank: int) -> Mapping[str, Any]:
+        num_opened = 0
+
+        def open_half(choice: GridChoice, **where: Any) -> RankGrid:
+            nonlocal num_opened
+            num_opened += 1
+            assert choice == GridChoice(), "the scenario chooses by itself"
+            return open_grid(GridChoice(dist.get_world_size() // 2), **where)
+
+        with mock.patch.object(sharded_module, "open_grid", open_half):
+            found = self.scenario(strategy, folder, rank)
+        assert (num_opened > 0) == (strategy in NAMES)
+        return found
 
 
 def on_trainer_ranks(

@@ -1,0 +1,111 @@
+"""What `plan --suggest` proposes from 8 to 1024 ranks, beside flat ZeRO-3: share and memory.
+
+    python -m benchmarks.scaling_suggested
+    python -m benchmarks.update_tables scaling-suggested benchmarks/results/scaling_suggested.json
+
+The network is that of docs/scaling.md, and the training that of its picture: GPT-2 nano with 4,096
+tokens, 4 x 128 of them per rank and step, in fp32. All of it is computed, so it is the same on any
+machine: operations at a stated speed, collectives by the network's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from transformers import GPT2Config
+
+from lightning_fsdp.harness.command_line import positive
+from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.plan.dry_run import Run
+from lightning_fsdp.plan.suggest import Suggestion, suggest
+from lightning_fsdp.simulate.network import networks_of
+
+OUT = Path("benchmarks/results/scaling_suggested.json")
+WORLD_SIZES = (8, 64, 256, 1024)
+NETWORKS = networks_of(
+    WORLD_SIZES, num_hosts=128, bandwidth_gb_s=10.0, latency_us=3.0, host_bandwidth_gb_s=1.25
+)
+TFLOPS = 0.07  # 8,000 tokens/s of one process that trains alone, as in the picture
+GOAL = 0.80  # at the most ranks
+BYTES_ENOUGH = 10**9
+CONFIG = GPT2Config(
+    n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=128, bos_token_id=0,
+    eos_token_id=0, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+)  # fmt: skip
+
+
+def rows(tflops: float) -> list[dict[str, Any]]:
+    """Of each number of ranks, what is flat and what is proposed."""
+    found = []
+    for network in NETWORKS:
+        run = Run(world_size=network.world_size, precision="32-true", seq_len=128, batch_size=4)
+        fitting = suggest(
+            CONFIG, run, network=network, flops_per_s=1e12 * tflops, device_bytes=BYTES_ENOUGH
+        ).fitting
+        flat = [each for each in fitting if each.plan.run.shard_size is None]
+        zero3 = next(each for each in flat if each.plan.run.zero_stage == 3)
+        # Of ZeRO-3, so that nothing but the ranks that hold a model differs.
+        first = next(each for each in fitting if each.plan.run.zero_stage == 3)
+        found.append({
+            "world_size": network.world_size, "flat": _numbers(zero3), "suggested": _numbers(first)
+        })  # fmt: skip
+    return found
+
+
+def _numbers(suggestion: Suggestion) -> dict[str, Any]:
+    run = suggestion.plan.run
+    return {
+        "zero_stage": run.zero_stage, "shard_size": run.shard_size or run.world_size,
+        "share": suggestion.share, "peak_bytes": suggestion.plan.peak_bytes,
+        "waited_ms": 1e3 * suggestion.timing.waited_s, "sent_bytes": suggestion.timing.sent_bytes,
+    }  # fmt: skip
+
+
+def table(document: dict[str, Any]) -> str:
+    """For a person."""
+    head = ["ranks", "flat ZeRO-3: of one process", "memory, MB"]
+    head += ["proposed shard size", "of one process", "memory, MB", "its price"]
+    body = []
+    for row in document["rows"]:
+        flat, proposed = row["flat"], row["suggested"]
+        price = proposed["peak_bytes"] / flat["peak_bytes"] - 1
+        body.append([
+            str(row["world_size"]), f"{flat['share']:.2f}", f"{flat['peak_bytes'] / 1e6:.1f}",
+            str(proposed["shard_size"]), f"{proposed['share']:.2f}",
+            f"{proposed['peak_bytes'] / 1e6:.1f}", f"{price:+.0%}",
+        ])  # fmt: skip
+    return markdown_table(head, body)
+
+
+def main() -> int:
+    """Compute, print, write JSON.
+
+    Returns:
+        Exit code: 1 where the goal is missed.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tflops", type=positive, default=TFLOPS, help="that a rank reaches")
+    parser.add_argument("--out", type=Path, default=OUT, help="JSON of the rows")
+    args = parser.parse_args()
+    document = {
+        "command": shlex.join(["python", "-m", "benchmarks.scaling_suggested", *sys.argv[1:]]),
+        **environment(),
+        "tflops": args.tflops,
+        "rows": rows(args.tflops),
+    }
+    print(table(document))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    reached = document["rows"][-1]["suggested"]["share"]
+    print(f"at {WORLD_SIZES[-1]} ranks {reached:.2f}, wanted {GOAL:.2f}; written to {args.out}")
+    return 0 if reached >= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The simulated network for a program whose time is only counted: a clock, and nothing waits.
+
+Who computes sets the clock forward, and so does who waits for a collective; no data moves. A
+program takes the same seconds on any machine, however busy:
+
+    issued     A  B
+    network    [   A   ][   B   ]     end = max(issued, end of the one before) + modelled duration
+    clock      ........|A........|B   where the program waits at once
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.transfer import Transfer, Usage
+
+_Future = torch.futures.Future[list[Tensor]]
+
+
+@dataclass
+class Clock:
+    """How far a program is.
+
+    Attributes:
+        now_s: Seconds since its beginning.
+    """
+
+    now_s: float = 0.0
+
+
+class ClockedTransfers:
+    """One transfer after another.
+
+    Args:
+        network: Says what a transfer costs.
+        usage: Counts.
+        clock: Of the program.
+    """
+
+    def __init__(self, network: Network, usage: Usage, clock: Clock) -> None:
+        self.network = network
+        self.usage = usage
+        self.clock = clock
+        self._end_s = 0.0
+
+    def start(self, transfer: Transfer) -> dist.Work:
+        """Begin it when those before it have ended."""
+        cost = transfer.cost_on(self.network)
+        self.usage.count(transfer.kind, cost)
+        self._end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
+        return _Work(self, self._end_s, transfer)
+
+
+class _Work(dist.Work):
+    """What an asynchronous collective returns."""
+
+    def __init__(self, transfers: ClockedTransfers, end_s: float, transfer: Transfer) -> None:
+        super().__init__()
+        self._transfers = transfers
+        self._end_s = end_s
+        self._result = transfer.result
+
+    @override
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        clock = self._transfers.clock
+        waited_s = max(0.0, self._end_s - clock.now_s)
+        self._transfers.usage.waited_s += waited_s
+        clock.now_s += waited_s
+        self._result = []
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        return self._transfers.clock.now_s >= self._end_s
