@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_fsdp import ZERO3, shard_model
 from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
-from lightning_fsdp.bench.scaling import Point
-from lightning_fsdp.bench.scaling_report import write_scaling
+from lightning_fsdp.bench.scaling import Point, write_scaling
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.simulate.groups import SimulatedGroup, find_usage, simulated

@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver, comm_of
 from lightning_fsdp.bench.parts import StepProfiler
-from lightning_fsdp.bench.records import RankMeasurement
+from lightning_fsdp.bench.records import RankFailure, RankMeasurement
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.core.access.grad_norm import global_norm
