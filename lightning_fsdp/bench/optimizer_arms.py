@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -40,6 +38,7 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
+from lightning_fsdp.harness.ranks import run_ranks
 
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
 _SHARDERS: dict[str, Callable[..., Any]] = {"fsdp2": fsdp.fully_shard, "scratch": fully_shard}
@@ -293,25 +292,19 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: str, at: str) -> None:
+def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: Path) -> None:
     # As torchrun says it; Lightning and accelerate ask for it.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    torch.set_num_threads(1)  # another number of threads, another order of sums
-    dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=num_ranks)
-    outcome = run_arm(arm, rank, num_steps)
-    documents.write(Path(folder) / f"rank{rank}.json", outcome)
-    dist.destroy_process_group()
+    documents.write(folder / f"rank{rank}.json", run_arm(arm, rank, num_steps))
 
 
 def main(arm: str, num_ranks: str, num_steps: str, folder: str) -> None:
     """Start the ranks of an arm and wait for them."""
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (arm, int(num_ranks), int(num_steps), folder, f"{meeting}/ranks")
-        spawn(_rank_main, args=arguments, nprocs=int(num_ranks))  # type: ignore[no-untyped-call]
+    run_ranks(_rank_main, int(num_ranks), arm, int(num_ranks), int(num_steps), Path(folder))
 
 
 if __name__ == "__main__":
