@@ -10,8 +10,7 @@ import pytest
 
 from lightning_fsdp.bench import documents, optimizer
 from lightning_fsdp.bench.optimizer import KINDS, NOT_FIXED, PEER
-from lightning_fsdp.bench.optimizer_arms import run_arm
-from lightning_fsdp.bench.optimizer_outcome import Outcome, Phase
+from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, run_arm
 from lightning_fsdp.harness.environment import environment
 from tests.support.trainer import on_trainer_ranks
 

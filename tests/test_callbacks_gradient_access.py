@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lightning_fsdp import GradientAccessProbe
 from tests.support.trainer import (
+    STRATEGIES,
     Regressor,
     make_data,
     make_loader,
@@ -20,7 +21,6 @@ from tests.support.trainer import (
     seeded,
 )
 
-STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
 LAYERS = {"inlet", "head", "blocks.0", "blocks.1"}
 
 

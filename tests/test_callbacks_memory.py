@@ -11,9 +11,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fsdp import MemoryProbe, ScratchFSDPStrategy
 from tests.support.memory import StorageTracker, optimizer_tensors
-from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
+from tests.support.trainer import (
+    STRATEGIES,
+    Regressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+)
 
-STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
 KIB = 1024
 
 

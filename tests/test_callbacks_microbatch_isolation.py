@@ -8,10 +8,15 @@ import torch
 
 from lightning_fsdp import MicrobatchIsolationProbe
 from tests.support.cases import each_on_trainer_ranks
-from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
+from tests.support.trainer import (
+    STRATEGIES,
+    Regressor,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    seeded,
+)
 from tests.support.trainer import weights_of as weights_of_module
-
-STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
 
 
 def _strategy(name):

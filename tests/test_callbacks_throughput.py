@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp import ThroughputMonitor
 from lightning_fsdp.callbacks import throughput
-from tests.support.trainer import make_trainer, on_trainer_ranks, seeded, weights_of
+from tests.support.trainer import STRATEGIES, make_trainer, on_trainer_ranks, seeded, weights_of
 
-STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
 PAD, WIDTH, LENGTH = 0, 16, 10
 # Seconds that each part takes on rank 0; on rank 1 twice as many.
 TAKES = {"data": 0.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.25}

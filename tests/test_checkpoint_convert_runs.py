@@ -1,6 +1,5 @@
 """Runs go on from what was converted; a conversion holds a few tensors of many."""
 
-import re
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import lightning_fsdp
 from lightning_fsdp.checkpoint.convert import convert
 from tests.support.converted import assert_identical, load_plainly
+from tests.support.own_memory import own_bytes
 from tests.support.trainer import (
     AdamwRegressor,
     make_loader,
@@ -85,12 +85,6 @@ def test_adapters_of_peft_are_not_written_under_names_that_nobody_knows(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"full"}
 
 
-def _own_bytes():
-    """Memory of this process that no file stands behind."""
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", text)[1])
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is anonymous")
 @pytest.mark.parametrize(
     ("start", "to"),
@@ -111,9 +105,9 @@ def test_a_conversion_holds_a_few_tensors_of_many(tmp_path, start, to):
 
     def watch():
         while not is_done.wait(0.001):
-            seen.append(_own_bytes())
+            seen.append(own_bytes())
 
-    before = _own_bytes()
+    before = own_bytes()
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:

@@ -12,12 +12,13 @@ from tests.support.models import TASKS
 from tests.support.parity import (
     OPTIMIZERS,
     assert_traces_match,
-    make_batches,
+    batches_for,
+    optional_batch,
+    optional_loss,
     train_on_rank,
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
-from tests.test_core_parity import optional_batch, optional_loss
 
 NORMS = [1.0, 2.0, 3.5, math.inf]
 MAX_NORM = 0.01  # far below the norms here: everything is clipped
@@ -70,7 +71,7 @@ def _clip_while_training(rank, world_size):
         model = shard_model(task.build())
         traces[p] = train_on_rank(
             model,
-            _batches(world_size),
+            batches_for("tied_lm", world_size),
             task.loss,
             OPTIMIZERS["sgd"](model.parameters()),
             rank,
@@ -79,17 +80,11 @@ def _clip_while_training(rank, world_size):
     return traces
 
 
-def _batches(world_size):
-    return make_batches(
-        TASKS["tied_lm"].make_batch, num_steps=3, num_micro_batches=2, world_size=world_size
-    )
-
-
 def test_training_with_clipping_equals_one_process():
     task, by_rank = TASKS["tied_lm"], run_on_ranks(_clip_while_training, 3)
     for p in NORMS:
         expected = train_reference(
-            task.build(), _batches(3), task.loss, OPTIMIZERS["sgd"], clip=(0.3, p)
+            task.build(), batches_for("tied_lm", 3), task.loss, OPTIMIZERS["sgd"], clip=(0.3, p)
         )
         assert_traces_match(by_rank[0][p], expected, atol=task.atol, what=f"p={p}")
 

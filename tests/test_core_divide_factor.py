@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import MixedPrecisionPolicy, fully_shard, gradients
-from tests.support.ranks import errors_on_ranks, run_on_ranks
-from tests.test_core_wrong_use import assert_errors
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
 LENGTHS = (3, 8, 1, 5)  # tokens of each rank
 

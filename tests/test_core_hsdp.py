@@ -37,14 +37,15 @@ from tests.support.parity import (
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
+    batches_for,
     make_batches,
+    optional_batch,
+    optional_loss,
     train_reference,
 )
-from tests.support.ranks import PLAIN, errors_on_ranks, run_on_ranks
+from tests.support.ranks import PLAIN, assert_errors, errors_on_ranks, run_on_ranks
 from tests.test_core_clip import MAX_NORM, NORMS
 from tests.test_core_divergence import TIMEOUT_S, Skipping, error_of
-from tests.test_core_parity import batches_for, optional_batch, optional_loss
-from tests.test_core_wrong_use import assert_errors
 
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [

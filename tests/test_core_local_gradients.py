@@ -20,6 +20,7 @@ from tests.support.parity import (
     assert_ranks_agree,
     assert_traces_match,
     make_batches,
+    optional_loss,
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
@@ -38,14 +39,9 @@ def _optional_batch(step, micro_batch, rank):
     }
 
 
-def _optional_loss(model, batch):
-    outputs = model(batch["inputs"], batch["use_bonus"])
-    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])
-
-
 def _train_in_every_cut(rank, world_size, task_name):
     task = TASKS[task_name]
-    loss = _optional_loss if task_name == "mlp" else task.loss
+    loss = optional_loss if task_name == "mlp" else task.loss
     batches = make_batches(
         _optional_batch if task_name == "mlp" else task.make_batch, world_size=world_size, **STEPS
     )
@@ -67,7 +63,7 @@ def test_every_cut_trains_alike(world_size, task_name):
     task = TASKS[task_name]
     by_rank = run_on_ranks(_train_in_every_cut, world_size, task_name)
     make_batch = _optional_batch if task_name == "mlp" else task.make_batch
-    loss = _optional_loss if task_name == "mlp" else task.loss
+    loss = optional_loss if task_name == "mlp" else task.loss
     expected = train_reference(
         task.build(),
         make_batches(make_batch, world_size=world_size, **STEPS),

@@ -1,4 +1,4 @@
-"""Models built on the meta device: values, buffers, memory, and what is refused.
+"""Models built on the meta device: values, buffers and memory.
 
 Where a model draws all its values in ``reset_parameters``, sharding it from the meta device must
 give the very numbers that building it on the host gives under the same seed. Models of transformers
@@ -8,19 +8,17 @@ draw twice when built on the host, so there the buffers, the constants and the s
 import gc
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, full_state_dict, fully_shard, shard_model
-from lightning_fsdp.core.state import marks
 from tests.support.memory import StorageTracker, bytes_of
+from tests.support.meta_models import Layer, on_meta
 from tests.support.models import (
     LMShape,
     causal_lm,
     lm_loss,
-    mlp,
     shard_lm_by_hand,
     tiny_gpt2,
     token_batch,
@@ -33,43 +31,7 @@ from tests.support.parity import (
     train_on_rank,
     train_reference,
 )
-from tests.support.ranks import errors_on_ranks, run_on_ranks
-
-
-class Rope(nn.Module):
-    """Caches as they are often kept: computed in the initialiser, not saved."""
-
-    def __init__(self, width, length):
-        super().__init__()
-        self.width, self.length = width, length
-        for name, dtype in [("cos", torch.float32), ("mask", torch.bool), ("ids", torch.int64)]:
-            shape = {"cos": (length, width), "mask": (length, length), "ids": (length,)}[name]
-            self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        angles = torch.arange(self.length)[:, None] * torch.arange(self.width)[None, :]
-        self.cos = torch.cos(angles / 7)  # assigned anew
-        self.mask.copy_(torch.ones(self.length, self.length, dtype=torch.bool).tril())
-        self.ids.copy_(torch.arange(self.length))
-
-
-class Layer(nn.Module):
-    """Everything that torch initialises, and a parameter of its own."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(width, 2)  # no public initialiser
-        self.rope = Rope(width, 5)
-        self.norm = nn.BatchNorm1d(width)
-        self.bare_norm = nn.BatchNorm1d(width, affine=False)
-        self.up = nn.Linear(width, width + 1)
-        self.scale = nn.Parameter(torch.empty(width, 3))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        with torch.no_grad():
-            self.scale.data.normal_(std=0.3)
+from tests.support.ranks import run_on_ranks
 
 
 class Net(nn.Module):
@@ -119,11 +81,6 @@ def tiny_qwen2():
 
 
 MODELS = {"net": Net, "scaling": Scaling, "gpt2": tiny_gpt2, "qwen2": tiny_qwen2}
-
-
-def on_meta(build, *args):
-    with torch.device("meta"):
-        return build(*args)
 
 
 def values_of(model):
@@ -327,125 +284,3 @@ def test_only_the_shard_and_one_unit_are_ever_real(world_size, plan):
         bound = whole / world_size + unit + buffers
         # Padding of a few slots, and the generator's two states of 5 KB.
         assert bound - unit / 4 <= peak <= bound + 16_384, (peak, whole, unit, buffers)
-
-
-# --- what is refused ---
-
-
-class NoInitialiser(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.gain = nn.Parameter(torch.ones(3))
-
-
-class NoBufferInitialiser(nn.Module):
-    def __init__(self, dtype=torch.float32):
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.inner = nn.Module()
-        self.inner.register_buffer("cache", torch.ones(3).to(dtype))
-
-
-class HalfInitialised(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight[:1])
-
-
-class Raises(nn.Linear):
-    def reset_parameters(self):
-        if not self.weight.is_meta:
-            raise KeyError("no such file")
-
-
-class Reshapes(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.bias)
-        if not self.weight.is_meta:
-            self.weight = nn.Parameter(torch.zeros(1, 1))
-
-
-class DrawsElsewhere(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.bias)
-        self.weight.data.copy_(torch.from_numpy(np.random.default_rng().random((3, 3))))
-
-
-class Late(nn.Module):
-    """Fails at its last unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(4) for _ in range(2))
-        self.last = NoInitialiser()
-
-
-def _gpt2_block():
-    return tiny_gpt2().transformer.h[0]
-
-
-REFUSED = {
-    "a parameter": (NoInitialiser, ["gain", "NoInitialiser.reset_parameters", "_init_weights"]),
-    "a buffer": (NoBufferInitialiser, ["inner.cache", "Module.reset_parameters", 'device("cpu")']),
-    "a mask": (lambda: NoBufferInitialiser(torch.bool), ["inner.cache"]),
-    "positions": (lambda: NoBufferInitialiser(torch.int64), ["inner.cache"]),
-    "bytes": (lambda: NoBufferInitialiser(torch.uint8), ["inner.cache"]),
-    "half": (lambda: HalfInitialised(3, 3), ["weight", "all of it"]),
-    "an error": (lambda: Raises(3, 3), ["Raises.reset_parameters", "no such file"]),
-    "another shape": (lambda: Reshapes(3, 3), ["weight", "(3, 3)", "(1, 1)"]),
-    "another generator": (lambda: DrawsElsewhere(3, 3), ["rank", "another generator than torch"]),
-    "the last unit": (Late, ["last.gain"]),
-    "a block alone": (_gpt2_block, ["Conv1D", "shard_model on the whole model"]),
-}
-
-
-def _refused(rank, world_size, what):
-    with torch.device("meta"):
-        model = REFUSED[what][0]()
-    kinds = [type(m) for m in model.modules()]
-    before = [*model.named_parameters(), *model.named_buffers()]
-    state = torch.get_rng_state()
-    try:
-        shard_model(model)
-    finally:
-        after = [*model.named_parameters(), *model.named_buffers()]
-        assert [n for n, _ in after] == [n for n, _ in before]
-        for (name, tensor), (_, same) in zip(after, before, strict=True):
-            assert tensor is same, f"half-sharded: {name} is another object"
-            assert tensor.is_meta, f"half-sharded: {name} is real"
-        assert [type(m) for m in model.modules()] == kinds
-        if what != "another generator":
-            assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_nothing_initialises_is_named_on_every_rank_and_nothing_is_changed(what):
-    kind = "RuntimeError" if what == "another generator" else "ValueError"
-    for error in errors_on_ranks(_refused, 2, what):
-        assert error is not None
-        assert error.type_name == kind, error
-        for word in REFUSED[what][1]:
-            assert word in error.message, error
-
-
-def _one_rank_on_meta(rank, world_size):
-    shard_model(on_meta(mlp) if rank else mlp())
-
-
-def test_ranks_of_which_one_built_on_the_host_are_refused():
-    for error in errors_on_ranks(_one_rank_on_meta, 2):
-        assert error.type_name == "RuntimeError"
-        assert "on meta" in error.message
-
-
-def test_what_was_not_written_to_is_found_in_every_dtype():
-    for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64):
-        tensor = marks.marked(torch.empty(3, 5, dtype=dtype, device="meta"))
-        assert marks.is_marked(tensor), dtype
-        tensor[1:] = 1
-        assert marks.is_marked(tensor), dtype
-        tensor[0] = 0
-        assert not marks.is_marked(tensor), dtype
-    assert not marks.is_marked(torch.full((3,), -torch.inf))
-    assert not marks.is_marked(torch.tensor([marks.MARK, 0], dtype=torch.uint8))
-    assert not marks.is_marked(torch.empty(0))

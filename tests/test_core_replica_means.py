@@ -27,12 +27,14 @@ from tests.support.parity import (
     assert_losses_match,
     assert_ranks_agree,
     assert_traces_match,
+    batches_for,
     make_batches,
+    optional_batch,
+    optional_loss,
     train_reference,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.test_core_hsdp import flat_params_of, mesh_of
-from tests.test_core_parity import batches_for, optional_batch, optional_loss
 
 COMBINATIONS = list(itertools.product(["tied_lm", "mlp"], [("zero3", "sgd"), ("zero2", "adamw")]))
 

@@ -9,8 +9,9 @@ from torch import nn
 from lightning_fsdp import full_optimizer_state_dict, shard_model
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.models import mlp, mlp_batch, mlp_loss
+from tests.support.parity import optional_batch, optional_loss
 from tests.support.ranks import run_on_ranks
-from tests.test_core_parity import ELEMENTWISE, optional_batch, optional_loss
+from tests.test_core_optimizers import ELEMENTWISE
 
 KINDS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 OPTIMIZERS = ELEMENTWISE | {

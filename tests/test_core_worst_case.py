@@ -19,12 +19,15 @@ import torch
 
 from lightning_fsdp import MixedPrecisionPolicy, shard_model
 from tests import test_core_accumulation as accumulation
+from tests import test_core_accumulation_paths as accumulation_paths
 from tests import test_core_clip as clip
 from tests import test_core_compile as compiled
 from tests import test_core_copies as copies
 from tests import test_core_freed as freed
+from tests import test_core_frozen as frozen
 from tests import test_core_grad_scaler as grad_scaler
 from tests import test_core_gradients as gradients
+from tests import test_core_gradients_of_parts as gradients_of_parts
 from tests import test_core_graphs as graphs
 from tests import test_core_hosts as hosts
 from tests import test_core_hsdp as hsdp
@@ -39,8 +42,12 @@ from tests import test_core_parity as parity
 from tests import test_core_precision as precision
 from tests import test_core_recomputation as recomputation
 from tests import test_core_recurrent as recurrent
+from tests import test_core_state_dicts as state_dicts
+from tests import test_core_units as units
+from tests import test_core_unused as unused
 from tests import test_core_writes as writes
-from tests.support import ranks
+from tests.support import offloaded, ranks
+from tests.support import parity as parity_support
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import PLANS, adamw, assert_traces_match
@@ -53,14 +60,14 @@ IN_16_BITS = [("lm", dtypes, "adamw") for dtypes in precision.OF_BF16[:2]]
 CASES: dict[str, Callable[[], object]] = {
     "parity": partial(parity.test_training_over_plain_collectives_equals_one_process, 2),
     "parity on 3 ranks": partial(parity.test_training_over_plain_collectives_equals_one_process, 3),
-    "any units": partial(parity.test_any_choice_of_units_trains_the_same, 2),
+    "any units": partial(units.test_any_choice_of_units_trains_the_same, 2),
     "a weight of two units": partial(
-        parity.test_a_tied_weight_has_one_gradient_of_both_uses_and_one_state,
+        units.test_a_tied_weight_has_one_gradient_of_both_uses_and_one_state,
         *("zero3", "across units"),
     ),
-    "two models in one graph": parity.test_two_sharded_models_in_one_graph,
-    "part of a model": parity.test_part_of_a_model_may_stay_unsharded,
-    "unused parameters": partial(parity.test_a_parameter_may_be_unused_by_some_ranks_or_by_all, 2),
+    "two models in one graph": units.test_two_sharded_models_in_one_graph,
+    "part of a model": units.test_part_of_a_model_may_stay_unsharded,
+    "unused parameters": partial(unused.test_a_parameter_may_be_unused_by_some_ranks_or_by_all, 2),
     "evaluation": partial(parity.test_evaluation_between_steps_changes_nothing, "zero3"),
     "edited weights": partial(
         parity.test_parameters_edited_in_place_are_used_by_the_next_forward, "zero2"
@@ -75,9 +82,9 @@ CASES: dict[str, Callable[[], object]] = {
         accumulation.test_clearing_gradients_drops_what_was_not_synced, "model"
     ),
     "unused in a micro-batch": partial(
-        accumulation.test_a_parameter_may_be_used_by_some_micro_batches_of_some_ranks
+        accumulation_paths.test_a_parameter_may_be_used_by_some_micro_batches_of_some_ranks
     ),
-    "units left out": accumulation.test_a_unit_may_be_left_out_of_some_micro_batches,
+    "units left out": accumulation_paths.test_a_unit_may_be_left_out_of_some_micro_batches,
     "micro-batches in flight": partial(
         interleaving.test_micro_batches_in_flight_do_not_mix, *("zero3", "crossed", "sum")
     ),
@@ -115,7 +122,7 @@ CASES: dict[str, Callable[[], object]] = {
     "recomputation": partial(
         recomputation.test_recomputed_blocks_have_the_gradients_of_plain_ones, *("both", "zero3")
     ),
-    "recomputed units": parity.test_units_that_are_recomputed_in_the_backward_train_the_same,
+    "recomputed units": units.test_units_that_are_recomputed_in_the_backward_train_the_same,
     "compiled blocks": partial(
         run_on_ranks, compiled._train_compiled, 2, *("zero3", "after", "module", "aot_eager")
     ),
@@ -130,10 +137,12 @@ CASES: dict[str, Callable[[], object]] = {
     "micro-batches kept apart": partial(
         gradients.test_micro_batches_are_kept_apart_and_change_nothing, *(2, "adamw")
     ),
-    "weights by name": partial(gradients.test_weights_are_there_by_name_at_any_time, "zero3"),
+    "weights by name": partial(
+        gradients_of_parts.test_weights_are_there_by_name_at_any_time, "zero3"
+    ),
     "generation": methods.test_generate_of_gpt2_gives_the_same_tokens,
     "full states": partial(
-        methods.test_full_states_of_model_and_optimizer_continue_as_if_nothing_had_happened,
+        state_dicts.test_full_states_of_model_and_optimizer_continue_as_if_nothing_had_happened,
         "adamw",
     ),
     "copies": partial(
@@ -145,7 +154,7 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "frozen parameters": parameters.test_frozen_parameters_stay_frozen,
     "frozen and unfrozen": partial(
-        graphs.test_parameters_may_be_frozen_and_unfrozen_between_steps, "zero3"
+        frozen.test_parameters_may_be_frozen_and_unfrozen_between_steps, "zero3"
     ),
     "hard graphs": partial(graphs.test_hard_graphs_train_as_unsharded_models_do, *(2, "zero3")),
     "several graphs": partial(
@@ -155,7 +164,7 @@ CASES: dict[str, Callable[[], object]] = {
         freed.test_an_auxiliary_loss_kept_on_a_module_is_right, *("of_a_weight", False, "zero3")
     ),
     **{
-        f"an exception: {where}": partial(run_on_ranks, graphs.fail_once, 2, where, "zero3")
+        f"an exception: {where}": partial(run_on_ranks, frozen.fail_once, 2, where, "zero3")
         for where in ("forward", "backward", "reduced gradient")
     },
     "from the meta device": partial(
@@ -164,7 +173,7 @@ CASES: dict[str, Callable[[], object]] = {
     ),
     "offloaded": partial(
         offload.test_training_offloaded_gives_the_same_bits,
-        *("mlp", 2, PLAIN, None, offload.CLIP, offload.SUMMED),
+        *("mlp", 2, PLAIN, None, offloaded.CLIP, offload.SUMMED),
     ),
 }
 
@@ -200,7 +209,7 @@ def _train(rank, world_size):
     for plan, policy in itertools.product(PLANS, POLICIES):
         task = TASKS["tied_lm"]
         model = shard_model(task.build(), PLANS[plan], mp_policy=POLICIES[policy])
-        batches = parity.batches_for("tied_lm", world_size)
+        batches = parity_support.batches_for("tied_lm", world_size)
         traces[plan, policy] = train_on_rank(
             model, batches, task.loss, adamw(model.parameters()), rank, clip=(0.1, 2.0)
         )

@@ -23,9 +23,11 @@ _GATHERS_AGAIN = "test_core_memory.py::test_backward_gathers_the_shards_again[2]
 _VALUES = "test_core_parameters.py::test_parameters_keep_identity_shape_and_value[2-zero3]"
 _SLICES = "test_core_parameters.py::test_the_slices_of_all_ranks_are_the_tensor[2]"
 _PADDING = "test_core_parameters.py::test_padding_is_zero[2]"
-_LOAD = "test_core_methods.py::test_load_state_dict_takes_whole_tensors_and_keeps_its_slice[zero3]"
+_LOAD = (
+    "test_core_state_dicts.py::test_load_state_dict_takes_whole_tensors_and_keeps_its_slice[zero3]"
+)
 _CONTINUES = (
-    "test_core_methods.py::"
+    "test_core_state_dicts.py::"
     "test_full_states_of_model_and_optimizer_continue_as_if_nothing_had_happened"
 )
 _CLEARING = "test_core_accumulation.py::test_clearing_gradients_drops_what_was_not_synced"

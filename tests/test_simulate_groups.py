@@ -1,12 +1,9 @@
 """Ranks that are only modelled: what they cost, that engines run among them, and what moves it."""
 
-import csv
 import gc
-import json
 import math
 import time
 import weakref
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,16 +15,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp import ZERO3, shard_model
-from lightning_fsdp.bench import runner
-from lightning_fsdp.bench.__main__ import main
-from lightning_fsdp.bench.scaling import Point
-from lightning_fsdp.bench.scaling_report import write_scaling
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
-from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.simulate.groups import SimulatedGroup, find_usage, simulated
-from lightning_fsdp.simulate.network import Network, networks_of
+from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfers_on_host import HostTransfers
-from tests.support import warm
 from tests.support.counting import CollectiveCounter
 from tests.support.ranks import PLAIN, run_on_ranks
 
@@ -247,52 +238,6 @@ def test_a_transfer_can_occupy_the_processor():
     assert occupied_s == pytest.approx(0.1, rel=0.3)
 
 
-# -- the model ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "steps", "sent_bytes"),
-    [
-        ("all_gather", 7, 7000),
-        ("reduce_scatter", 7, 7000),
-        ("all_to_all", 7, 7000),
-        ("all_reduce", 14, 14_000),
-        ("broadcast", 3, 8000),
-    ],
-)
-def test_a_collective_costs_its_steps_and_what_it_sends(kind, steps, sent_bytes):
-    network = Network(world_size=8, bandwidth_gb_s=2.0, latency_us=5.0)
-    cost = network.cost(kind, 8000, 8)
-    assert cost.sent_bytes == sent_bytes
-    assert cost.duration_s == pytest.approx(steps * 5e-6 + sent_bytes / 2e9)
-    assert network.cost(kind, 8000, 1).duration_s == 0, "one rank sends nothing"
-
-
-def test_a_ring_is_as_fast_as_its_slowest_link():
-    network = Network(
-        world_size=16, bandwidth_gb_s=100, latency_us=0, num_hosts=2, host_bandwidth_gb_s=10
-    )
-    assert network.slowest_gb_s(8) == 100
-    assert network.slowest_gb_s(16) == 10
-    assert "8 ranks per host, 10 GB/s" in network.assumptions()[0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"world_size": 0}, "expected 1 or more ranks, got 0"),
-        ({"bandwidth_gb_s": 0.0}, "expected more than 0 GB/s"),
-        ({"num_hosts": 2, "host_bandwidth_gb_s": -1.0}, "bandwidth between hosts: expected more"),
-        ({"latency_us": -1.0}, "expected 0 us or more, got -1.0"),
-        ({"host_share": 2.0}, "expected 0 to 1, got 2.0"),
-        ({"num_hosts": 3}, "expected a divisor of the 8 ranks, got 3"),
-    ],
-)
-def test_a_network_that_cannot_be_is_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        Network(**{"world_size": 8, "bandwidth_gb_s": 1.0, "latency_us": 1.0, **change})
-
-
 # -- the group ---------------------------------------------------------------------------------
 
 
@@ -386,138 +331,3 @@ def test_a_failure_of_a_transfer_is_an_error_where_it_is_waited_for():
         pytest.raises(RuntimeError, match="must match the size"),
     ):
         all_gather_single(torch.empty(6), torch.empty(2))
-
-
-# -- the command -------------------------------------------------------------------------------
-
-
-def test_smaller_worlds_keep_the_ranks_per_host():
-    links = {"bandwidth_gb_s": 1.0, "latency_us": 1.0}
-    networks = networks_of([1024, 2, 64], num_hosts=128, **links)
-    assert [(n.world_size, n.num_hosts) for n in networks] == [(2, 1), (64, 8), (1024, 128)]
-
-
-def test_a_world_that_leaves_a_host_half_empty_is_refused():
-    with pytest.raises(ValueError, match=r"hosts of 8 ranks.*got 12 ranks, which leave one"):
-        networks_of([12, 64], num_hosts=8, bandwidth_gb_s=1.0, latency_us=1.0)
-
-
-def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
-    shape = {"batch_size": 4, "grad_accum": 1}
-    alone = Point(
-        arm="single_b4_a1", engine="single", zero_stage=None, **shape, world_size=1,
-        tokens_per_s_per_rank=100.0, efficiency=1.0, step_ms=5.0,
-    )  # fmt: skip
-    arm = {"arm": "scratch_zero3_b4_a1", "engine": "scratch", "zero_stage": 3, **shape}
-    fine = Point(
-        **arm, world_size=8, tokens_per_s_per_rank=80.0, efficiency=0.8, step_ms=6.0, late_ms=1.0,
-        busy_ms=2.0, calls={"all_gather": 2.0}, sent_bytes=1e6,
-    )  # fmt: skip
-    failed = Point(**arm, world_size=64, failure="exit code 1: boom")
-    network = Network(world_size=64, **FAST)
-    document = {
-        "command": "x",
-        "workload": {"accelerator": "cpu", "precision": "32-true"},
-        **environment(),
-    }
-    write_scaling(tmp_path, [alone, fine, failed], network, document)
-    report = (tmp_path / "scaling.md").read_text()
-    assert "not fused" not in report
-    assert all(assumption in report for assumption in network.assumptions())
-    assert "FAILED" in report
-    assert "6 (bound by this machine)" in report
-    with (tmp_path / "scaling.csv").open() as stream:
-        assert [line["failure"] for line in csv.DictReader(stream)] == ["", "", "exit code 1: boom"]
-    document["workload"]["precision"] = "bf16-mixed"
-    write_scaling(tmp_path, [alone, fine, failed], network, document)
-    assert "references (single, ddp) step with" in (tmp_path / "scaling.md").read_text()
-    results = json.loads((tmp_path / "scaling.json").read_text())
-    assert results["points"][2]["step_ms"] is None
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    assert "scratch ZeRO-3 (failed at 64)" in (tmp_path / "scaling.svg").read_text()
-
-
-def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
-    point = Point(
-        arm="scratch_zero3_b4_a1", engine="scratch", zero_stage=3, batch_size=4, grad_accum=1,
-        world_size=8, tokens_per_s_per_rank=80.0, efficiency=0.8, step_ms=6.0, sent_bytes=1e6,
-    )  # fmt: skip
-    (tmp_path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
-    assert main(["plot", str(tmp_path)]) == 0
-    assert "scaling.png" in capsys.readouterr().out
-    drawn = (tmp_path / "scaling.svg").read_text()
-    assert "scratch ZeRO-3" in drawn
-    assert "FSDP2" not in drawn
-    fsdp2 = {**asdict(point), "engine": "fsdp2"}
-    (tmp_path / "scaling.json").write_text(json.dumps({"points": [fsdp2]}))
-    assert main(["plot", str(tmp_path)]) == 0
-    assert "FSDP2 deals out rows of each parameter" in (tmp_path / "scaling.svg").read_text()
-
-
-POINT = {
-    "arm": "x", "engine": "ddp", "zero_stage": None, "batch_size": 1, "grad_accum": 1,
-    "world_size": 8,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "expected JSON, got: "),
-        ("[]", "expected a scaling study, got the document (input should be an object, got [])"),
-        ('{"points": []}', "expected a scaling study, got no points"),
-        ('{"points": [{"arm": 1}]}', "got points[0].arm (input should be a valid string, got 1)"),
-        (
-            json.dumps({"points": [{**POINT, "step_ms": "5"}]}),
-            'points[0, x].step_ms (input should be a valid number, got "5")',
-        ),
-    ],
-)
-def test_a_damaged_scaling_study_is_refused(text, message, tmp_path, capsys):
-    (tmp_path / "scaling.json").write_text(text)
-    assert main(["plot", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert f"{tmp_path}/scaling.json: expected " in told
-    assert message in told
-
-
-def test_a_figure_that_a_scaling_study_lacks_is_not_drawn(tmp_path):
-    alone = {**POINT, "engine": "single", "world_size": 1, "step_ms": 5.0}
-    (tmp_path / "scaling.json").write_text(json.dumps({"points": [alone, POINT]}))
-    assert main(["plot", str(tmp_path)]) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["8", "--hosts", "3"], "hosts: expected a divisor of the 8 ranks, got 3"),
-        (["1", "8"], "expected 2 or more ranks, got 1"),
-        (["12", "16", "--hosts", "2"], "expected hosts of 8 ranks"),
-    ],
-)
-def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["scaling", "--ranks", *arguments])
-    assert f"--ranks: {message}" in capsys.readouterr().err
-
-
-def test_the_command_runs_arms_among_simulated_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_command", warm.run_command)
-    code = main(
-        [
-            *("scaling", "--ranks", "64", "--engines", "scratch", "--stages", "3"),
-            *("--batch-sizes", "2", "--repeats", "1", "--steps", "2", "--warmup", "1"),
-            *("--out", str(tmp_path)),
-        ]
-    )
-    points = json.loads((tmp_path / "scaling.json").read_text())["points"]
-    assert code == 0, points
-    single, ddp_, sharded = points
-    assert single["exposed_ms"] == single["sent_bytes"] == 0, "one rank communicates with nobody"
-    assert (single["world_size"], ddp_["world_size"], sharded["world_size"]) == (1, 64, 64)
-    norm = 1  # that clipping takes
-    # No backward reads the positions' embedding, and that of the last norm has it from the forward.
-    expected = 2 * sharded["calls"]["reduce_scatter"] - 2 + norm
-    assert sharded["calls"]["all_gather"] == expected
-    assert ddp_["exposed_ms"] is None
-    assert sharded["exposed_ms"] <= sharded["step_ms"]

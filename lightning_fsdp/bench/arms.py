@@ -18,6 +18,15 @@ OF_UNFUSED = """\
 In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
 Lightning clips for no fused one there; the other arms' are as configured."""
 
+# Whatever else a recipe says of hosts, of a beginning and of an end; and nothing but training.
+_OF_EVERY_ARM = """
+--trainer.num_nodes 1 --ckpt_path null --trainer.max_epochs -1 --trainer.max_time null
+--trainer.limit_train_batches null --trainer.overfit_batches 0 --trainer.fast_dev_run false
+--trainer.logger false --trainer.enable_checkpointing false --trainer.enable_progress_bar false
+--trainer.enable_model_summary false --trainer.limit_val_batches 0
+--trainer.num_sanity_val_steps 0
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -110,18 +119,14 @@ class Arm:
         strategy = references.get(self.engine) or self._strategy(workload.shard_size)
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
-        measure = _callback(
-            "measure.Measure",
-            out=str(out),
-            warmup_steps=workload.warmup_steps,
-            timed_steps=workload.timed_steps,
-            profiled_steps=workload.profiled_steps,
-            writes_trace=workload.writes_traces,
-        )
-        path, step = str(out / "memory_rank0.pickle"), workload.warmup_steps - 1
-        # Before the measuring, so that no timed step waits until the snapshot is written.
-        snapshot = _callback("snapshot.Snapshot", path=path, step=step)
-        callbacks = [*([snapshot] if workload.writes_snapshots else []), measure]
+        names = "warmup_steps", "timed_steps", "profiled_steps"
+        steps = {name: getattr(workload, name) for name in names}
+        trace = {"writes_trace": workload.writes_traces}
+        callbacks = [_callback("measure.Measure", out=str(out), **steps, **trace)]
+        if workload.writes_snapshots:
+            path, step = str(out / "memory_rank0.pickle"), workload.warmup_steps - 1
+            # Before the measuring, so that no timed step waits until the snapshot is written.
+            callbacks.insert(0, _callback("snapshot.Snapshot", path=path, step=step))
         is_unfused = self.engine in references and has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         return [
@@ -131,24 +136,11 @@ class Arm:
             *("--trainer.devices", str(self.num_processes(workload))),
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),
-            # Whatever else a recipe says of hosts, of a beginning and of an end.
-            *("--trainer.num_nodes", "1"),
-            *("--ckpt_path", "null"),
-            *("--trainer.max_epochs", "-1"),
-            *("--trainer.max_time", "null"),
-            *("--trainer.limit_train_batches", "null"),
-            *("--trainer.overfit_batches", "0"),
-            *("--trainer.fast_dev_run", "false"),
             *("--trainer.accumulate_grad_batches", str(self.grad_accum)),
             *("--trainer.callbacks", json.dumps(callbacks)),
             *("--trainer.default_root_dir", str(out)),
-            *("--trainer.logger", "false"),
-            *("--trainer.enable_checkpointing", "false"),
-            *("--trainer.enable_progress_bar", "false"),
-            *("--trainer.enable_model_summary", "false"),
-            *("--trainer.limit_val_batches", "0"),
-            *("--trainer.num_sanity_val_steps", "0"),
             *("--data.batch_size", str(batch_size)),
+            *_OF_EVERY_ARM.split(),
             *unfused,
             *workload.overrides,
         ]
@@ -174,10 +166,9 @@ def choose_arms(
     """All combinations, and for each batch shape the two references before them."""
     kinds: list[tuple[str, int | None]] = [("single", None), ("ddp", None)]
     kinds += itertools.product(engines, zero_stages)
-    return [
+    arms = [
         Arm(engine=engine, zero_stage=stage, batch_size=batch_size, grad_accum=grad_accum)
-        for batch_size, grad_accum in itertools.product(
-            dict.fromkeys(batch_sizes), dict.fromkeys(grad_accums)
-        )
-        for engine, stage in dict.fromkeys(kinds)
+        for batch_size, grad_accum in itertools.product(batch_sizes, grad_accums)
+        for engine, stage in kinds
     ]
+    return list(dict.fromkeys(arms))

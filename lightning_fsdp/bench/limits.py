@@ -7,23 +7,23 @@ reference is measured under the load of as many ranks as share the machine.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import spawn
 
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.ranks import run_ranks
 
 _ROUNDS = 15
 _WIDTH = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied
@@ -79,46 +79,34 @@ def measure_limits(workload: Workload, runs: Sequence[Run], out: Path) -> Limits
     return None if failure is not None else documents.load(Limits, path)
 
 
-def _measure(rank: int, given: Sequence[str], meeting: str) -> None:
-    ranks, device_type, precision, nbytes, path = given
-    num_ranks, unit_bytes = int(ranks), int(nbytes)
+def _measure(rank: int, num_ranks: int, device_type: str, precision: str, *rest: Any) -> None:
+    unit_bytes, path = rest
     dtype = _PRODUCT_DTYPES[precision.partition("-")[0]]
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    torch.set_num_threads(1)  # as the arms
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{meeting}", rank=rank, world_size=num_ranks
-    )
-    group = dist.group.WORLD
-    assert group is not None
+    device = torch.device(f"cuda:{rank}" if device_type == "cuda" else device_type)
     shard = torch.ones(max(1, unit_bytes // 4 // num_ranks), device=device)
     whole = shard.new_empty(shard.numel() * num_ranks)
-    width = _WIDTH[device.type]
-    left = torch.randn(width, width, device=device, dtype=dtype)
-    gather_s = _seconds(lambda: all_gather_single(whole, shard, group=group), device)
-    reduce_s = _seconds(lambda: reduce_scatter_single(shard, whole, group=group), device)
-    pairs_s = _seconds(lambda: _exchange(shard, whole.view(num_ranks, -1), rank), device)
-    slowest = torch.tensor([gather_s, reduce_s, pairs_s], device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    gather_s, reduce_s, pairs_s = slowest.tolist()
-    sent = shard.nbytes * (num_ranks - 1)
-    if rank > 0:
-        dist.barrier()
-        dist.destroy_process_group()
-        return
-    product_s = min(_rounds_s(lambda: left @ left, device))
-    dist.barrier()
-    found = Limits(
-        unit_bytes=whole.nbytes,
-        gather_bytes_per_s=sent / gather_s if sent else None,
-        reduce_bytes_per_s=sent / reduce_s if sent else None,
-        pair_bytes_per_s=sent / pairs_s if sent else None,
-        flops_per_s=2 * width**3 / product_s,
+    ways = (
+        lambda: all_gather_single(whole, shard, group=dist.group.WORLD),
+        lambda: reduce_scatter_single(shard, whole, group=dist.group.WORLD),
+        lambda: _exchange(shard, whole.view(num_ranks, -1), rank),
     )
-    documents.write(Path(path), found)
-    dist.destroy_process_group()
+    slowest_s = torch.tensor([median(_rounds_s(way, device)) for way in ways], device=device)
+    dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        sent = shard.nbytes * (num_ranks - 1)
+        gather, reduce, pair = (sent / s if sent else None for s in slowest_s.tolist())
+        width = _WIDTH[device_type]
+        left = torch.randn(width, width, device=device, dtype=dtype)
+        product_s = min(_rounds_s(lambda: left @ left, device))
+        found = Limits(
+            unit_bytes=whole.nbytes,
+            gather_bytes_per_s=gather,
+            reduce_bytes_per_s=reduce,
+            pair_bytes_per_s=pair,
+            flops_per_s=2 * width**3 / product_s,
+        )
+        documents.write(path, found)
+    dist.barrier()  # which the others wait in, and leave the machine alone
 
 
 def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
@@ -127,10 +115,6 @@ def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
     operations += [dist.P2POp(dist.isend, mine, peer) for peer in peers]
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-
-
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    return median(_rounds_s(action, device))
 
 
 def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]:
@@ -145,11 +129,10 @@ def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]
     return found[_ROUNDS // 3 :]
 
 
-def main(*given: str) -> None:
+def main(num_ranks: str, device_type: str, precision: str, unit_bytes: str, path: str) -> None:
     """Measure with what :func:`measure_limits` gives, and write a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (given, f"{folder}/ranks")
-        spawn(_measure, args=arguments, nprocs=int(given[0]))  # type: ignore[no-untyped-call]
+    given = int(num_ranks), device_type, precision, int(unit_bytes), Path(path)
+    run_ranks(_measure, int(num_ranks), *given, device_type=device_type)
 
 
 if __name__ == "__main__":

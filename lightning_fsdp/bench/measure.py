@@ -30,10 +30,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.failure import RankFailure
 from lightning_fsdp.bench.memory import StepObserver, comm_of
-from lightning_fsdp.bench.parts import StepProfiler
-from lightning_fsdp.bench.records import RankMeasurement
+from lightning_fsdp.bench.parts import PhaseName, StepProfiler
+from lightning_fsdp.bench.records import RankFailure, RankMeasurement
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.core.access.grad_norm import global_norm
@@ -72,9 +71,7 @@ class Measure(L.Callback):
         self._losses: list[Tensor] = []  # since the last step; reading one would wait for it
         self._fit_start = 0.0
         self._last = (0.0, 0.0)  # wall and CPU time at the end of the last step
-        self._utilization: Utilization | None = None
-        self._profiler: StepProfiler | None = None
-        self._observer: StepObserver | None = None
+        self._watcher: Utilization | StepProfiler | StepObserver | None = None  # of the stretch
         self._usage_before: Usage | None = None  # of a simulated network
 
     @override
@@ -99,16 +96,15 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Data is there. The first observed batch begins to be observed."""
-        if self._profiler is not None:
-            self._profiler.enter("compute")
-        if self._num_steps >= self.first_observed and self._observer is None:
-            self._observer = StepObserver(trainer, pl_module, _num_tokens(batch))
+        self._enter("compute")
+        if self._num_steps >= self.first_observed and self._watcher is None:
+            self._watcher = StepObserver(trainer, pl_module, _num_tokens(batch))
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Gradients are there."""
-        if self._observer is not None:
-            self._observer.after_backward()
+        if isinstance(self._watcher, StepObserver):
+            self._watcher.after_backward()
 
     @override
     def on_before_optimizer_step(
@@ -116,8 +112,7 @@ class Measure(L.Callback):
     ) -> None:
         """An optimizer step is made."""
         self._is_step = True
-        if self._profiler is not None:
-            self._profiler.enter("optimizer")
+        self._enter("optimizer")
         if self._num_steps == 0 < self.first_timed:
             self.measured.grad_norm = _grad_norm(trainer, pl_module)
 
@@ -137,8 +132,7 @@ class Measure(L.Callback):
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
         self._tokens += _num_tokens(batch)
         if not self._is_step:
-            if self._profiler is not None:
-                self._profiler.enter("data")
+            self._enter("data")
             return
         before, self._last = self._last, self._now()
         self._is_step = False
@@ -147,10 +141,8 @@ class Measure(L.Callback):
             self.measured.step_s.append(self._last[0] - before[0])
             self.measured.host_s.append(self._last[1] - before[1])
             self.measured.step_tokens.append(self._tokens)
-        if self._profiler is not None:
-            self._profiler.end_step()
-        if self._observer is not None:
-            self._observer.end_step()
+        if isinstance(self._watcher, (StepProfiler, StepObserver)):
+            self._watcher.end_step()
         self._num_steps += 1
         self._begin_stretch(trainer)
         self.measured.losses += [loss.item() for loss in self._losses]
@@ -170,12 +162,7 @@ class Measure(L.Callback):
                 "run ended. Take out of the model what ends it, such as `trainer.should_stop`."
             )
         self.out.mkdir(parents=True, exist_ok=True)
-        self._end_timed()
-        self._end_profiled()
-        if self._observer is not None:
-            observer, self._observer = self._observer, None
-            observer.stop()
-            observer.write(self.measured)
+        self._end_stretch()
         documents.write(self.out / f"rank{self.measured.rank}.json", self.measured)
 
     @override
@@ -183,10 +170,9 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
-        for watcher in (self._utilization, self._profiler, self._observer):
-            if watcher is not None:
-                watcher.stop()
-        self._utilization = self._profiler = self._observer = None
+        if self._watcher is not None:
+            self._watcher.stop()
+            self._watcher = None
         failure = RankFailure.of(trainer.global_rank, exception)
         self.out.mkdir(parents=True, exist_ok=True)
         path = self.out / f"failure{failure.rank}.json"
@@ -198,31 +184,43 @@ class Measure(L.Callback):
 
     def _begin_stretch(self, trainer: L.Trainer) -> None:
         """End the stretch that ends between two steps, and begin what begins there."""
-        if self._num_steps == self.first_profiled:
-            self._end_timed()
-        if self._num_steps == self.first_observed:
-            self._end_profiled()
+        if self._num_steps in (self.first_profiled, self.first_observed):
+            self._end_stretch()
         if self.first_timed == self._num_steps < self.first_profiled:
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
-            self._utilization = Utilization.of(self._device)
-            self._utilization.start()
+            self._watcher = Utilization.of(self._device)
+            self._watcher.start()
             usage = find_usage()
             self._usage_before = None if usage is None else usage.copy()
         if self.first_profiled == self._num_steps < self.first_observed:
-            self._profiler = StepProfiler(
-                self._device,
-                world_size=trainer.world_size,
-                waits_unseen=isinstance(trainer.model, DistributedDataParallel),
+            waits_unseen = isinstance(trainer.model, DistributedDataParallel)
+            self._watcher = StepProfiler(
+                self._device, world_size=trainer.world_size, waits_unseen=waits_unseen
             )
-            self._profiler.start()
+            self._watcher.start()
 
-    def _end_timed(self) -> None:
-        if self._utilization is None:
+    def _enter(self, phase: PhaseName) -> None:
+        if isinstance(self._watcher, StepProfiler):
+            self._watcher.enter(phase)
+
+    def _end_stretch(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is None:
             return
+        watcher.stop()
+        if isinstance(watcher, Utilization):
+            self.measured.utilization = watcher.samples
+            self._write_timed()
+        elif isinstance(watcher, StepObserver):
+            watcher.write(self.measured)
+        else:
+            self.measured.parts = watcher.parts()
+            if self.writes_trace and self.measured.rank == 0:
+                watcher.write(self.out / "trace_rank0.json")
+
+    def _write_timed(self) -> None:
         self.measured.fit_s = self._last[0] - self._fit_start
-        self.measured.utilization = self._utilization.stop()
-        self._utilization = None
         usage = find_usage()
         if usage is not None and self._usage_before is not None:
             num_steps = len(self.measured.step_s)
@@ -231,15 +229,6 @@ class Measure(L.Callback):
         if self._device.type == "cuda":
             self.measured.cuda_peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
             self.measured.cuda_peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
-
-    def _end_profiled(self) -> None:
-        if self._profiler is None:
-            return
-        self._profiler.stop()
-        self.measured.parts = self._profiler.parts()
-        if self.writes_trace and self.measured.rank == 0:
-            self._profiler.write(self.out / "trace_rank0.json")
-        self._profiler = None
 
     def _refuse_a_short_step(self, trainer: L.Trainer) -> None:
         """Lightning makes a step of what is left when the data ends.

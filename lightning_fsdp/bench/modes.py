@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_fsdp.bench import largest_batch, output, scaling, scaling_report
+from lightning_fsdp.bench import largest_batch, output, scaling
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import measure_limits
 from lightning_fsdp.bench.records import Run
@@ -67,7 +67,7 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
 
     arms = _arms(args, args.batch_sizes)
     points, num_missing = scaling.run_scaling(arms, workload, networks, run, repeats=args.repeats)
-    scaling_report.write_scaling(args.out, points, networks[-1], document)
+    scaling.write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
     return end(

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
 from lightning_fsdp.bench.memory import thinned
-from lightning_fsdp.bench.optimizer_outcome import ENGINES, Outcome, Phase
+from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.processes import run_command
@@ -185,7 +185,7 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
     Args:
         phases_of: Of one rank, by arm.
     """
-    engines = [engine for engine in ENGINES if any(engine_of(arm) == engine for arm in phases_of)]
+    engines = sorted(set(map(engine_of, phases_of)))
     figure = Figure(figsize=(9, 3.4 * len(engines)), layout="constrained")
     panels = figure.subplots(len(engines), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
     for engine, axes in zip(engines, panels, strict=True):

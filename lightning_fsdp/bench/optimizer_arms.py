@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,68 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.optimizer_outcome import Outcome, Phase
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
+from lightning_fsdp.harness.ranks import run_ranks
 
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
 _SHARDERS: dict[str, Callable[..., Any]] = {"fsdp2": fsdp.fully_shard, "scratch": fully_shard}
 _OPERATIONS_PER_SAMPLE = 32  # of the resident size
+
+
+@dataclass
+class Phase:
+    """A stretch of an arm.
+
+    Attributes:
+        name: ``build``, ``shard``, ``step 1``, ...
+        live_bytes: Of tensors, after each operation on them.
+        rss_bytes: The process's resident size, now and then.
+    """
+
+    name: str
+    live_bytes: list[int] = field(default_factory=list)
+    rss_bytes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What one rank found.
+
+    Attributes:
+        losses: Of each step, on this rank.
+        weights: Digest of each whole parameter at the end.
+        trained: Parameters that changed.
+        num_entries: Parameters that the optimizer holds.
+        num_held: Those of them that are the model's.
+        phases: Memory over time.
+        resting_bytes: Of tensors after the last step.
+        peak_bytes: Most bytes of tensors alive at once.
+        rss_bytes: Largest resident size seen.
+    """
+
+    arm: str
+    rank: int
+    losses: list[float]
+    weights: dict[str, str]
+    trained: list[str]
+    num_entries: int
+    num_held: int
+    phases: list[Phase]
+    resting_bytes: int = field(init=False)
+    peak_bytes: int = field(init=False)
+    rss_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.resting_bytes = self.phases[-1].live_bytes[-1] if self.phases else 0
+        self.peak_bytes = max((n for phase in self.phases for n in phase.live_bytes), default=0)
+        self.rss_bytes = max((n for phase in self.phases for n in phase.rss_bytes), default=0)
 
 
 class Timeline(Observer):  # type: ignore[no-untyped-call]
@@ -244,25 +292,19 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: str, at: str) -> None:
+def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: Path) -> None:
     # As torchrun says it; Lightning and accelerate ask for it.
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
         LOCAL_WORLD_SIZE=str(num_ranks), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    torch.set_num_threads(1)  # another number of threads, another order of sums
-    dist.init_process_group("gloo", init_method=f"file://{at}", rank=rank, world_size=num_ranks)
-    outcome = run_arm(arm, rank, num_steps)
-    documents.write(Path(folder) / f"rank{rank}.json", outcome)
-    dist.destroy_process_group()
+    documents.write(folder / f"rank{rank}.json", run_arm(arm, rank, num_steps))
 
 
 def main(arm: str, num_ranks: str, num_steps: str, folder: str) -> None:
     """Start the ranks of an arm and wait for them."""
-    with tempfile.TemporaryDirectory() as meeting:
-        arguments = (arm, int(num_ranks), int(num_steps), folder, f"{meeting}/ranks")
-        spawn(_rank_main, args=arguments, nprocs=int(num_ranks))  # type: ignore[no-untyped-call]
+    run_ranks(_rank_main, int(num_ranks), arm, int(num_ranks), int(num_steps), Path(folder))
 
 
 if __name__ == "__main__":

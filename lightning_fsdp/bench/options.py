@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fsdp.bench.arms import ENGINES
-from lightning_fsdp.bench.optimizer_outcome import ENGINES as ENGINES_WITH_OPTIMIZERS
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import CommandParser, at_least, folder_argument, positive
 from lightning_fsdp.simulate.network import networks_of
@@ -233,7 +232,7 @@ _COMMANDS = {
         ["--ranks 2 --steps 4", "--engines scratch --out runs/optimizer-scratch"],
         {
             "--ranks": _of("processes", type=at_least(2), default=2),
-            "--engines": _some("to compare", ENGINES_WITH_OPTIMIZERS),
+            "--engines": _some("to compare", ("fsdp2", "scratch")),
             "--steps": _of("optimizer steps", type=at_least(1), default=4),
             "--timeout": _of("seconds per arm", type=positive, default=300.0),
             **_out("runs/optimizer"),

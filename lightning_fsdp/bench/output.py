@@ -15,7 +15,7 @@ from pathlib import Path
 from lightning_fsdp.bench import documents, plots, tensorboard
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
-from lightning_fsdp.bench.scaling_report import redraw_scaling
+from lightning_fsdp.bench.scaling import redraw_scaling
 
 WRITTEN = (
     "report.md, comparison.csv, results.json (every repeat), plots/, tensorboard/, "

@@ -1,4 +1,7 @@
-"""What is measured, as it is written down: by a rank, of a run, of an arm over all its runs."""
+"""What is measured, as it is written down: by a rank, of a run, of an arm over all its runs.
+
+And why a run gave nothing: what a rank raised, known by its type, not by what it says.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import Field
 from pydantic_core import PydanticCustomError
 
 from lightning_fsdp.bench.documents import Count, Figure, Listed, Loss, PerStep, Steps
-from lightning_fsdp.bench.failure import FailureKind
 from lightning_fsdp.bench.parts import Parts
 from lightning_fsdp.bench.theory import Demand, UnitFacts
 from lightning_fsdp.simulate.transfer import StepUsage
@@ -23,6 +26,10 @@ Kind = tuple[str, int | None]
 """Engine and ZeRO stage."""
 Shape = tuple[int, int]
 """Sequences per rank and micro-batch, and micro-batches per optimizer step."""
+FailureKind = Literal[
+    "out of memory", "error", "timed out", "no measurement", "wrong losses", "wrong gradients"
+]
+"""Why a run gave nothing."""
 
 
 @dataclass
@@ -89,6 +96,38 @@ class RankMeasurement:
     comm: str | None = None
     units: list[UnitFacts] | None = None
     simulated: StepUsage | None = None
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """What a rank writes that raised.
+
+    Attributes:
+        type: Of the exception, with its module.
+        message: First line of what it says.
+        is_out_of_memory: By type, of the exception or of one that led to it. (torch's allocator on
+            CPU raises a plain ``RuntimeError``, which is not told from others.)
+    """
+
+    rank: int
+    type: str
+    message: str
+    is_out_of_memory: bool
+
+    @classmethod
+    def of(cls, rank: int, exception: BaseException) -> RankFailure:
+        """Describe an exception, or the one among those that led to it that is about memory."""
+        led_to_it: list[BaseException] = []
+        link: BaseException | None = exception
+        while link is not None and link not in led_to_it:  # a chain may close
+            led_to_it.append(link)
+            link = link.__cause__ or link.__context__
+        of_memory = [e for e in led_to_it if isinstance(e, (torch.OutOfMemoryError, MemoryError))]
+        shown = next(iter(of_memory), exception)
+        module, name = type(shown).__module__, type(shown).__qualname__
+        full_name = name if module == "builtins" else f"{module}.{name}"
+        message = str(shown).strip().partition("\n")[0]
+        return cls(rank, full_name, message, is_out_of_memory=bool(of_memory))
 
 
 @dataclass
@@ -210,7 +249,7 @@ class Row(OfArm):
         communication_limit_ms: Bytes over measured bandwidth.
         times_limit: The step over the larger of the two limits: 1 cannot be beaten.
         failure: Why the other fields are empty, or wrong.
-        failure_kind: In a word; see ``failure.py``.
+        failure_kind: In a word; see :data:`FailureKind`.
     """
 
     num_processes: int

@@ -14,6 +14,14 @@ from torch.utils.tensorboard.summary import hparams
 from lightning_fsdp.bench.records import worst
 from lightning_fsdp.bench.results import ArmResult, Results
 
+_OF_ARM = (
+    "tokens_per_s", "step_ms", "loss_last", "mfu", "host_ms", "end_to_end_s", "payload_bytes",
+)  # fmt: skip
+_PER_RANK = (
+    "peak_bytes", "resting_bytes", "peak_rss_bytes", "cuda_peak_allocated_bytes",
+    "cuda_peak_reserved_bytes",
+)  # fmt: skip
+
 
 def write_runs(folder: Path, results: Results, pictures: Mapping[str, Figure]) -> None:
     """Write all runs anew; a figure that was not measured has no scalar.
@@ -63,22 +71,9 @@ def _settings(arm: ArmResult) -> dict[str, str | int]:
 
 
 def _figures(arm: ArmResult) -> dict[str, float]:
-    row = arm.figures
-    figures = {
-        "tokens_per_s": row.tokens_per_s,
-        "step_ms": row.step_ms,
-        "loss_last": row.loss_last,
-        "mfu": row.mfu,
-        "host_ms": row.host_ms,
-        "end_to_end_s": row.end_to_end_s,
-        "payload_bytes": row.payload_bytes,
-        "peak_bytes": worst(row.peak_bytes),
-        "resting_bytes": worst(row.resting_bytes),
-        "peak_rss_bytes": worst(row.peak_rss_bytes),
-        "cuda_peak_allocated_bytes": worst(row.cuda_peak_allocated_bytes),
-        "cuda_peak_reserved_bytes": worst(row.cuda_peak_reserved_bytes),
-        **{f"parts/{name}": value for name, value in arm.parts_ms.items()},
-    }
+    figures = {name: getattr(arm.figures, name) for name in _OF_ARM}
+    figures |= {name: worst(getattr(arm.figures, name)) for name in _PER_RANK}
+    figures |= {f"parts/{name}": value for name, value in arm.parts_ms.items()}
     return {f"result/{name}": value for name, value in figures.items() if value is not None}
 
 

@@ -15,6 +15,7 @@ from tests import test_core_gradients as gradients
 from tests import test_core_offload as offload
 from tests import test_core_parity as parity
 from tests import test_core_precision as precision
+from tests.support import offloaded
 from tests.support import parity as support
 from tests.support.parity import assert_traces_match, on_host
 from tests.support.ranks import run_on_ranks
@@ -81,7 +82,7 @@ def test_training_offloaded_gives_the_values_of_training_on_the_device(world_siz
     """The optimizer steps on another processor: last bits may differ."""
     policy = CPUOffloadPolicy(pin_memory=pin_memory)
     offloaded, resident = (
-        run_on_ranks(offload.train_each_way, world_size, "mlp", each, None, offload.CLIP)
+        run_on_ranks(offload.train_each_way, world_size, "mlp", each, None, offloaded.CLIP)
         for each in (policy, None)
     )
     for combination, expected in resident[0].items():

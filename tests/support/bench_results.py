@@ -166,3 +166,16 @@ def rank_of(arm, work, rank, repeat, *, is_old):
             "activations": peak - 2 * (peak // 4) - peak // 8,
         },
     }  # fmt: skip
+
+
+SMALL = {"engines": ["scratch"], "stages": [3], "batch_sizes": [2], "accums": [1]}
+FAILED = {"scratch_zero3_b2_a1": ("out of memory", "exit code 1: DefaultCPUAllocator: no memory")}
+
+
+def arms():
+    return choose_arms(engines=["scratch"], zero_stages=[3], batch_sizes=[2], grad_accums=[1])
+
+
+def folder_of(document, path):
+    (path / "results.json").write_text(json.dumps(document))
+    return path

@@ -171,3 +171,7 @@ def _sizes(storages: dict[int, StorageWeakRef]) -> dict[int, int]:
         elif nbytes := storage.nbytes():
             sizes[key] = nbytes
     return sizes
+
+
+# Scalars, flags, lists of used parameters. The smallest unit (the position table) is 6 KB.
+SLACK_BYTES = 2048

@@ -6,6 +6,7 @@ their original shapes. The reference joins what the ranks had: ``batches[step][m
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp import ZERO2, ZERO3
-from tests.support.models import Batch
+from tests.support.models import TASKS, Batch, mlp_batch
 
 PLANS = {"zero2": ZERO2, "zero3": ZERO3}
 
@@ -229,3 +230,29 @@ def on_host(trace: Trace) -> Trace:
 
 def _word(tensor: Tensor | None) -> str:
     return "None" if tensor is None else "a tensor"
+
+
+COMBINATIONS = list(itertools.product(PLANS, OPTIMIZERS))
+
+
+def batches_for(task_name, world_size, *, num_steps=3, num_micro_batches=2):
+    return make_batches(
+        TASKS[task_name].make_batch,
+        num_steps=num_steps,
+        num_micro_batches=num_micro_batches,
+        world_size=world_size,
+    )
+
+
+def optional_batch(users):
+    """``users[step]``: the ranks that use ``bonus`` in that step."""
+
+    def make(step, micro_batch, rank):
+        return {**mlp_batch(step, micro_batch, rank), "use_bonus": rank in users[step]}
+
+    return make
+
+
+def optional_loss(model, batch):
+    outputs = model(batch["inputs"], batch["use_bonus"])
+    return 0.25 * torch.nn.functional.mse_loss(outputs, batch["targets"])

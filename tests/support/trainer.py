@@ -31,6 +31,8 @@ SHARDED = (
     "fsdp2_zero2",
 )
 ORACLE = "ddp"
+# Of each engine, where one of its stages is enough.
+STRATEGIES = ["scratch_fsdp_zero2", "scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3", "ddp"]
 
 # A run under a strategy; what it returns is compared. Arguments: strategy name, empty folder, rank.
 Scenario = Callable[[str, Path, int], Mapping[str, Any]]

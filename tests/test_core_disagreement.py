@@ -1,0 +1,185 @@
+"""Ranks that disagree about models, plans, the order of units or collectives: an error on each."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp import (
+    ZERO2,
+    ZERO3,
+    fully_shard,
+    gradients,
+    shard_model,
+)
+from tests.support.models import MLP, causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.wrong_use import AT_ONCE_S, with_integer_parameter
+
+
+class _Wider(MLP):
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(15, 15, bias=False)
+
+
+def _other_shape():
+    model = mlp()
+    model.first = nn.Linear(7, 16)
+    return model
+
+
+def _other_order():
+    model = mlp()
+    model.first, first = nn.Identity(), model.first
+    del model.first
+    model.first = first
+    return model
+
+
+def _frozen():
+    model = mlp()
+    model.second.requires_grad_(False)
+    return model
+
+
+OTHER_MODELS = {
+    "another shape": _other_shape,
+    "a missing parameter": _Wider,
+    "another order": _other_order,
+    "another dtype": lambda: mlp().double(),
+    "frozen elsewhere": _frozen,
+    "an integer parameter": with_integer_parameter,
+}
+
+
+def _ranks_differ(rank, world_size, what, shard):
+    """The last rank has another model. Whatever happens, the model must be what it was."""
+    model = OTHER_MODELS[what]() if rank == world_size - 1 else mlp()
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    try:
+        (shard_model if shard == "shard_model" else fully_shard)(model)
+    finally:
+        for name, parameter in model.named_parameters():
+            same, value = before[name]
+            assert parameter is same, f"half-sharded: {name} is another object"
+            assert type(parameter) is nn.Parameter, f"half-sharded: {name} is a {type(parameter)}"
+            assert torch.equal(parameter, value), f"half-sharded: {name} has another value"
+        if what == "another shape" and rank == 0:
+            mlp_loss(model, mlp_batch(0, 0, rank)).backward()  # no hook is left
+
+
+@pytest.mark.parametrize("shard", ["shard_model", "fully_shard"])
+@pytest.mark.parametrize("what", OTHER_MODELS)
+def test_ranks_with_different_models(what, shard):
+    errors = errors_on_ranks(_ranks_differ, 3, what, shard, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError ValueError TypeError", "rank")
+    if what == "an integer parameter":
+        assert_errors(errors, "RuntimeError ValueError TypeError", "second.table")
+
+
+def _ranks_differ_in_policy(rank, world_size, what):
+    model = mlp()
+    if what == "precision":
+        dtype = torch.bfloat16 if rank else torch.float16
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    elif what == "stage":
+        shard_model(model, ZERO2 if rank else ZERO3)
+    elif rank:
+        fully_shard(model)
+    else:
+        fully_shard(model.first)
+
+
+@pytest.mark.parametrize("what", ["precision", "stage", "units"])
+def test_ranks_with_different_plans(what):
+    errors = errors_on_ranks(_ranks_differ_in_policy, 2, what, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError ValueError", "rank")
+
+
+class _Branches(nn.Module):
+    """Two layers whose order a rank may choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, inputs, swapped=False):
+        first, second = (self.right, self.left) if swapped else (self.left, self.right)
+        return second(torch.tanh(first(inputs)))
+
+
+def _disagree_in_order(rank, world_size, num_agreed_steps, how):
+    torch.manual_seed(0)
+    model = _Branches()
+    fully_shard(model.left)
+    fully_shard(model.right)
+    fully_shard(model)
+    values = {name: p.full_tensor() for name, p in model.named_parameters()}
+    inputs = torch.ones(2, 32) * (rank + 1)
+    for _ in range(num_agreed_steps):
+        model(inputs).sum().backward()
+        model.zero_grad()
+    try:
+        if how == "skips one":
+            (model(inputs) if rank != 1 else model.left(inputs)).sum().backward()
+        else:
+            model(inputs, swapped=rank == 1).sum().backward()
+    finally:
+        if num_agreed_steps == 0:
+            # Nothing moved: what a rank holds is still a slice of the old values.
+            for name, parameter in model.named_parameters():
+                local = parameter.to_local()
+                flat = values[name].flatten()
+                start = 0 if rank == 0 else flat.numel() - local.numel()
+                assert torch.equal(local, flat[start : start + local.numel()]), name
+
+
+@pytest.mark.parametrize("how", ["swaps", "skips one"])
+def test_ranks_that_disagree_in_the_first_step(how):
+    errors = errors_on_ranks(_disagree_in_order, 2, 0, how, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError", "rank", "right")
+
+
+@pytest.mark.parametrize("how", ["swaps", "skips one"])
+def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout(how):
+    errors = errors_on_ranks(
+        _disagree_in_order, 2, 2, how, timeout_s=AT_ONCE_S + 5, group_timeout_s=5.0
+    )
+    assert_errors(errors, "RuntimeError", "rank 1")
+
+
+COLLECTIVES = {
+    "norm of gradients": lambda model: model.clip_grad_norm_(1.0),
+    "dot of gradients": lambda model: gradients(model).dot(None),
+    "full_tensor of 'head.weight'": lambda model: model.head.weight.full_tensor(),
+    "GradScaler's search for inf": lambda model: _unscale(model),
+    "end of a backward": lambda model: _ask_who_used(model),
+}
+
+
+def _unscale(model):
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD(model.parameters()))
+
+
+def _ask_who_used(model):
+    model.head.weight.spec.communicator.any_rank([False])()
+
+
+def _enter_alone(rank, world_size, what):
+    model = shard_model(causal_lm())
+    lm_loss(model, token_batch(0, 0, rank)).backward()
+    if rank == 1:
+        time.sleep(4)  # past the group's timeout
+        return
+    with pytest.raises(RuntimeError, match=rf"^{what} \(rank 0 of 2\): expected every rank"):
+        COLLECTIVES[what](model)
+
+
+@pytest.mark.parametrize("what", COLLECTIVES)
+def test_a_collective_that_another_rank_does_not_enter_names_itself(what):
+    run_on_ranks(_enter_alone, 2, what, group_timeout_s=2.0)

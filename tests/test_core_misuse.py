@@ -1,0 +1,234 @@
+"""Wrong use at a wrong time, in a wrong order or of a wrong kind: an error that names the cure."""
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from lightning_fsdp import (
+    ZERO3,
+    full_state_dict,
+    fully_shard,
+    gradients,
+    register_forward_method,
+    shard_model,
+)
+from tests.support.models import causal_lm, mlp, mlp_batch, mlp_loss, token_batch
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.wrong_use import AT_ONCE_S
+
+# --- at the wrong time, in the wrong order, of the wrong kind ---
+
+
+class _Meddling(nn.Module):
+    """Its forward calls what a forward must not."""
+
+    def __init__(self, meddle):
+        super().__init__()
+        self.meddle = meddle
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, inputs):
+        self.meddle(self)
+        return self.second(self.first(inputs))
+
+
+def _reshard_in_forward():
+    fully_shard(_Meddling(lambda model: model.reshard()))(torch.ones(2, 7))
+
+
+def _outer_first():
+    model = fully_shard(mlp())
+    fully_shard(model.second)
+
+
+def _tied_with_two_policies():
+    model = causal_lm(tied=True)
+    fully_shard(model.embedding, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model.head, mp_policy=MixedPrecisionPolicy())
+
+
+def _shard_around_a_forward():
+    inner = fully_shard(_Meddling(lambda _: fully_shard(outer)))
+    outer = nn.Sequential(inner)
+    outer(torch.ones(2, 7))
+
+
+class _SparseTable(nn.Module):
+    """Not an embedding that the door could know."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(11, 3))
+
+    def forward(self, index):
+        return F.embedding(index, self.table, sparse=True)
+
+
+def _load_in_forward():
+    model = fully_shard(mlp())
+    state = full_state_dict(model)
+    model.first.register_forward_hook(lambda *_: model.load_state_dict(state))
+    model(torch.zeros(2, 7))
+
+
+def _sparse_gradient():
+    fully_shard(_SparseTable())(torch.arange(4)).sum().backward()
+
+
+def _other_slice():
+    model = fully_shard(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
+    model[0].weight.data + model[1].weight.data
+
+
+def _convert_unreduced():
+    model = shard_model(mlp())
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, 0)).backward()
+    model.double()
+
+
+def _convert_in_forward():
+    model = shard_model(mlp())
+    model.first.register_forward_hook(lambda *_: model.double() and None)
+    model(mlp_batch(0, 0, 0)["inputs"])
+
+
+MISUSES = {
+    "outer module first": (_outer_first, "bottom-up"),
+    "DDP": (
+        lambda: fully_shard(nn.parallel.DistributedDataParallel(mlp())),
+        "Shard the module inside it",
+    ),
+    "sharding during a forward": (_shard_around_a_forward, "between steps"),
+    "reshard during the forward": (_reshard_in_forward, "Call it after the forward"),
+    "two policies of one weight": (_tied_with_two_policies, "Pass the same policy"),
+    "sparse embedding": (lambda: fully_shard(nn.Embedding(11, 3, sparse=True)), "Build it dense"),
+    "renormalised embedding": (
+        lambda: fully_shard(nn.Embedding(11, 3, max_norm=1.0)),
+        "Renormalise after",
+    ),
+    "loading during the forward": (_load_in_forward, "Call it after the forward"),
+    "sparse gradient": (_sparse_gradient, "sparse=False"),
+    "two slices": (_other_slice, "full_tensor()"),
+    "hook of a parameter": (
+        lambda: fully_shard(mlp()).bonus.register_hook(print),
+        "gradients(module).on_local",
+    ),
+    "part of a unit to another dtype": (
+        lambda: fully_shard(mlp()).second.to(torch.bfloat16),
+        "convert the module that was sharded",
+    ),
+    "to another dtype while gradients wait": (_convert_unreduced, "zero_grad()"),
+    "to another dtype during the forward": (_convert_in_forward, "Call it after the forward"),
+    "to integers": (lambda: fully_shard(mlp())._apply(lambda t: t.int()), "floating-point"),
+    "assigning another dtype": (
+        lambda: fully_shard(mlp()).load_state_dict(mlp().double().state_dict(), assign=True),
+        "Convert the module first",
+    ),
+    "random values": (lambda: torch.randn_like(fully_shard(mlp()).bonus), "bonus"),
+    "values that depend on places": (lambda: nn.init.eye_(fully_shard(mlp()).mix), "copy_()"),
+    "copy of another shape": (
+        lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),
+        "original shape",
+    ),
+    "norm of no p": (
+        lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=float("nan")),
+        "norm_type",
+    ),
+    "method of a plain module": (
+        lambda: register_forward_method(mlp(), "forward"),
+        "Call fully_shard first",
+    ),
+    "unknown name": (lambda: gradients(fully_shard(mlp()))["second.weigth"], "second.weight"),
+}
+
+
+def _misuse(rank, world_size, name):
+    MISUSES[name][0]()
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_misuse_is_an_error_that_names_the_cure(name):
+    types = "RuntimeError ValueError TypeError NotImplementedError KeyError"
+    assert_errors(errors_on_ranks(_misuse, 2, name, timeout_s=AT_ONCE_S), types, MISUSES[name][1])
+
+
+# --- a sharded parameter where the whole one is needed ---
+
+WHOLE_USES = {
+    "linear": lambda model, p: F.linear(torch.zeros(2, p.shape[1]), p),
+    "matmul": lambda model, p: torch.zeros(2, p.shape[1]) @ p.t(),
+    "submodule's weight": lambda model, p: torch.zeros(2, 7).matmul(model.first.weight.T),
+    "norm": lambda model, p: p.detach().norm(),
+    "vector_norm": lambda model, p: torch.linalg.vector_norm(p.detach()),
+    "sum": lambda model, p: p.detach().sum(),
+    "view": lambda model, p: p.detach().view(-1),
+    "index": lambda model, p: p.detach()[0],
+    "clip": lambda model, p: nn.utils.clip_grad_norm_([p], 1.0),
+    "torch.save": lambda model, p: torch.save(model.state_dict(), io.BytesIO()),
+    "torch.save of the parameter": lambda model, p: torch.save(p, io.BytesIO()),
+    "numpy": lambda model, p: p.detach().numpy(),
+    "item": lambda model, p: model.scale.item(),
+}
+CURES = {
+    "torch.save": "full_state_dict",
+    "torch.save of the parameter": "full_state_dict",
+    "numpy": "numpy",  # torch's own words
+}
+
+
+def _use_whole(rank, world_size):
+    """The error of each use; None where it gave a result."""
+    model = shard_model(mlp(), ZERO3)
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    errors = {}
+    for name, use in WHOLE_USES.items():
+        try:
+            use(model, model.second.weight)
+            errors[name] = None
+        except Exception as error:  # noqa: BLE001
+            errors[name] = type(error).__name__, str(error)
+    return errors
+
+
+def test_an_operation_on_a_whole_tensor_raises_on_a_sharded_one_and_names_the_cure():
+    for errors in run_on_ranks(_use_whole, 2):
+        assert [name for name, error in errors.items() if error is None] == [], (
+            "ran silently on slices"
+        )
+        wordless = {
+            name: error
+            for name, error in errors.items()
+            if CURES.get(name, "full_tensor") not in error[1]
+        }
+        assert wordless == {}
+
+
+class _Peeks(nn.Module):
+    """Uses a block's weight outside the block."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm = causal_lm()
+
+    def forward(self, tokens):
+        return self.lm(tokens) + self.lm.blocks[1].up.weight.sum()
+
+
+def _forward_outside_unit(rank, world_size, how):
+    if how == "weight of another unit":
+        model = shard_model(_Peeks())
+        model(token_batch(0, 0, rank)["tokens"][:, :-1])
+    else:
+        model = fully_shard(causal_lm())
+        model.head(torch.zeros(1, 2, 20))
+
+
+@pytest.mark.parametrize("how", ["weight of another unit", "submodule called alone"])
+def test_a_forward_on_a_sharded_parameter_outside_its_unit(how):
+    errors = errors_on_ranks(_forward_outside_unit, 2, how)
+    assert_errors(errors, "RuntimeError TypeError NotImplementedError", "register_forward_method")

@@ -1,0 +1,197 @@
+"""Ways between ranks of one host: refused, chosen, and nothing left behind."""
+
+import contextlib
+import gc
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.ranks import neighbours, one_host, process_memory
+from lightning_fsdp.core.ranks.groups import communicator_of, way_of
+from tests.support import ranks
+from tests.support.models import TASKS
+from tests.support.one_exchange import train_on_rank
+from tests.support.one_host import (
+    AT_ONCE_S,
+    gather_on,
+    new_mesh,
+)
+from tests.support.parity import OPTIMIZERS, assert_traces_match, batches_for
+from tests.support.ranks import PLAIN, run_on_ranks
+
+pytestmark = pytest.mark.skipif(
+    ranks.active_transport == ranks.PAIRS, reason="what is tested is switched off"
+)
+
+
+# --- where it is not permitted, and what is left behind ---
+
+
+def refused_on_one_rank(rank, world_size, road):
+    log = []
+    handler = logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())
+    logging.getLogger(one_host.__name__).addHandler(handler)
+    logging.getLogger(one_host.__name__).setLevel(logging.INFO)
+    if road == "refused" and rank == 1:
+
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        neighbours.read_memory = refuse
+    if road == "another host":
+        neighbours.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
+    if road == "no /proc" and rank == 1:
+        process_memory.Path.readlink = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
+    one_host.connect, leaked = _noting_descriptors(one_host.connect)
+    gather_on(dist.group.WORLD).wait()
+    return communicator_of(dist.group.WORLD).reads_memory, log, leaked, len(_threads())
+
+
+def _noting_descriptors(function):
+    """The same, and a list to which a call adds what it leaves open."""
+    leaked = []
+
+    def noting(*args):
+        before = _descriptors()
+        result = function(*args)
+        leaked.extend(_descriptors() - before)
+        return result
+
+    return noting, leaked
+
+
+@pytest.mark.parametrize(
+    ("road", "words"),
+    [
+        ("memory", "read each other's memory"),
+        ("refused", "in pairs: rank 1: [Errno 1] Operation not permitted"),
+        ("another host", "in pairs: they are on several hosts"),
+        ("no /proc", "in pairs: rank 1:"),
+    ],
+)
+def test_all_ranks_take_one_road_and_one_of_them_says_which(road, words):
+    results = run_on_ranks(refused_on_one_rank, 3, road)
+    assert {reads_memory for reads_memory, *_ in results} == {road == "memory"}
+    (line,) = [line for _, log, *_ in results for line in log]
+    assert line.startswith("ranks [0, 1, 2] of 3 ")
+    assert words in line
+    for *_, leaked, num_threads in results:
+        assert num_threads == (road == "memory")
+        assert road == "memory" or not leaked
+
+
+# --- what the user chooses ---
+
+
+def layer():
+    return torch.nn.Linear(6, 5)
+
+
+def way(model):
+    return way_of(hooks_of(model).schedule.communicator)
+
+
+def choose(rank, world_size):
+    mesh, traces = new_mesh(2), []
+    for comm in ("pairs", "direct", "auto"):
+        task = TASKS["mlp"]
+        torch.manual_seed(0)
+        model = shard_model(task.build(), mesh=mesh, comm=comm)
+        assert way(model) == ("pairs" if comm == "pairs" else "direct")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        traces.append(train_on_rank(model, batches_for("mlp", 2), task.loss, optimizer, rank))
+    for trace in traces[1:]:
+        assert_traces_match(trace, traces[0], atol=0, what="comm")
+    model = torch.nn.Sequential(layer(), torch.nn.Linear(5, 4))
+    fully_shard(model[0], mesh=mesh, comm="pairs")  # each call has its own
+    fully_shard(model, mesh=mesh, comm="direct")
+    model(torch.ones(2, 6)).sum().backward()
+    untouched = layer()
+    with pytest.raises(ValueError, match=r"expected one of \('auto', .* for comm, got 'memory'"):
+        fully_shard(untouched, mesh=mesh, comm="memory")
+    fully_shard(layer(), mesh=(mesh := new_mesh(2, timeout_s=AT_ONCE_S)))
+    with pytest.raises(RuntimeError, match=r"ranks disagree .*(?s:.)*comm='pairs'"):
+        fully_shard(untouched, mesh=mesh, comm=("pairs", "auto")[rank])
+    assert type(untouched.weight) is torch.nn.Parameter
+
+
+def test_the_user_chooses_how_data_moves():
+    run_on_ranks(choose, 2)
+
+
+def choose_where_there_is_no_choice(rank, world_size):
+    for comm in ("pairs", "direct"):
+        with pytest.raises(ValueError, match=f"expected gloo and at most 8 .*{comm}.*'auto'"):
+            fully_shard(layer(), comm=comm)
+    assert way(fully_shard(layer())) == PLAIN
+
+
+def test_other_backends_have_their_own_collectives_alone():
+    run_on_ranks(choose_where_there_is_no_choice, 2, backend=PLAIN)
+
+
+def choose_what_one_rank_is_refused(rank, world_size, shape):
+    if rank == 3:
+
+        def refuse(*args):
+            raise PermissionError(1, "Operation not permitted")
+
+        neighbours.read_memory = refuse
+    mesh, model = new_mesh(*shape), layer()
+    with pytest.raises(
+        RuntimeError, match=r"comm='direct'(?s:.)*rank \d: \[Errno 1\] Operation not"
+    ):
+        fully_shard(model, mesh=mesh, comm="direct")
+    assert type(model.weight) is torch.nn.Parameter
+    fully_shard(model, mesh=mesh)(torch.ones(2, 6)).sum().backward()
+    return way(model)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ways"), [((4,), ["pairs"] * 4), ((2, 2), ["direct"] * 2 + ["pairs"] * 2)]
+)
+def test_who_insists_on_memory_that_may_not_be_read_is_told_on_all_ranks(shape, ways):
+    assert run_on_ranks(choose_what_one_rank_is_refused, 4, shape) == ways
+
+
+def _descriptors():
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found.add(f"{path.name} {path.readlink()}")
+    return found
+
+
+def _threads():
+    return [thread for thread in threading.enumerate() if thread.name == "lines"]
+
+
+def make_and_destroy_groups(rank, world_size):
+    gather_on(dist.group.WORLD).wait()  # it is there until the process ends
+    one_host.connect, opened = _noting_descriptors(one_host.connect)
+    groups = [dist.new_group() for _ in range(3)]
+    for number, group in enumerate(groups, start=2):
+        gather_on(group).wait()
+        assert len(_threads()) == number
+    num_lines = 2 * (world_size - 1) + 1  # a socket and a process for each peer, and one to wake
+    assert len(opened) == 3 * num_lines
+    assert set(opened) <= _descriptors()
+    dist.barrier()
+    while groups:
+        group = groups.pop()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        assert len(_threads()) == 1 + len(groups)
+    assert not set(opened) & _descriptors()
+
+
+def test_nothing_is_left_of_a_group_that_was_destroyed():
+    run_on_ranks(make_and_destroy_groups, 3)

@@ -1,0 +1,122 @@
+"""Gradients that wait to be reduced: refused, zeroed, or of a model that is gone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import fully_shard, shard_model
+from tests.support.models import (
+    mlp,
+    mlp_batch,
+    mlp_loss,
+)
+from tests.support.parity import (
+    OPTIMIZERS,
+    assert_same_tensors,
+    whole,
+)
+from tests.support.ranks import errors_on_ranks, run_on_ranks
+
+
+def _use_unreduced(rank, world_size, how):
+    model = shard_model(mlp())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with model.no_sync():
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    if how == "step":
+        optimizer.step()
+    else:
+        model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("step", "an optimizer step"), ("clip", "clip_grad_norm_")]
+)
+def test_unreduced_gradients_are_refused(how, what):
+    for error in errors_on_ranks(_use_unreduced, 2, how):
+        assert error is not None, f"{how} on unreduced gradients went through"
+        assert error.type_name == "RuntimeError"
+        assert f"expected a reduced gradient for {what}, got one rank's own" in error.message
+
+
+def _bonus_backward(model, rank, uses_bonus):
+    model(mlp_batch(0, 0, rank)["inputs"], uses_bonus).sum().backward()
+
+
+def _zero_in_place(rank, world_size, has_reduced, then):
+    """Rank 0 alone has a local gradient of ``bonus`` when all gradients are zeroed."""
+    model = shard_model(mlp())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    if has_reduced:
+        _bonus_backward(model, rank, True)
+    with model.no_sync():
+        _bonus_backward(model, rank, rank == 0)
+    optimizer.zero_grad(set_to_none=False)
+    if then == "backward":
+        _bonus_backward(model, rank, False)
+    elif then == "unsynced backward":
+        with model.no_sync():
+            _bonus_backward(model, rank, False)
+        model.zero_grad(set_to_none=False)
+    optimizer.step()
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("then", ["step", "backward", "unsynced backward"])
+@pytest.mark.parametrize("has_reduced", [False, True])
+def test_gradients_zeroed_in_place_are_zeros_on_every_rank(has_reduced, then):
+    """As in one process: weight decay is applied with them."""
+    model = mlp()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    _bonus_backward(model, 0, True)
+    optimizer.zero_grad(set_to_none=False)
+    if then == "backward":
+        for rank in range(2):
+            (model(mlp_batch(0, 0, rank)["inputs"], False).sum() / 2).backward()
+    optimizer.step()
+    expected = {name: whole(p) for name, p in model.named_parameters()}
+    for ours in run_on_ranks(_zero_in_place, 2, has_reduced, then):
+        assert_same_tensors(ours, expected, atol=1e-7)
+
+
+def _step_with_unreduced_on_one_rank(rank, world_size):
+    model = shard_model(mlp())
+    with model.no_sync():
+        _bonus_backward(model, rank, rank == 0)
+    OPTIMIZERS["adamw"]([model.bonus]).step()
+
+
+def test_a_gradient_that_waits_on_one_rank_is_refused_on_every_rank():
+    for error in errors_on_ranks(_step_with_unreduced_on_one_rank, 2):
+        assert error is not None
+        assert error.type_name == "RuntimeError"
+        assert "gradient of 'bonus'" in error.message
+
+
+class _Hiding(nn.Module):
+    """Its output is an object that nothing can look into: only arriving gradients tell of it."""
+
+    def __init__(self, shared):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+        self.layer.weight = shared
+
+    def forward(self, x):
+        return SimpleNamespace(value=self.layer(x))
+
+
+def _train_what_is_left(rank, world_size):
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4))
+    plain = nn.Parameter(weight.detach().clone())
+    first, second = fully_shard(_Hiding(weight)), fully_shard(_Hiding(weight))
+    del second
+    first(torch.ones(2, 4)).value.square().sum().backward()
+    torch.nn.functional.linear(torch.ones(2, 4), plain).square().sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), plain.grad, rtol=0, atol=1e-4)
+
+
+def test_a_model_trains_on_when_another_that_shares_its_weight_is_gone():
+    run_on_ranks(_train_what_is_left, 2)
