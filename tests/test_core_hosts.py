@@ -32,7 +32,10 @@ from tests.support.parity import (
     assert_ranks_agree,
     assert_same_tensors,
     assert_traces_match,
+    batches_for,
     make_batches,
+    optional_batch,
+    optional_loss,
     train_reference,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
@@ -44,7 +47,6 @@ from tests.test_core_narrow_reduction import (
     local_gradients_by_hand,
     mean_by_hand,
 )
-from tests.test_core_parity import batches_for, optional_batch, optional_loss
 
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [
