@@ -107,7 +107,7 @@ def test_a_file_that_cannot_be_written_is_named_before_the_plan(
 
 def test_a_file_that_cannot_be_written_after_all_is_named(tmp_path, folder, capsys, monkeypatch):
     path = tmp_path / "plan.json"
-    monkeypatch.setattr(plan_command, "format_plan", lambda *_: path.mkdir())
+    monkeypatch.setattr(plan_command, "format_plan", lambda *_: str(path.mkdir()))
     with pytest.raises(SystemExit):
         main(["--model", str(folder), "--ranks", "2", "--seq-len", "32", "--out", str(path)])
     assert "error: --out: expected a file to write" in capsys.readouterr().err

@@ -101,7 +101,7 @@ def test_links_that_are_as_fast_between_hosts_leave_stage_2_first(folder):
 
 # -- beside a simulation that runs the engine and takes the time ----------------------------------
 
-SLOW = {"bandwidth_gb_s": 0.1, "latency_us": 200.0, "host_bandwidth_gb_s": 0.03}
+SLOW = {"bandwidth_gb_s": 0.033, "latency_us": 600.0, "host_bandwidth_gb_s": 0.01}
 SETTINGS = [(3, None), (3, 4), (2, 4)]
 
 
