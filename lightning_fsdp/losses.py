@@ -38,7 +38,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk_size: int = 128,
+    chunk_size: int = 256,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without whole logits.
 
@@ -49,7 +49,8 @@ def linear_cross_entropy(
         bias: ``(vocabulary,)``.
         ignore_index: A label that takes no part.
         reduction: Over the positions that take part.
-        chunk_size: Positions whose logits exist at once. More are faster on a GPU.
+        chunk_size: Positions whose logits exist at once. More are faster: each chunk reads the
+            weight twice, and reads and writes its gradient.
 
     Returns:
         0-d, float32. Its backward runs once, and is not differentiable again.
@@ -144,28 +145,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts: Tensor,
         needs: _Needs,
     ) -> Tensor:
-        loss = torch.zeros((), device=hidden.device)
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if needs.hidden else None
         of_weight = _zeros(weight) if needs.weight else None
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
+        # One memory for the logits of all chunks: fresh memory of this size costs page faults, and
+        # that of the chunk before would still be alive.
+        shape = min(needs.chunk_size, len(hidden)), len(weight)
+        in_fp32 = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+        products = in_fp32 if hidden.dtype is torch.float32 else hidden.new_empty(shape)
         for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
-            logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
+            num = len(labels[part])
+            product, logits = products[:num], in_fp32[:num]
+            _linear(hidden[part], weight, bias, out=product)
+            logits.copy_(product)
             logits -= logits.amax(1, keepdim=True)
             of_label = logits.gather(1, labels[part])
             sums = logits.exp_().sum(1, keepdim=True)
             loss += ((sums.log() - of_label) * counts[part]).sum()
             if not (needs.hidden or needs.weight or needs.bias):
                 continue
-            logits /= sums
-            logits.scatter_add_(1, labels[part], torch.full_like(of_label, -1.0))
-            logits *= counts[part]
+            logits *= counts[part] / sums
+            logits.scatter_add_(1, labels[part], -counts[part].float())
             if of_bias is not None:
                 of_bias += logits.sum(0)
-            gradient = logits.to(hidden.dtype)
+            product.copy_(logits)
             if of_hidden is not None:
-                torch.mm(gradient, weight, out=of_hidden[part])
+                torch.mm(product, weight, out=of_hidden[part])
             if of_weight is not None:
-                _add_product(of_weight, gradient.T, hidden[part])
+                _add_product(of_weight, product.T, hidden[part])
         if of_weight is not None and weight.dtype is torch.bfloat16:  # fp16 waits for a scaler
             of_weight = of_weight.to(weight.dtype)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -189,6 +197,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+    if bias is None:
+        torch.mm(hidden, weight.T, out=out)
+    else:
+        torch.addmm(bias, hidden, weight.T, out=out)
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:

@@ -114,8 +114,8 @@ def test_nothing_is_made_for_gradients_that_nobody_needs(is_on: bool) -> None:
 
 def test_peak_is_a_fraction_of_that_of_the_logits() -> None:
     """Beside the gradient of the weight, for the shape of a head: a large vocabulary."""
-    hidden = torch.randn(512, 8, requires_grad=True)
-    weight, labels = torch.randn(4096, 8, requires_grad=True), torch.zeros(512, dtype=torch.long)
+    hidden = torch.randn(1024, 8, requires_grad=True)
+    weight, labels = torch.randn(4096, 8, requires_grad=True), torch.zeros(1024, dtype=torch.long)
     peaks = []
     for loss_of in (linear_cross_entropy, lambda h, w, y: _plain(h, w, y, None, "mean")):
         sizes: list[int] = []
@@ -126,7 +126,7 @@ def test_peak_is_a_fraction_of_that_of_the_logits() -> None:
             loss_of(hidden, weight, labels).backward()
         peaks.append(max(sizes) - start - weight.nbytes)
         hidden.grad = weight.grad = None
-    assert peaks[0] <= 0.25 * peaks[1]
+    assert peaks[0] <= 0.12 * peaks[1]  # 1 of 12: four chunks three times over, or one once
 
 
 def test_a_second_backward_is_refused() -> None:

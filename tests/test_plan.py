@@ -133,7 +133,7 @@ def test_a_search_over_activations_takes_few_plans(loss, num_plans):
 
 
 def test_chunks_of_logits_take_a_fraction_of_all(tmp_path):
-    """Of 512 positions and 4,096 tokens, or of 128 positions."""
+    """Of 512 positions and 4,096 tokens, or of 256 positions."""
     GPT2Config(
         n_layer=1, n_embd=16, n_head=1, vocab_size=4096, bos_token_id=0, eos_token_id=0
     ).save_pretrained(tmp_path)

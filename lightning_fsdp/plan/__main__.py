@@ -225,7 +225,7 @@ def make_parser() -> CommandParser:
         "--loss",
         choices=("chunked", "plain"),
         default=Run.loss,
-        help="chunked: as the recipes', logits of 128 positions at a time; plain: all, in fp32",
+        help="chunked: as the recipes', logits of 256 positions at a time; plain: all, in fp32",
     )
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), default=Run.backend, help="of the process group"
