@@ -26,6 +26,9 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
+CHUNK_SIZE = 256
+"""Positions whose logits exist at once, unless chosen otherwise."""
+
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
 
@@ -38,7 +41,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk_size: int = 256,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without whole logits.
 
@@ -158,7 +161,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             num = len(labels[part])
             product, logits = products[:num], in_fp32[:num]
             _linear(hidden[part], weight, bias, out=product)
-            logits.copy_(product)
+            logits.copy_(product)  # nothing to do where both are one memory
             logits -= logits.amax(1, keepdim=True)
             of_label = logits.gather(1, labels[part])
             sums = logits.exp_().sum(1, keepdim=True)

@@ -17,6 +17,7 @@ from lightning_fsdp.harness.command_line import (
     positive,
     require_extra,
 )
+from lightning_fsdp.losses import CHUNK_SIZE
 from lightning_fsdp.plan.dry_run import Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
@@ -225,7 +226,8 @@ def make_parser() -> CommandParser:
         "--loss",
         choices=("chunked", "plain"),
         default=Run.loss,
-        help="chunked: as the recipes', logits of 256 positions at a time; plain: all, in fp32",
+        help=f"chunked: as the recipes', logits of {CHUNK_SIZE} positions at a time; plain: all, "
+        "in fp32",
     )
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), default=Run.backend, help="of the process group"

@@ -47,7 +47,7 @@ from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.calls import call_with
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
-from lightning_fsdp.losses import body_and_head, linear_cross_entropy, only_first_chunks
+from lightning_fsdp.losses import CHUNK_SIZE, body_and_head, linear_cross_entropy, only_first_chunks
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "activations")
 PHASES = ("forward", "backward", "step")
 _MICRO_BATCHES = 3  # the first, the last, and one that stands for all between them
-_POSITIONS = 2 * 128  # of two chunks of the loss
+_CHUNKS = 2  # of the loss: the second is made beside the sums of the first
 _CHOICES = {
     "backend": ("nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
@@ -356,10 +356,10 @@ class _Training:
             hidden = body(input_ids=input_ids, use_cache=False)[0]
 
             def loss(hidden: Tensor, labels: Tensor) -> Tensor:
-                # The second is made beside the sums of the first; the others are like it.
-                times = max(1.0, labels.numel() / _POSITIONS)
+                # Those left out are like the last.
+                times = max(1.0, labels.numel() / (_CHUNKS * CHUNK_SIZE))
                 slow = self._pace.standing_for(times) if self._pace else nullcontext()
-                with only_first_chunks(2), slow:
+                with only_first_chunks(_CHUNKS), slow:
                     return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
             return call_with(head, loss, hidden, labels)
