@@ -5,6 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
 from tests.support.models import TASKS, mlp
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 from tests.test_core_divergence import TIMEOUT_S, error_of
@@ -24,9 +25,12 @@ def _refused(rank, world_size, what):
         fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
     elif what == "ranks":
         shard_model(model, mesh=grid, state_over="all" if rank == 3 else "replica")
-    elif what == "order":
+    elif what in ("all", "replica"):  # torch's groups sort: columns would join different shards
+        crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+        shard_model(model, mesh=crossed, state_over=what)
+    elif what == "strategy":
         crossed = DeviceMesh("cpu", [[0, 3], [2, 1]], mesh_dim_names=("replicate", "shard"))
-        shard_model(model, mesh=crossed, state_over="all")
+        open_grid(GridChoice(device_mesh=crossed), device_type="cpu", host=0)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,9 @@ def _refused(rank, world_size, what):
         ("word", "ValueError", ["('replica', 'all') for state_over", "'hosts'"]),
         ("inner", "ValueError", ["one mesh", "4 shards, gathered among 2, on", "4 shards on"]),
         ("ranks", "RuntimeError", ["ranks disagree", "gathered among 2", "rank 3:"]),
-        ("order", "ValueError", ["rows and columns are ascending", "[[0, 3], [2, 1]]"]),
+        ("all", "ValueError", ["rows in one order", "[[0, 1], [3, 2]]", "ascending order"]),
+        ("replica", "ValueError", ["rows in one order", "[[0, 1], [3, 2]]"]),
+        ("strategy", "ValueError", ["rows in one order", "[[0, 3], [2, 1]]"]),
     ],
 )
 def test_wrong_use_is_named_on_every_rank(what, type_name, words):

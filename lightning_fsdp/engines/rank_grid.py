@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import TypeIs
 
-from lightning_fsdp.core.ranks.groups import StateOver
+from lightning_fsdp.core.ranks.groups import StateOver, check_order
 from lightning_fsdp.core.torch_internals import group_timeout
 from lightning_fsdp.engines import torch_internals
 
@@ -153,6 +153,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
         return RankGrid()
     if _is_mesh(choice.device_mesh):
         _check_device(choice.device_mesh, device_type)
+        check_order(choice.device_mesh)
         return RankGrid(choice.device_mesh, choice.state_over)
     timeout = group_timeout(RankGrid().shard_group)
     columns = [list(column) for column in zip(*rows, strict=True)]

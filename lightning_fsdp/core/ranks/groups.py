@@ -76,9 +76,13 @@ def communicator_of_mesh(
         comm: As in :func:`communicator_of`.
         in_pairs: Likewise.
         state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
+
+    Raises:
+        ValueError: See :func:`check_order`.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return communicator_of(mesh.get_group(mesh.ndim - 1), comm=comm, in_pairs=in_pairs)
+    check_order(mesh)
     return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs, state_over)
 
 
@@ -255,24 +259,34 @@ def _known(
     return of_group[key]
 
 
-def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> dict[int, int]:
-    """Of the shard of each of ``ranks``: those of a column are neighbours.
+def check_order(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose columns would join ranks that have different shards.
 
     Raises:
         ValueError: Some rows have their ranks in another order than others.
     """
     rows: list[list[int]] = mesh.mesh.tolist()
-    columns = list(zip(*rows, strict=True))
     # Groups have their ranks in ascending order, whatever the order in the mesh.
-    in_row = {rank: sorted(row).index(rank) for row in rows for rank in row}
-    in_column = {rank: sorted(column).index(rank) for column in columns for rank in column}
-    places = {rank: in_row[rank] * len(rows) + in_column[rank] for rank in ranks}
-    if len(set(places.values())) < len(places):
+    if any(len(set(column)) > 1 for column in zip(*map(_ascending, rows), strict=True)):
         raise ValueError(
-            f"fully_shard: expected a mesh whose rows and columns are ascending for "
-            f"state_over='all', got {rows}. Put its ranks in order."
+            f"a mesh: expected rows in one order, got {rows}: torch's process groups "
+            "sort their ranks, so ranks of one column would have different shards. Put the ranks "
+            "of each row in ascending order."
         )
-    return places
+
+
+def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> dict[int, int]:
+    """Of the shard of each of ``ranks``: those of a column are neighbours."""
+    rows: list[list[int]] = mesh.mesh.tolist()
+    columns = list(zip(*rows, strict=True))
+    in_row = {rank: index for row in rows for rank, index in zip(row, _ascending(row), strict=True)}
+    in_column = {r: i for c in columns for r, i in zip(c, _ascending(c), strict=True)}
+    return {rank: in_row[rank] * len(rows) + in_column[rank] for rank in ranks}
+
+
+def _ascending(ranks: Sequence[int]) -> list[int]:
+    """Of each rank, its number in a process group of them."""
+    return [sorted(ranks).index(rank) for rank in ranks]
 
 
 def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:
