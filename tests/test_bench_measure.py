@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 
 from lightning_fsdp.bench.arms import Arm
 from lightning_fsdp.bench.documents import load
-from lightning_fsdp.bench.measure import Measure, _num_tokens
-from lightning_fsdp.bench.memory import mean_over_time, thinned
+from lightning_fsdp.bench.measure import Measure
+from lightning_fsdp.bench.memory import mean_over_time
 from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import demand, model_units, sent_bytes
 from lightning_fsdp.bench.utilization import Utilization
+from lightning_fsdp.callbacks.memory_picture import thinned
+from lightning_fsdp.callbacks.throughput import tokens_in
 from tests.support.bench_results import workload
 from tests.support.models import lm_loss, tiny_gpt2, token_batch
 from tests.support.trainer import SHARDED, on_trainer_ranks, with_options
@@ -263,7 +265,7 @@ def test_no_half_accumulated_gradient_reaches_the_first_timed_step(tmp_path):
 def test_padding_is_not_counted():
     batch = {"input_ids": torch.ones(2, 8), "attention_mask": torch.ones(2, 8)}
     batch["attention_mask"][:, 5:] = 0
-    assert _num_tokens(batch) == 10
+    assert tokens_in(batch) == 10
 
 
 def test_a_failed_sample_is_absent_and_utilization_is_sampled_through_the_whole_stretch():
@@ -301,7 +303,7 @@ def test_a_mean_counts_bytes_for_as_long_as_they_are_alive():
 
 def test_thinning_keeps_the_highest_point():
     line = [(i / 10, 1000 * (i == 1234) + i % 7) for i in range(5000)]
-    thin = thinned(line)
+    thin = thinned(line, 500)
     assert len(thin) <= 500
     assert max(b for _, b in thin) == 1000 + 1234 % 7
-    assert thinned(line[:3]) == line[:3]
+    assert thinned(line[:3], 500) == line[:3]

@@ -105,7 +105,7 @@ def test_the_core_can_be_read_in_an_evening():
 
 def test_what_measures_stays_smaller_than_what_it_measures():
     lines = [len(_code_lines(path)) for name in MEASURING for path in (PACKAGE / name).glob("*.py")]
-    assert sum(lines) <= 3783
+    assert sum(lines) <= 3767
 
 
 # May only get shorter.

@@ -42,14 +42,9 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         """Everything, by name; each attempt with its reason, its memory and its log."""
         document = {"arm": self.arm, "limit": self.search.limit, **asdict(self.search)}
+        of_run = ("failure_kind", "peak_bytes", "wall_s", "log")
         document["tried"] = [
-            {
-                **asdict(tried),
-                "failure_kind": run.failure_kind,
-                "peak_bytes": run.peak_bytes,
-                "wall_s": run.wall_s,
-                "log": run.log,
-            }
+            {**asdict(tried), **{name: getattr(run, name) for name in of_run}}
             for tried, run in zip(self.search.tried, self.runs, strict=True)
         ]
         return document

@@ -35,6 +35,7 @@ from lightning_fsdp.bench.parts import PhaseName, StepProfiler
 from lightning_fsdp.bench.records import RankFailure, RankMeasurement
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
+from lightning_fsdp.callbacks.throughput import tokens_in
 from lightning_fsdp.core.access.grad_norm import global_norm
 from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.simulate.groups import find_usage
@@ -98,7 +99,7 @@ class Measure(L.Callback):
         """Data is there. The first observed batch begins to be observed."""
         self._enter("compute")
         if self._num_steps >= self.first_observed and self._watcher is None:
-            self._watcher = StepObserver(trainer, pl_module, _num_tokens(batch))
+            self._watcher = StepObserver(trainer, pl_module, tokens_in(batch))
 
     @override
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -130,7 +131,7 @@ class Measure(L.Callback):
         assert isinstance(loss, Tensor), "a recipe's training step returns its loss"
         # Lightning divides the loss by the number of micro-batches before the backward.
         self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
-        self._tokens += _num_tokens(batch)
+        self._tokens += tokens_in(batch)
         if not self._is_step:
             self._enter("data")
             return
@@ -257,12 +258,3 @@ def _grad_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
         return float(access.norm())
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     return float(global_norm(gradients, 2.0, None))
-
-
-def _num_tokens(batch: Any) -> int:
-    """Tokens that are trained on: no padding."""
-    mask = batch.get("attention_mask")
-    if mask is not None:
-        return int(mask.sum())
-    num_tokens: int = batch["input_ids"].numel()
-    return num_tokens

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_fsdp.bench import torch_internals
 from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.callbacks.memory import OWNERS, tell_owners
+from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.callbacks.plain_access import close, gradients_of
 from lightning_fsdp.callbacks.storages import Ledger, nbytes_of, resting_tensors
 from lightning_fsdp.callbacks.throughput import flop_counter
@@ -19,8 +20,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import way_of
 from lightning_fsdp.engines.scratch import ScratchEngine
 
-MOST_POINTS = 500
-"""Of a time line."""
+_MOST_POINTS = 500  # of a time line
 
 
 class StepObserver:
@@ -77,7 +77,7 @@ class StepObserver:
             measured.peak_bytes = seen.peak_bytes
             measured.peak_by_kind = moments[totals.index(max(totals))]
             measured.mean_bytes = mean_over_time(line)
-            measured.timeline = thinned(line)
+            measured.timeline = thinned(line, _MOST_POINTS)
         if self._flops and self._num_tokens:
             measured.flops_per_token = self._flops / self._num_tokens
         measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
@@ -127,17 +127,3 @@ def mean_over_time(line: Sequence[tuple[float, int]]) -> float:
     held = sum(n * (until - since) for (since, n), (until, _) in itertools.pairwise(line))
     seconds = line[-1][0] - line[0][0]
     return held / seconds if seconds else float(line[0][1])
-
-
-def thinned(line: Sequence[tuple[float, int]], most: int = MOST_POINTS) -> list[tuple[float, int]]:
-    """Of each stretch of points its highest, so that the highest of all stays.
-
-    Args:
-        line: Seconds, bytes; by seconds.
-        most: Points that are left at most.
-    """
-    width = max(1, -(-len(line) // most))
-    return [
-        max(line[start : start + width], key=lambda point: point[1])
-        for start in range(0, len(line), width)
-    ]

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
-from lightning_fsdp.bench.memory import thinned
 from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
+from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.processes import run_command

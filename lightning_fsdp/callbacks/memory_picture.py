@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 COLORS = {  # from dark to light, so that a print in grey can be read
     "parameters": "#1f3b73",
@@ -31,9 +33,8 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    width = max(1, len(moments) // _MOST_POINTS)  # of each window the highest moment is drawn
-    windows = [range(i, min(i + width, len(moments))) for i in range(0, len(moments), width)]
-    xs = [max(window, key=lambda i: sum(moments[i].values())) for window in windows]
+    totals = [(i, sum(of_owners.values())) for i, of_owners in enumerate(moments)]
+    xs = [i for i, _ in thinned(totals, _MOST_POINTS)]
     unit, name = _unit(max(peaks))
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -70,6 +71,20 @@ def draw(
     axes.set(title=title, xlabel="operation", ylabel=name)
     figure.legend(loc="outside right upper", fontsize=9, frameon=False)
     return figure
+
+
+def thinned(line: Sequence[tuple[T, int]], most: int) -> list[tuple[T, int]]:
+    """Of each stretch of points its highest, so that the highest of all stays.
+
+    Args:
+        line: Where, bytes; in order.
+        most: Points that are left at most.
+    """
+    width = max(1, -(-len(line) // most))
+    return [
+        max(line[start : start + width], key=lambda point: point[1])
+        for start in range(0, len(line), width)
+    ]
 
 
 def _unit(nbytes: int) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -80,7 +81,7 @@ class ThroughputMonitor(pl.Callback):
         self.flops_per_token = None if isinstance(flops_per_token, str) else flops_per_token
         self.peak_flops = peak_flops
         self.pad_id = pad_id
-        self.num_tokens = num_tokens or self._tokens_in
+        self.num_tokens = num_tokens or partial(tokens_in, pad_id=pad_id)
         self._counter: FlopCounterMode | None = None
         self._tokens_of_batch = 0.0
         self._restart(None)
@@ -219,16 +220,26 @@ class ThroughputMonitor(pl.Callback):
         # The step is made; the Trainer logs it by its number from 0.
         reporting.log(trainer, metrics, trainer.global_step - 1)
 
-    def _tokens_in(self, batch: Any) -> float:
-        if isinstance(batch, Mapping) and "attention_mask" in batch:
-            return float(batch["attention_mask"].sum())
-        if isinstance(batch, Mapping) and "input_ids" in batch:
-            ids: Tensor = batch["input_ids"]
-            return float(ids.numel() if self.pad_id is None else (ids != self.pad_id).sum())
-        raise TypeError(
-            "ThroughputMonitor: expected a batch with attention_mask or input_ids, got "
-            f"{type(batch).__name__}. Say how many tokens it has with num_tokens=."
-        )
+
+def tokens_in(batch: Any, pad_id: int | None = None) -> int:
+    """Tokens that are trained on: no padding.
+
+    Args:
+        batch: With ``attention_mask`` or ``input_ids``.
+        pad_id: The id that pads, where there is no mask.
+
+    Raises:
+        TypeError: It has neither.
+    """
+    if isinstance(batch, Mapping) and "attention_mask" in batch:
+        return int(batch["attention_mask"].sum())
+    if isinstance(batch, Mapping) and "input_ids" in batch:
+        ids: Tensor = batch["input_ids"]
+        return int(ids.numel() if pad_id is None else (ids != pad_id).sum())
+    raise TypeError(
+        "ThroughputMonitor: expected a batch with attention_mask or input_ids, got "
+        f"{type(batch).__name__}. Say how many tokens it has with num_tokens=."
+    )
 
 
 def flop_counter() -> FlopCounterMode:
