@@ -41,7 +41,11 @@ class BenchmarkParser(CommandParser):
     def add_arms(self, arms: Iterable[str]) -> None:
         """``--arms``: what is compared."""
         self.add_argument(
-            "--arms", nargs="+", choices=list(arms), default=list(arms), help="what is compared"
+            "--arms",
+            nargs="+",
+            choices=list(arms),
+            default=list(arms),
+            help="engines or ways to compare",
         )
 
     def add_rounds(self, rounds: int, warmup: int | None = None, *, least: int = 1) -> None:
@@ -53,7 +57,7 @@ class BenchmarkParser(CommandParser):
         if warmup is not None:
             self.add_argument(
                 "--warmup", type=at_least(0), default=warmup, metavar="N",
-                help="rounds before them, which are not timed",
+                help="rounds before the timed ones",
             )  # fmt: skip
 
     def add_ranks(self, *ranks: int, help: str = "processes that train together") -> None:  # noqa: A002
@@ -67,18 +71,24 @@ class BenchmarkParser(CommandParser):
     def add_batch(self, batch_size: int | None, seq_len: int | None, note: str = "") -> None:
         """``--batch-size`` and ``--seq-len``."""
         for option, default, says in (
-            ("--batch-size", batch_size, "sequences per rank and step"),
+            ("--batch-size", batch_size, "sequences in a micro-batch of one rank"),
             ("--seq-len", seq_len, "tokens per sequence"),
         ):
             self.add_argument(
                 option, type=at_least(1), default=default, metavar="N", help=says + note
             )
 
-    def add_out(self, default: Path | None = None, says: str = "rows and every round") -> None:
+    def add_out(
+        self, default: Path | None = None, says: str = "the table's rows and every round"
+    ) -> None:
         """``--out``: the file of the record."""
         note = "" if default else " (default: not written)"
         self.add_argument(
-            "--out", type=Path, metavar="FILE", default=default, help=f"JSON file: {says}{note}"
+            "--out",
+            type=Path,
+            metavar="FILE",
+            default=default,
+            help=f"JSON file to write: {says}{note}",
         )
 
 

@@ -503,7 +503,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_ranks(8, 64, help="numbers of ranks to count for")
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
-        help="of parameters and of reductions: what is counted for each",
+        help="dtypes of parameters and reductions, each counted",
     )  # fmt: skip
     parser.add_argument("--peaks", action="store_true", help="print what makes up each peak")
     parser.add_out(says="rows and all counts")

@@ -416,7 +416,7 @@ def make_parser() -> BenchmarkParser:
         parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
     parser.add_argument("--clip", action="store_true", help="clip gradients to a norm of 1")
     parser.add_argument(
-        "--precision", default="32-true", help="as the Trainer takes it, such as bf16-mixed"
+        "--precision", default="32-true", help="precision of the Trainer, such as bf16-mixed"
     )
     parser.add_argument(
         "--checkpoint", action="store_true", help="write a full checkpoint at the end, and resume"

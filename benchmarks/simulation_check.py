@@ -357,7 +357,7 @@ def make_parser() -> BenchmarkParser:
     parser.add_arms(ARMS)
     for option, default, says in (
         ("--steps", 6, "timed steps of each arm, in each case and round"),
-        ("--warmup", 2, "steps before them, which are not timed"),
+        ("--warmup", 2, "steps before the timed ones"),
         ("--rounds", 3, "times that all is measured and predicted"),
     ):
         parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)

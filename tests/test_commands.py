@@ -63,6 +63,16 @@ def test_each_option_says_what_it_takes_and_its_default_or_that_it_is_required(c
 
 
 @pytest.mark.parametrize("command", PARSERS)
+def test_the_help_of_an_option_is_a_phrase_that_stands_alone(command):
+    for action in PARSERS[command]()._actions[1:]:  # but -h
+        if action.help != argparse.SUPPRESS:
+            says = action.help.partition(" (")[0]
+            assert len(says.split()) > 2, f"{command} {action.dest}: {says}"
+            begins = re.match(r"(of|to|that|such|so|with|where|in|on|as|for|from|before) ", says)
+            assert begins is None, f"{command} {action.dest}: {says}"
+
+
+@pytest.mark.parametrize("command", PARSERS)
 def test_a_help_ends_with_two_examples_whose_options_parse(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     parser = PARSERS[command]()
@@ -115,6 +125,13 @@ def test_a_benchmark_is_also_chosen_as_it_was_before_there_were_sub_commands(old
     (old_name, old_args), (new_name, new_args) = options.parse(old), options.parse(new)
     assert old_name == new_name == new[0]
     assert old_args == new_args
+
+
+def test_no_command_writes_where_another_does():
+    folders = [make().get_default("out") for make in PACKAGED.values()]
+    folders = [folder for folder in folders if folder is not None]
+    assert len(folders) == 5
+    assert len(set(folders)) == 5, folders
 
 
 def test_other_commands_read_earlier_spellings():
