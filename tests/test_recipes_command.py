@@ -201,7 +201,12 @@ def test_two_ranks_train_like_one_process_on_the_joined_batch(
         found = [event.value for event in events.Scalars("train/loss")]
         assert found == pytest.approx(expected, abs=2e-5), name
         tags = set(events.Tags()["scalars"])
-        assert {"tokens/s", "train/lr", "memory/rank0_GiB", "memory/rank1_GiB"} <= tags
-        assert all(event.value > 0 for event in events.Scalars("tokens/s"))
+        assert {
+            "throughput/tokens_per_s",
+            "train/lr",
+            "memory/rank0_GiB",
+            "memory/rank1_GiB",
+        } <= tags
+        assert all(event.value > 0 for event in events.Scalars("throughput/tokens_per_s"))
         saved = torch.load(log / "checkpoints" / "step6.ckpt", weights_only=True)
         assert saved["state_dict"]["model.transformer.wte.weight"].shape == (300, 128)
