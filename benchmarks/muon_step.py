@@ -229,6 +229,14 @@ def summarize(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return rows
 
 
+SAYS = {
+    "scratch": "this core: the rank that owns it",
+    "fsdp2_full": "FSDP2: every rank",
+    "fsdp2_rows": "FSDP2: the rank that all send its rows to",
+    "one": "the only process",
+}
+
+
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     one = next((row for row in rows if row["arm"] == "one"), None)
@@ -239,8 +247,9 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
             for what in ("step", "optimizers")
         ]
         of_half = "" if one is None else f"{2 * row['optimizers_ms'] / one['optimizers_ms']:.2f}"
-        body.append([row["arm"], *times, of_half])
-    head = ["arm", "step, median (quartiles) ms", "of it the optimizers", "of half of one's"]
+        body.append([row["arm"], SAYS[row["arm"]], *times, of_half])
+    head = ["arm", "a matrix is stepped by", "step, median (quartiles) ms"]
+    head += ["optimizers' part of it, ms", "that part / half of `one`'s"]
     return markdown_table(head, body)
 
 
