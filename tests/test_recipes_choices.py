@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import ArgumentParser
 
+from lightning_fsdp import ScratchFSDPStrategy
+from recipes.data import TextData
+from recipes.gpt2 import GPT2
+from recipes.lora import QwenLora, SaveAdapters
+from recipes.qwen import Qwen
+from recipes.sample import SampleText
 from tests.support.recipe_commands import REPOSITORY, command_line_in, short_run
 
 # LightningCLI calls names that jsonargparse has renamed.
@@ -153,3 +160,18 @@ def test_a_name_in_a_config_that_does_not_exist_is_one_line_with_the_choices(
     with pytest.raises(SystemExit):
         command_line(["fit", "--config=wrong.yaml"])
     assert re.fullmatch(f"error: {message}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "cls", [GPT2, Qwen, QwenLora, TextData, SampleText, SaveAdapters, ScratchFSDPStrategy]
+)
+def test_the_help_of_an_option_is_a_phrase_that_stands_alone(cls: type) -> None:
+    parser = ArgumentParser()
+    parser.add_class_arguments(cls)
+    own = [action for action in parser._actions[1:] if action.help]
+    assert own or cls is SaveAdapters
+    for action in own:
+        says = " ".join(action.help.split())
+        assert len(says.split()) > 2, f"{action.dest}: {says}"
+        begins = r"(Of|To|That|Such|So|With|Where|In|On|As|For|From|Before|At|Into|By) "
+        assert re.match(begins, says) is None, f"{action.dest}: {says}"
