@@ -1,6 +1,6 @@
 """Time saving and loading of sharded checkpoints beside torch's own path over FSDP2, in one run.
 
-    python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
+    python -m benchmarks.checkpoint_speed --out benchmarks/results/checkpoint_speed.json
 
 Two gloo ranks with one thread each hold the GPT-2 of ``core_step.py`` with AdamW's state (284 MB
 in all). Three arms live in the same processes and take turns, each first in a third of the rounds:
@@ -30,10 +30,8 @@ import contextlib
 import gc
 import json
 import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,15 +42,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
-from core_step import ARMS as MODELS
-from core_step import VOCABULARY
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from update_tables import checkpoint_table
 
+from benchmarks.command import BenchmarkParser, write_record
+from benchmarks.core_step import ARMS as MODELS
+from benchmarks.core_step import VOCABULARY
+from benchmarks.update_tables import checkpoint_table
 from lightning_fsdp import async_save_sharded, load_sharded, save_sharded
 from lightning_fsdp.callbacks.storages import Observer
-from lightning_fsdp.harness.environment import environment
 
 OPERATIONS = (
     "save to the disk", "save to the cache", "load", "load from the disk",
@@ -264,29 +262,32 @@ def summarize(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Parse the command line, run, print a table in Markdown, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--warmup", type=int, default=1)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--folder", help="on the disk to measure; default: that of temporary files")
-    parser.add_argument("--out", type=Path, help="JSON file for the rows and every round")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        mp.spawn(measure, (args.nproc, folder, args), nprocs=args.nproc)
+    args = make_parser().parse(None)
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        mp.spawn(measure, (args.ranks, folder, args), nprocs=args.ranks)
         found = json.loads((Path(folder) / "found.json").read_text())
-    document = {
-        "command": shlex.join(["python", "benchmarks/checkpoint_speed.py", *sys.argv[1:]]),
-        **environment(),
-        "world_size": args.nproc,
-        "rows": summarize(found),
-        **found,
-    }
+    document = {"world_size": args.ranks, "rows": summarize(found), **found}
     print("\n".join(checkpoint_table(document)))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1))
-        print(f"written to {args.out}")
+    write_record(args.out, "checkpoint_speed", document)
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "checkpoint_speed",
+        __doc__,
+        examples=["--rounds 5", "--arms scratch dcp --scratch /mnt/disk --out runs/disk.json"],
+    )
+    parser.add_arms(ARMS)
+    parser.add_rounds(15, 1)
+    parser.add_ranks(2)
+    parser.add_argument(
+        "--scratch",
+        metavar="DIR",
+        help="a folder on the disk to measure (default: where temporary files are)",
+    )
+    parser.add_out()
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time one training step of the core beside torch's FSDP2, FSDP1 and DDP, in one run.
 
-    python benchmarks/core_step.py                        # both cases of the table
-    python benchmarks/core_step.py --batch 1 --seq 32 --arms scratch_zero3 fsdp2_zero3
+    python -m benchmarks.core_step                        # both cases of the table
+    python -m benchmarks.core_step --batch-size 1 --seq-len 32 --arms scratch_zero3 fsdp2_zero3
 
 Two gloo ranks with one thread each train the same GPT-2 (6 layers, width 512, V=8192) on the same
 random tokens. All arms live in the same processes and take turns, a round of one step each, so that
@@ -15,9 +15,7 @@ import argparse
 import functools
 import gc
 import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,9 +28,9 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
-from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.plan.models import block_classes
 
 CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
@@ -182,34 +180,35 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Parse the command line, run, print, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--batch", type=int)
-    parser.add_argument("--seq", type=int)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file for the rows and every round")
-    args = parser.parse_args()
-    if (args.batch is None) != (args.seq is None):
-        parser.error("--batch and --seq go together")
-    args.cases = ((args.batch, args.seq),) if args.batch else CASES
+    parser = make_parser()
+    args = parser.parse(None)
+    if (args.batch_size is None) != (args.seq_len is None):
+        parser.error("--batch-size and --seq-len: expected both or neither. Give the other one.")
+    args.cases = ((args.batch_size, args.seq_len),) if args.batch_size else CASES
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        mp.spawn(measure, (args.nproc, f"{folder}/rendezvous", args, str(out)), nprocs=args.nproc)
+        mp.spawn(measure, (args.ranks, f"{folder}/rendezvous", args, str(out)), nprocs=args.ranks)
         results = json.loads(out.read_text())
     rows = summarize(results)
     show(rows)
-    if args.out:
-        document = {
-            "command": shlex.join(["python", "benchmarks/core_step.py", *sys.argv[1:]]),
-            **environment(),
-            "rows": rows,
-        }
-        document |= {"world_size": args.nproc, "rounds": results}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1))
-        print(f"written to {args.out}")
+    document = {"rows": rows, "world_size": args.ranks, "rounds": results}
+    write_record(args.out, "core_step", document)
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "core_step",
+        __doc__,
+        examples=["--rounds 10", "--batch-size 1 --seq-len 32 --arms scratch_zero3 fsdp2_zero3"],
+    )
+    parser.add_arms(ARMS)
+    cases = " and ".join(f"{batch} x {seq}" for batch, seq in CASES)
+    parser.add_batch(None, None, f" (default: both cases, {cases})")
+    parser.add_rounds(30, 3)
+    parser.add_ranks(2)
+    parser.add_out()
+    return parser
 
 
 if __name__ == "__main__":

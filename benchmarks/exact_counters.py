@@ -1,7 +1,7 @@
 """Count what one step copies, sends and holds, beside torch's FSDP2. Exact: nothing runs.
 
-    python benchmarks/exact_counters.py                      # 6.7B GPT, 8 and 64 ranks
-    python benchmarks/exact_counters.py --layers 2 --world-sizes 64 --peaks
+    python -m benchmarks.exact_counters                      # 6.7B GPT, 8 and 64 ranks
+    python -m benchmarks.exact_counters --layers 2 --ranks 64 --peaks
 
 One forward and backward of rank 0 on fake tensors (shapes, dtypes and storages without data) and
 torch's fake process group. A first, uncounted step teaches every engine its order of prefetching.
@@ -29,10 +29,7 @@ head as units of their own.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import shlex
 import sys
 import weakref
 from collections import Counter
@@ -51,10 +48,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp import ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.plan.torch_internals import fake_tensors, open_fake_group
 
 GIB = 2**30
@@ -467,24 +465,14 @@ def show_peaks(results: dict[tuple[int, str, str], Counts]) -> None:
 
 def main() -> None:
     """Parse the command line, count, print, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--vocabulary", type=int, default=Shape.vocabulary)
-    parser.add_argument("--batch", type=int, default=Shape.batch)
-    parser.add_argument("--seq", type=int, default=Shape.seq)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES))
-    parser.add_argument("--peaks", action="store_true", help="print what makes up each figure")
-    parser.add_argument("--out", type=Path, help="JSON file for the rows and all counts")
-    args = parser.parse_args()
+    args = make_parser().parse(None)
     shape = Shape(
         layers=args.layers, width=args.width, vocabulary=args.vocabulary,
-        batch=args.batch, seq=args.seq,
+        batch=args.batch_size, seq=args.seq_len,
     )  # fmt: skip
     results = {
         (world_size, dtypes, arm): count(arm, dtypes, shape, world_size)
-        for world_size in args.world_sizes
+        for world_size in args.ranks
         for dtypes in args.dtypes
         for arm in ARMS
     }
@@ -492,19 +480,34 @@ def main() -> None:
     show(rows, padding)
     if args.peaks:
         show_peaks(results)
-    if args.out:
-        arms = [
-            {"world_size": n, "dtypes": dtypes, "arm": arm, **asdict(counts)}
-            for (n, dtypes, arm), counts in results.items()
-        ]
-        document = {
-            "command": shlex.join(["python", "benchmarks/exact_counters.py", *sys.argv[1:]]),
-            **environment(),
-        }
-        document |= {"shape": asdict(shape), "rows": rows, "padding_percent": padding}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document | {"arms": arms}, indent=1))
-        print(f"written to {args.out}")
+    arms = [
+        {"world_size": n, "dtypes": dtypes, "arm": arm, **asdict(counts)}
+        for (n, dtypes, arm), counts in results.items()
+    ]
+    document = {"shape": asdict(shape), "rows": rows, "padding_percent": padding, "arms": arms}
+    write_record(args.out, "exact_counters", document)
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "exact_counters", __doc__, examples=["--layers 2 --ranks 64 --peaks", "--dtypes fp32"]
+    )
+    for option, default, says in (
+        ("--layers", Shape.layers, "blocks of the GPT"),
+        ("--width", Shape.width, "features of a position; a multiple of the heads"),
+        ("--vocabulary", Shape.vocabulary, "tokens of the vocabulary"),
+    ):
+        parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
+    parser.add_batch(Shape.batch, Shape.seq)
+    parser.add_ranks(8, 64, help="numbers of ranks to count for")
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
+        help="dtypes of parameters and reductions, each counted",
+    )  # fmt: skip
+    parser.add_argument("--peaks", action="store_true", help="print what makes up each peak")
+    parser.add_out(says="rows and all counts")
+    return parser
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ find memory where training finds it, tell the seconds.
 
 from __future__ import annotations
 
+import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp import linear_cross_entropy
-from lightning_fsdp.harness.command_line import CommandParser, at_least, exit_with
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.command_line import at_least, exit_with
 from lightning_fsdp.harness.tables import markdown_table
 
 WIDTH, VOCABULARY, POSITIONS = 896, 151_936, 1024
@@ -140,27 +140,32 @@ def table_of(rows: list[dict[str, Any]]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the JSON."""
-    parser = CommandParser(
-        "benchmarks.head_loss",
-        "Compare losses of a large head.",
-        examples=["--out benchmarks/results/head_loss.json", "--repeats 1 --slow"],
-    )
-    parser.add_argument("--repeats", type=at_least(1), default=3, help="runs of each way")
-    parser.add_argument("--slow", action="store_true", help="also torch's with its own chunks")
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--one", choices=[*WAYS, *SLOW], help="one run; prints JSON")
-    args = parser.parse(arguments)
+    args = make_parser().parse(arguments)
     if args.one is not None:
         print(json.dumps(run(args.one)))
         return 0
     rows = measure([*WAYS, *(SLOW if args.slow else ())], args.repeats)
     print(table_of(rows))
-    if args.out is not None:
-        given = sys.argv[1:] if arguments is None else arguments
-        command = f"python -m benchmarks.head_loss {shlex.join(given)}"
-        document = {"command": command, **environment(), "rows": rows}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(args.out, "head_loss", {"rows": rows}, arguments)
     return 0
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "head_loss",
+        __doc__,
+        examples=["--out benchmarks/results/head_loss.json", "--repeats 1 --slow"],
+    )
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, metavar="N", help="runs of each way"
+    )
+    parser.add_argument(
+        "--slow", action="store_true", help="measure also torch's own loss that works in chunks"
+    )
+    parser.add_out(says="rows")
+    parser.add_argument("--one", choices=[*WAYS, *SLOW], help=argparse.SUPPRESS)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What an engine costs the host, where there is nothing to compute and nothing to send.
 
-    python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+    python -m benchmarks.host_cost --out benchmarks/results/host_cost.json
 
 One process on torch's fake backend, as rank 0 of 8: collectives return at once, so what remains is
 Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved round by round:
@@ -14,25 +14,20 @@ Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved roun
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from update_tables import host_table
 
+from benchmarks.command import BenchmarkParser, write_record
+from benchmarks.update_tables import host_table
 from lightning_fsdp import fully_shard
-from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.plan.torch_internals import open_fake_group
 
 NUM_UNITS = 100
@@ -122,10 +117,7 @@ def measure(arms: dict[str, Work], rounds: int, repeats: int) -> dict[str, list[
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = make_parser().parse(None)
     torch.set_num_threads(1)
     open_fake_group(WORLD_SIZE)
     cases: dict[str, dict[str, Work]] = {"units": _units()}
@@ -148,15 +140,18 @@ def main() -> None:
         row["ratio"] = medians["scratch"] / medians["fsdp2"]
         rows.append(row)
     print("\n".join(host_table({"rows": rows})))
-    if args.out:
-        document = {
-            "command": shlex.join(["python", "benchmarks/host_cost.py", *sys.argv[1:]]),
-            **environment(),
-            "rows": rows,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1))
+    write_record(args.out, "host_cost", {"rows": rows})
     dist.destroy_process_group()
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "host_cost", __doc__, examples=["--rounds 5", "--out runs/host_cost.json"]
+    )
+    parser.add_rounds(30)
+    parser.add_out(says="rows")
+    return parser
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
 import subprocess
 import sys
@@ -28,9 +27,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.hosts_ranks import ARMS, Shape, theory
-from lightning_fsdp.harness.command_line import at_least, exit_with, positive
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.command_line import exit_with, positive
 from lightning_fsdp.harness.tables import markdown_table
 from tests.support.hosts import Hosts, NoHosts
 
@@ -149,17 +148,7 @@ def main() -> int:
     Returns:
         Exit code: 2 where there are no namespaces.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--mbit", type=positive, nargs="+", default=[1000.0, 200.0], help="per second, of a line"
-    )
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--hosts", type=int, choices=(2, 3, 4), default=2)
-    parser.add_argument("--ranks", type=at_least(1), default=2, help="on each host")
-    parser.add_argument("--rounds", type=at_least(2), default=8, help="timed, of all arms")
-    parser.add_argument("--warmup", type=at_least(2), default=3, help="rounds before them")
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON of rows and rounds")
-    args = parser.parse_args()
+    args = make_parser().parse(None)
     shape = Shape(args.hosts, args.ranks)
     rows: list[dict[str, Any]] = []
     launches = []
@@ -174,18 +163,35 @@ def main() -> int:
         rows += new
         launches.append({"mbit_s": mbit_s, "ranks": ranks})
     document = {
-        "command": shlex.join(["python", "-m", "benchmarks.hosts", *sys.argv[1:]]),
-        **environment(),
         "hosts": args.hosts, "ranks": args.ranks,
         "rows": rows,
         "goals": goals(rows),
         "launches": launches,
     }  # fmt: skip
     print("\n".join(document["goals"]))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"written to {args.out}")
+    write_record(args.out, "hosts", document)
     return 0
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "hosts",
+        __doc__,
+        examples=["--mbit 200 --rounds 4", "--hosts 4 --ranks 1 --arms flat_core hsdp_core"],
+    )
+    parser.add_argument(
+        "--mbit", type=positive, nargs="+", default=[1000.0, 200.0], metavar="MBIT_S",
+        help="megabits per second of each host's line; each is measured",
+    )  # fmt: skip
+    parser.add_arms(ARMS)
+    parser.add_argument(
+        "--hosts", type=int, choices=(2, 3, 4), default=2, metavar="N", help="number of hosts"
+    )
+    parser.add_ranks(2, help="processes on each host")
+    parser.add_rounds(8, 3, least=2)
+    parser.add_out(OUT)
+    return parser
 
 
 if __name__ == "__main__":

@@ -15,20 +15,16 @@ rows         rows of as many equal matrices as there are ranks, all-to-all there
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.optimizers.owners import Cut, assign
-from lightning_fsdp.harness.command_line import CommandParser
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.command_line import positive
 from lightning_fsdp.harness.tables import markdown_table
 
 Shape = tuple[int, ...]
@@ -258,27 +254,32 @@ def _mean(numbers: Sequence[float]) -> float:
 
 def main() -> None:
     """Compute, print, write."""
-    parser = CommandParser(
-        "benchmarks.muon_ranks",
-        "What Muon's step costs on many ranks, in three ways.",
-        examples=["--ranks 8 64 --bandwidth 25", "--out benchmarks/results/muon_ranks.json"],
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64, 256, 1024])
-    parser.add_argument("--bandwidth", type=float, default=50.0, help="GB/s of a rank's link")
-    parser.add_argument("--latency", type=float, default=5.0, help="microseconds of a message")
-    parser.add_argument("--tflops", type=float, default=400.0, help="10^12 operations per second")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON; a picture beside it")
-    args: argparse.Namespace = parser.parse_args()
+    args = make_parser().parse(None)
     link = Link(args.bandwidth, args.latency, args.tflops)
     found = study(args.ranks, link)
     print(table_of(found))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["python", "-m", "benchmarks.muon_ranks", *sys.argv[1:]])
         rows = [asdict(row) for row in found]
-        document = {"command": command, **environment(), "assumed": asdict(link), "rows": rows}
-        args.out.write_text(json.dumps(document, indent=1))
+        write_record(args.out, "muon_ranks", {"assumed": asdict(link), "rows": rows})
         draw(found, args.out.with_suffix(".png"))
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "muon_ranks",
+        __doc__,
+        examples=["--ranks 8 64 --bandwidth 25", "--out benchmarks/results/muon_ranks.json"],
+    )
+    parser.add_ranks(8, 16, 64, 256, 1024, help="numbers of ranks to compute for")
+    for option, default, metavar, says in (
+        ("--bandwidth", 50.0, "GB_S", "gigabytes per second of a rank's link"),
+        ("--latency", 5.0, "US", "microseconds that a message takes besides"),
+        ("--tflops", 400.0, "TFLOPS", "speed of a rank, in 10^12 operations per second"),
+    ):
+        parser.add_argument(option, type=positive, default=default, metavar=metavar, help=says)
+    parser.add_out(says="rows; a picture is written beside it")
+    return parser
 
 
 if __name__ == "__main__":

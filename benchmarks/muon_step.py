@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,8 +34,8 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import SHARD, VOCABULARY, blocks_of, build_model
-from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.tables import markdown_table
 
 LR = 1e-3
@@ -184,7 +182,7 @@ def measure(
         name: {"step": [], "optimizers": [], "loss": []} for name in args.arms
     }
     for round_index in range(args.warmup + args.rounds):
-        tokens = torch.randint(VOCABULARY, (args.batch, args.seq), generator=generator)
+        tokens = torch.randint(VOCABULARY, (args.batch_size, args.seq_len), generator=generator)
         for name, model in models.items():
             dist.barrier()
             if name == "one" and rank != 0:
@@ -231,6 +229,14 @@ def summarize(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return rows
 
 
+SAYS = {
+    "scratch": "this core: the rank that owns it",
+    "fsdp2_full": "FSDP2: every rank",
+    "fsdp2_rows": "FSDP2: the rank that all send its rows to",
+    "one": "the only process",
+}
+
+
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     one = next((row for row in rows if row["arm"] == "one"), None)
@@ -241,38 +247,35 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
             for what in ("step", "optimizers")
         ]
         of_half = "" if one is None else f"{2 * row['optimizers_ms'] / one['optimizers_ms']:.2f}"
-        body.append([row["arm"], *times, of_half])
-    head = ["arm", "step, median (quartiles) ms", "of it the optimizers", "of half of one's"]
+        body.append([row["arm"], SAYS[row["arm"]], *times, of_half])
+    head = ["arm", "a matrix is stepped by", "step, median (quartiles) ms"]
+    head += ["optimizers' part of it, ms", "that part / half of `one`'s"]
     return markdown_table(head, body)
 
 
 def main() -> None:
     """Parse the command line, run, print, write JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seq", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--nproc", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="JSON file for the rows and every round")
-    args = parser.parse_args()
+    args = make_parser().parse(None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        mp.spawn(measure, (args.nproc, f"{folder}/rendezvous", args, str(out)), nprocs=args.nproc)
+        mp.spawn(measure, (args.ranks, f"{folder}/rendezvous", args, str(out)), nprocs=args.ranks)
         found = json.loads(out.read_text())
     rows = summarize(found)
     print(table_of(rows))
-    if args.out:
-        document = {
-            "command": shlex.join(["python", "-m", "benchmarks.muon_step", *sys.argv[1:]]),
-            **environment(),
-            "rows": rows,
-            "rounds": found,
-        }
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1))
-        print(f"written to {args.out}")
+    write_record(args.out, "muon_step", {"rows": rows, "rounds": found})
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "muon_step", __doc__, examples=["--rounds 4", "--arms scratch one --seq-len 128"]
+    )
+    parser.add_arms(ARMS)
+    parser.add_batch(1, 32)
+    parser.add_rounds(12, 2)
+    parser.add_ranks(2)
+    parser.add_out()
+    return parser
 
 
 if __name__ == "__main__":

@@ -30,9 +30,7 @@ import gc
 import itertools
 import json
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,10 +43,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import CASES, SHARD, VOCABULARY, build_model, train_one_step
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
-from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.harness.tables import markdown_table
 
 OUT = Path("benchmarks/results/one_host.json")
@@ -188,19 +187,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Parse the command line, run, print, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    cases = [f"{batch}x{seq}" for batch, seq in CASES]
-    parser.add_argument("--cases", nargs="+", default=cases, help="batch and tokens")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--huge-pages", nargs="+", choices=["no", "yes"], default=["no", "yes"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON of rows and rounds")
-    args = parser.parse_args()
-    if args.rounds < 2:
-        parser.error("--rounds: expected at least 2, for quartiles.")
+    args = make_parser().parse(None)
     rows: list[dict[str, Any]] = []
     launches = []
     for ranks, threads, huge in itertools.product(args.ranks, args.threads, args.huge_pages):
@@ -210,15 +197,33 @@ def main() -> None:
         print(table(new), flush=True)
         rows += new
         launches.append({**setting, "cases": cases})
-    document = {
-        "command": shlex.join(["python", "-m", "benchmarks.one_host", *sys.argv[1:]]),
-        **environment(),
-        "rows": rows,
-        "launches": launches,
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1))
-    print(f"written to {args.out}")
+    write_record(args.out, "one_host", {"rows": rows, "launches": launches})
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "one_host",
+        __doc__,
+        examples=["--ranks 2 --threads 1 --huge-pages no", "--cases 1x32 --arms direct_zero3 ddp"],
+    )
+    parser.add_arms(ARMS)
+    parser.add_argument(
+        "--cases", nargs="+", default=[f"{batch}x{seq}" for batch, seq in CASES], metavar="BxT",
+        help="sequences per rank and step x tokens per sequence; each is measured",
+    )  # fmt: skip
+    parser.add_ranks(2, 4, help="numbers of processes; each is measured")
+    parser.add_argument(
+        "--threads", type=at_least(1), nargs="+", default=[1, 2], metavar="N",
+        help="threads of each process; each number is measured",
+    )  # fmt: skip
+    parser.add_argument(
+        "--huge-pages", nargs="+", choices=["no", "yes"], default=["no", "yes"],
+        help="whether the C library's heap has huge pages; each is measured",
+    )  # fmt: skip
+    parser.add_rounds(20, 3, least=2)  # for quartiles
+    parser.add_out(OUT)
+    return parser
 
 
 if __name__ == "__main__":

@@ -32,9 +32,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp.harness.amounts import format_bytes
-from lightning_fsdp.harness.command_line import CommandParser, exit_with
-from lightning_fsdp.harness.environment import environment, process_bytes
+from lightning_fsdp.harness.command_line import at_least, exit_with
+from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import markdown_table
 
@@ -380,8 +381,6 @@ def main() -> int:
                 runs.append(run_arm(args, arm, Path(folder)))
                 print(f"round {repeat + 1}: {json.dumps(runs[-1])}", file=sys.stderr, flush=True)
     document = {
-        **environment(),
-        "command": " ".join(["python", "-m", "benchmarks.real_size", *sys.argv[1:]]),
         "arms": list(args.engines),
         "plans": {arm: plan_of(args, arm) for arm in args.engines},
         "runs": runs,
@@ -389,41 +388,48 @@ def main() -> int:
     print(table_of(document))
     if args.more:
         print(more_of(document))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(args.out, "real_size", document)
     return int(all("failure" in run for run in runs))
 
 
-def make_parser() -> CommandParser:
+def make_parser() -> BenchmarkParser:
     """The options."""
-    parser = CommandParser(
-        "benchmarks.real_size",
-        __doc__.partition("\n")[0],
+    parser = BenchmarkParser(
+        "real_size",
+        __doc__,
         examples=["--size large --engines scratch_zero3 fsdp2_zero3", "--size qwen2.5-0.5b --clip"],
-        old={"--batch": "--batch-size", "--seq": "--seq-len", "--json": "--out"},
     )
-    parser.add_argument("--size", choices=list(SIZES), default="medium", help="of the model")
+    parser.old["--json"] = "--out"
     parser.add_argument(
-        "--engines", nargs="+", choices=list(STRATEGIES), default=list(DEFAULT), help="in turns"
-    )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the first warms up")
-    parser.add_argument("--repeats", type=int, default=1, help="rounds over all engines")
-    parser.add_argument(
-        "--batch-size", type=int, default=1, help="sequences per rank and micro-batch"
-    )
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--clip", action="store_true", help="the norm of gradients, to 1")
-    parser.add_argument("--precision", default="32-true", help="of the Trainer")
-    parser.add_argument("--checkpoint", action="store_true", help="write a full one at the end")
-    parser.add_argument("--more", action="store_true", help="what else a run does, one by one")
-    parser.add_argument(
-        "--scratch", help="where checkpoints are written (default: as tempfile does)"
+        "--size", choices=list(SIZES), default="medium", help="size of the model, by its name"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON with everything (default: not written)"
+        "--engines", nargs="+", choices=list(STRATEGIES), default=list(DEFAULT),
+        help="engines to measure, one after the other",
+    )  # fmt: skip
+    parser.add_batch(1, 128)
+    for option, default, says in (
+        ("--steps", 3, "optimizer steps of a run; the first is not timed"),
+        ("--repeats", 1, "times that all engines are measured"),
+        ("--grad-accum", 1, "micro-batches in an optimizer step"),
+    ):
+        parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
+    parser.add_argument("--clip", action="store_true", help="clip gradients to a norm of 1")
+    parser.add_argument(
+        "--precision", default="32-true", help="precision of the Trainer, such as bf16-mixed"
     )
+    parser.add_argument(
+        "--checkpoint", action="store_true", help="write a full checkpoint at the end, and resume"
+    )
+    parser.add_argument(
+        "--more", action="store_true",
+        help="convert the checkpoint and read it in other ways, and time each",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scratch", metavar="DIR",
+        help="folder for checkpoints (default: where temporary files are)",
+    )  # fmt: skip
+    parser.add_out(says="everything that was measured")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
     return parser

@@ -1,6 +1,6 @@
 """What the recipes learn: the same loss under every strategy as in one process without sharding.
 
-python benchmarks/recipe_losses.py --out benchmarks/results/recipe_losses.json
+python -m benchmarks.recipe_losses --out benchmarks/results/recipe_losses.json
 
 GPT-2 nano and Qwen2.5 tiny on the default corpus. All see the same global batches; exits with an
 error where a validation loss is more than 2% off that of the single process, or did not fall.
@@ -8,10 +8,7 @@ error where a validation loss is more than 2% off that of the single process, or
 
 from __future__ import annotations
 
-import argparse
 import csv
-import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -19,7 +16,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_fsdp.harness.environment import environment
+from benchmarks.command import BenchmarkParser, write_record
+from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.strategies.registry import NAMES
 
@@ -94,12 +92,7 @@ def mistakes(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Train all, write what came out, and judge it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences in a global batch")
-    parser.add_argument("--out", type=Path, default=Path("runs/recipe_losses.json"))
-    parser.add_argument("--cache", type=Path, default=Path("runs/cache"))
-    options = parser.parse_args()
+    options = make_parser().parse(None)
     arms = [(model, strategy) for model in RECIPES for strategy in (SINGLE, *STRATEGIES)]
     rows = []
     for model, strategy in tqdm(arms):
@@ -112,17 +105,34 @@ def main() -> None:
         )
         rows.append({"model": model, "strategy": strategy, **losses})
     document = {
-        **environment(),
-        "command": shlex.join(["python", "benchmarks/recipe_losses.py", *sys.argv[1:]]),
         "num_steps": options.steps,
         "num_ranks": NUM_RANKS,
         "batch_size": options.batch_size,
         "rows": rows,
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(document, indent=2) + "\n")
+    write_record(options.out, "recipe_losses", document)
     if wrong := mistakes(rows):
         sys.exit("\n".join(wrong))
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "recipe_losses",
+        __doc__,
+        examples=["--steps 20", "--out benchmarks/results/recipe_losses.json"],
+    )
+    for option, default, says in (
+        ("--steps", 50, "optimizer steps of each run"),
+        ("--batch-size", 8, "sequences per step, of all ranks together"),
+    ):
+        parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
+    parser.add_argument(
+        "--cache", type=Path, default=Path("runs/cache"), metavar="DIR",
+        help="folder of the tokenized corpus; made where it is missing",
+    )  # fmt: skip
+    parser.add_out(Path("runs/recipe_losses.json"), says="losses of each run")
+    return parser
 
 
 if __name__ == "__main__":

@@ -10,17 +10,14 @@ machine: operations at a stated speed, collectives by the network's model.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from transformers import GPT2Config
 
+from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp.harness.command_line import positive
-from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import Run
 from lightning_fsdp.plan.suggest import Suggestion, suggest
@@ -89,22 +86,26 @@ def main() -> int:
     Returns:
         Exit code: 1 where the goal is missed.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tflops", type=positive, default=TFLOPS, help="that a rank reaches")
-    parser.add_argument("--out", type=Path, default=OUT, help="JSON of the rows")
-    args = parser.parse_args()
-    document = {
-        "command": shlex.join(["python", "-m", "benchmarks.scaling_suggested", *sys.argv[1:]]),
-        **environment(),
-        "tflops": args.tflops,
-        "rows": rows(args.tflops),
-    }
+    args = make_parser().parse(None)
+    document = {"tflops": args.tflops, "rows": rows(args.tflops)}
     print(table(document))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n")
+    write_record(args.out, "scaling_suggested", document)
     reached = document["rows"][-1]["suggested"]["share"]
-    print(f"at {WORLD_SIZES[-1]} ranks {reached:.2f}, wanted {GOAL:.2f}; written to {args.out}")
+    print(f"at {WORLD_SIZES[-1]} ranks {reached:.2f}, wanted {GOAL:.2f}")
     return 0 if reached >= GOAL else 1
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "scaling_suggested", __doc__, examples=["--tflops 0.5", "--out runs/suggested.json"]
+    )
+    parser.add_argument(
+        "--tflops", type=positive, default=TFLOPS, metavar="TFLOPS",
+        help="speed that a rank reaches, in 10^12 operations per second",
+    )  # fmt: skip
+    parser.add_out(OUT, says="rows")
+    return parser
 
 
 if __name__ == "__main__":

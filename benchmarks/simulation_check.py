@@ -1,7 +1,7 @@
 """Hold the simulated network against a real one: predicted and measured step times at two ranks.
 
     python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
-    python benchmarks/update_tables.py simulation benchmarks/results/simulation_check.md
+    python -m benchmarks.update_tables simulation benchmarks/results/simulation_check.md
 
 A round measures, and then predicts from what it measured:
 
@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -34,16 +32,17 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import ARMS, CASES, VOCABULARY, train_one_step
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
-from lightning_fsdp.harness.environment import describe, environment
+from lightning_fsdp.harness.command_line import at_least
+from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.simulate.groups import SimulatedGroup, simulated
 from lightning_fsdp.simulate.network import Cost, Network
@@ -306,13 +305,8 @@ def main() -> int:
     Returns:
         Exit code: 0 if every prediction holds, wrong bytes are noticed, calls and bytes are equal.
     """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--steps", type=int, default=6, help="per arm, case and round")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="JSON file; the table goes beside it")
-    args = parser.parse_args()
+    parser = make_parser()
+    args = parser.parse(None)
     args.cores = sorted(os.sched_getaffinity(0))[:WORLD_SIZE]
     if len(args.cores) < WORLD_SIZE:
         parser.error(f"expected {WORLD_SIZE} cores, got {len(args.cores)}: each rank wants its own")
@@ -337,23 +331,38 @@ def main() -> int:
         (model,) = run_on_ranks(count_simulated, 1, arm, backend=None, timeout_s=LIMIT_S)
         counts.append({"arm": arm, **model, "is_equal": all(rank == model for rank in real)})
     document = {
-        "command": shlex.join(["python", "-m", "benchmarks.simulation_check", *sys.argv[1:]]),
-        **environment(),
         "load_before": loads,  # of one minute: above 0.5 others were at work
         "links": fits,
         "rows": rows,
         "four_ranks": counts,
     }
-    print(report(document))
+    written = write_record(args.out, "simulation_check", document)
+    print(report(written))
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(document, indent=1))
-        args.out.with_suffix(".md").write_text(report(document))
+        args.out.with_suffix(".md").write_text(report(written))
     holds = [row["is_within"] for row in rows] + [count["is_equal"] for count in counts]
     # Not of the other control: where the processor moves the data, overlap may save little.
     wrong_bytes = [row["control_errors"].get(CONTROLS[0]) for row in rows]
     holds += [abs(error) > TOLERANCE for error in wrong_bytes if error is not None]
     return 0 if all(holds) else 1
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "simulation_check",
+        __doc__,
+        examples=["--rounds 1 --arms scratch_zero3", "--out runs/simulation_check.json"],
+    )
+    parser.add_arms(ARMS)
+    for option, default, says in (
+        ("--steps", 6, "timed steps of each arm, in each case and round"),
+        ("--warmup", 2, "steps before the timed ones"),
+        ("--rounds", 3, "times that all is measured and predicted"),
+    ):
+        parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
+    parser.add_out(says="rows and what was fitted; the table is written beside it")
+    return parser
 
 
 def _collect(into: Any, ranks: Sequence[Mapping[str, Mapping[str, list[float]]]]) -> None:

@@ -9,7 +9,6 @@ other, are of two files.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -21,20 +20,21 @@ import torch
 from torch import nn
 
 import lightning_fsdp.core
+from benchmarks.command import BenchmarkParser
 from lightning_fsdp import fully_shard
+from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.torch_internals import open_fake_group
 
 CORE = Path(lightning_fsdp.core.__file__).parent
-NUM_UNITS = 5
 Call = tuple[str, str]
 """File, relative to the core's folder, and qualified name of a function."""
 
 
-def calls_of_a_step() -> list[Call]:
+def calls_of_a_step(num_units: int) -> list[Call]:
     """The core's functions that the third step of a small model calls, in order."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(NUM_UNITS)))
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(num_units)))
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
@@ -61,9 +61,9 @@ def calls_of_a_step() -> list[Call]:
 
 def main() -> None:
     """Count, and print a table by file."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    open_fake_group(2)
-    calls = calls_of_a_step()
+    args = make_parser().parse(None)
+    open_fake_group(args.ranks)
+    calls = calls_of_a_step(args.units)
     by_file = Counter(file for file, _ in calls)
     functions = {file: len({name for f, name in calls if f == file}) for file in by_file}
     changes = sum(one[0] != other[0] for one, other in itertools.pairwise(calls))
@@ -73,6 +73,16 @@ def main() -> None:
         f"\n{len(by_file)} files, {sum(functions.values())} functions, {len(calls)} calls, "
         f"{changes} changes of file"
     )
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser("step_trace", __doc__, examples=["--units 5", "--units 50 --ranks 8"])
+    parser.add_argument(
+        "--units", type=at_least(1), default=5, metavar="N", help="linear layers, each a unit"
+    )
+    parser.add_ranks(2, help="ranks of the fake group; only rank 0 is there")
+    return parser
 
 
 if __name__ == "__main__":

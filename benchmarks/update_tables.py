@@ -3,17 +3,17 @@
 make bench && python -m benchmarks.update_tables bench runs/bench/report.md
 make bench-full && python -m benchmarks.update_tables sweep runs/bench-full/report.md
 python -m benchmarks.update_tables scaling runs/scaling/scaling.md
-python benchmarks/core_step.py --out benchmarks/results/core_step.json
+python -m benchmarks.core_step --out benchmarks/results/core_step.json
 python -m benchmarks.update_tables core benchmarks/results/core_step.json
-python benchmarks/host_cost.py --out benchmarks/results/host_cost.json
+python -m benchmarks.host_cost --out benchmarks/results/host_cost.json
 python -m benchmarks.update_tables host benchmarks/results/host_cost.json
-python benchmarks/exact_counters.py --out benchmarks/results/exact_counters.json
+python -m benchmarks.exact_counters --out benchmarks/results/exact_counters.json
 python -m benchmarks.update_tables counters benchmarks/results/exact_counters.json
-python benchmarks/recipe_losses.py --out benchmarks/results/recipe_losses.json
+python -m benchmarks.recipe_losses --out benchmarks/results/recipe_losses.json
 python -m benchmarks.update_tables losses benchmarks/results/recipe_losses.json
 python -m benchmarks.simulation_check --out benchmarks/results/simulation_check.json
 python -m benchmarks.update_tables simulation benchmarks/results/simulation_check.md
-python benchmarks/checkpoint_speed.py --out benchmarks/results/checkpoint_speed.json
+python -m benchmarks.checkpoint_speed --out benchmarks/results/checkpoint_speed.json
 python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_speed.json
 python -m benchmarks.muon_step --out benchmarks/results/muon_step.json
 python -m benchmarks.update_tables muon benchmarks/results/muon_step.json
@@ -28,7 +28,7 @@ python -m benchmarks.update_tables scaling-suggested benchmarks/results/scaling_
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
-python -m benchmarks.real_size --checkpoint --json benchmarks/results/real_size/medium.json
+python -m benchmarks.real_size --checkpoint --out benchmarks/results/real_size/medium.json
 python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
 (so large and large-more, of large.json; qwen, of qwen2.5-0.5b.json; medium-accum; medium-bf16)
 """
@@ -38,7 +38,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,7 @@ from benchmarks import (
     real_size,
     scaling_suggested,
 )
+from benchmarks.command import BenchmarkParser
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -248,7 +248,8 @@ def put(path: Path, name: str, table: str) -> None:
 
 def main() -> None:
     """Put the table of a result into the page that has its markers."""
-    name, source = sys.argv[1], Path(sys.argv[2])
+    args = make_parser().parse(None)
+    name, source = args.table, args.source
     if name in TABLES:
         document = json.loads(source.read_text())
         table = "\n".join([describe(document), "", *TABLES[name](document)])
@@ -264,6 +265,21 @@ def main() -> None:
         PICTURES.mkdir(exist_ok=True)
         shutil.copy(source.parent / picture, PICTURES)
     put(page_of(name), name, table)
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    parser = BenchmarkParser(
+        "update_tables",
+        __doc__,
+        examples=["bench runs/bench/report.md", "core benchmarks/results/core_step.json"],
+    )
+    tables = sorted({*TABLES, *SHOWN, "optimizer", "simulation"})
+    parser.add_argument("table", choices=tables, metavar="TABLE", help="name of the markers")
+    parser.add_argument(
+        "source", type=Path, metavar="FILE", help="JSON or report that the benchmark has written"
+    )
+    return parser
 
 
 if __name__ == "__main__":

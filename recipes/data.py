@@ -50,9 +50,9 @@ class TextData(L.LightningDataModule):
         batch_size: Sequences per rank and micro-batch.
         val_fraction: Share of the tokens that is kept for validation; 0 for none.
         standard_library_mb: How much of the standard library is read, in 10^6 bytes.
-        cache_dir: Where tokenised corpora are kept; a folder per corpus and tokenizer.
+        cache_dir: Folder where tokenised corpora are kept; a folder per corpus and tokenizer.
         num_workers: Processes per rank that read ahead.
-        seed: Of the shuffle; the same on every rank.
+        seed: Seed of the shuffle; the same on every rank.
 
     Attributes:
         tokens: The prepared corpus; ``None`` before ``setup``.

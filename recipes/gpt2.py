@@ -57,13 +57,13 @@ class GPT2(CausalLM):
     """GPT-2 with the head tied to the embedding.
 
     Args:
-        size: Of a model with new weights; ``None`` for a pretrained one.
+        size: Size of a model with new weights; ``None`` for a pretrained one.
         pretrained: A folder with ``config.json`` and weights, or a name on the Hugging Face hub,
             in place of ``size``.
         vocab_size: Rows of the embedding; at least the tokenizer's. On the command line it follows
             ``--data.vocab_size``. A pretrained model brings its own.
         max_seq_len: Positions, in tokens. A pretrained model brings its own.
-        dropout: Of embeddings, attention and residuals.
+        dropout: Dropout of embeddings, attention and residuals.
         activation_checkpointing: Keep only the blocks' inputs for backward and compute the rest
             again: less memory, a third more compute.
         compile_blocks: ``torch.compile`` each block.

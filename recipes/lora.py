@@ -26,17 +26,17 @@ class QwenLora(Qwen):
     """Qwen2.5 whose adapters train.
 
     Args:
-        size: Of a base with new weights, to try; ``None`` for a pretrained one.
+        size: Size of a base with new weights, to try; ``None`` for a pretrained one.
         pretrained: A folder or a name on the Hugging Face hub, in place of ``size``.
-        vocab_size: As of :class:`~recipes.qwen.Qwen`, like the next three.
+        vocab_size: Rows of the embedding, as of :class:`~recipes.qwen.Qwen`, like the next three.
         max_seq_len: Positions, in tokens.
         activation_checkpointing: Keep only the blocks' inputs for backward.
         compile_blocks: ``torch.compile`` each block.
         optimizer: AdamW and its schedule, of the adapters.
-        rank: Of the adapters' matrices.
+        rank: Rank of the adapters' matrices.
         alpha: The adapters' outputs are multiplied by ``alpha / rank``.
         layers: Names of the linear layers that get adapters.
-        base_dtype: Of the frozen weights.
+        base_dtype: Dtype of the frozen weights.
 
     Raises:
         RecipeError: Neither or both of ``size`` and ``pretrained``, or a rank below 1.
@@ -88,7 +88,7 @@ class SaveAdapters(L.Callback):
     """Writes the adapters at the end of training, for ``PeftModel.from_pretrained``.
 
     Args:
-        folder: Does not exist yet, or is empty.
+        folder: Folder that does not exist yet, or is empty.
     """
 
     def __init__(self, folder: str) -> None:

@@ -22,6 +22,8 @@ from lightning_fsdp.config import ZERO3
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 
+_RATE = "throughput/tokens_per_s"  # as the benchmark and `ThroughputMonitor` call it
+
 
 class Settings(L.Callback):
     """Gives the run a line in TensorBoard's HParams: its settings, last losses and throughput."""
@@ -29,7 +31,7 @@ class Settings(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the line; the metrics are what the run logs under these names."""
-        metrics = dict.fromkeys(("train/loss", "val/loss", "tokens/s"), 0.0)
+        metrics = dict.fromkeys(("train/loss", "val/loss", _RATE), 0.0)
         for logger in trainer.loggers if trainer.is_global_zero else ():
             if isinstance(logger, TensorBoardLogger):
                 for summary in hparams(_settings(trainer, pl_module), metrics):  # type: ignore[no-untyped-call]
@@ -39,10 +41,11 @@ class Settings(L.Callback):
 class Throughput(L.Callback):
     """Logs tokens per second of all ranks together, and every rank's memory.
 
-    ``tokens/s`` counts positions of ``input_ids`` (the data has no padding) over the wall time of
-    training since the last log: with the data, without validation. ``memory/rank{r}_GiB`` is on
-    CUDA the peak of allocated device memory since the last log, on CPU the resident size of the
-    process. Both are logged in the steps that the Trainer logs.
+    ``throughput/tokens_per_s`` (in the progress bar ``tokens/s``) counts positions of ``input_ids``
+    (the data has no padding) over the wall time of training since the last log: with the data,
+    without validation. ``memory/rank{r}_GiB`` is on CUDA the peak of allocated device memory since
+    the last log, on CPU the resident size of the process. Both are logged in the steps that the
+    Trainer logs.
 
     Attributes:
         num_tokens: Of this rank, since the last log.
@@ -93,7 +96,8 @@ class Throughput(L.Callback):
         shared[-1] = self.num_tokens / self.seconds
         *memories, rate = trainer.strategy.reduce(shared, reduce_op="sum").tolist()
         pl_module.log_dict({f"memory/rank{rank}_GiB": size for rank, size in enumerate(memories)})
-        pl_module.log("tokens/s", rate, prog_bar=True)
+        pl_module.log(_RATE, rate)
+        pl_module.log("tokens/s", rate, prog_bar=True, logger=False)
         self._restart()
 
     def _restart(self) -> None:
@@ -192,32 +196,34 @@ def is_step_complete(trainer: L.Trainer, batch_idx: int) -> bool:
 
 
 def _settings(trainer: L.Trainer, model: L.LightningModule) -> dict[str, str | int | float]:
-    """Columns of HParams, which shows the first five names of the alphabet."""
+    """Columns of HParams, which shows five by the alphabet: those that a benchmark has as well."""
     settings: dict[str, str | int | float] = {
         "accumulation": trainer.accumulate_grad_batches,
         "engine": _engine(trainer.strategy),
-        "model": type(model).__name__,
-        "precision": trainer.precision,
         "ranks": trainer.world_size,
+        "stage": _stage(trainer.strategy),
+        "train/model": type(model).__name__,
+        "train/precision": trainer.precision,
     }
     data = getattr(trainer, "datamodule", None)
     if isinstance(data, TextData):
-        settings |= {"batch": data.batch_size, "seq_len": data.seq_len}
+        settings |= {"batch": data.batch_size, "train/seq_len": data.seq_len}
     if isinstance(model, CausalLM):
         optimizer = model.optimizer_config
-        settings |= {"lr": optimizer.lr, "optimizer": optimizer.name}
+        settings |= {"train/lr": optimizer.lr, "train/optimizer": optimizer.name}
     return settings
 
 
 def _engine(strategy: Strategy) -> str:
-    """Such as ``ScratchFSDP ZeRO-3`` or ``DDP``."""
-    name, engine = (
-        type(strategy).__name__.removesuffix("Strategy"),
-        getattr(strategy, "engine", None),
-    )
-    if engine is None:
-        return name
-    return f"{name} ZeRO-{3 if engine.plan == ZERO3 else 2}"
+    """The name of a benchmark's arm, such as ``scratch``, ``fsdp2``, ``ddp`` or ``single``."""
+    name = type(strategy).__name__.removesuffix("Strategy").lower()
+    return {"scratchfsdp": "scratch", "singledevice": "single"}.get(name, name)
+
+
+def _stage(strategy: Strategy) -> str:
+    """The stage of ZeRO, as a benchmark writes it."""
+    engine = getattr(strategy, "engine", None)
+    return "none" if engine is None else "3" if engine.plan == ZERO3 else "2"
 
 
 def _memory_bytes(device: torch.device) -> int:

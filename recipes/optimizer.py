@@ -25,13 +25,13 @@ class OptimizerConfig:
         name: ``muon``: for the matrices of blocks, with steps as large as AdamW's; embeddings, the
             head and vectors stay AdamW's.
         lr: The highest learning rate, reached at the end of the warm-up.
-        weight_decay: Of parameters with two or more dimensions; biases and norms do not decay.
+        weight_decay: Decay of parameters with two or more dimensions; biases and norms have none.
         betas: Decay of the two moments, per optimizer step.
         eps: Added to the root of the second moment.
         warmup_ratio: Share of the run's optimizer steps in which the learning rate rises.
         final_lr_ratio: Learning rate at the end of the run, as a share of ``lr``.
         fused: Use torch's fused kernel of AdamW.
-        momentum: Of Muon.
+        momentum: Momentum of Muon.
     """
 
     name: Literal["adamw", "muon"] = "adamw"

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,22 +28,34 @@ from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
 
 from lightning_fsdp.strategies.registry import NAMES
+from recipes.choices import classes_of, close_to, first_unknown, of_this_project, options_of
 from recipes.errors import RecipeError
 
 _COMMAND = "python -m recipes.train"
 _CONFIG = "--config recipes/gpt2_zero3.yaml"
-_MODELS = ("recipes.gpt2.GPT2", "recipes.qwen.Qwen")
+_STRATEGY = "lightning.pytorch.strategies.Strategy"
 
 
 class OptionParser(LightningArgumentParser):
     """Lightning's parser, with mistakes in one line."""
+
+    subcommands: Mapping[str, LightningArgumentParser] = {}
+
+    @override
+    def add_subcommands(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep the parsers of the sub-commands, which know the options."""
+        added = super().add_subcommands(*args, **kwargs)
+        self.subcommands = added.choices
+        return added
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the process with exit code 2."""
         if not self.exit_on_error:  # the parser of a class, inside of the command's
             super().error(message, ex)
-        self.exit(2, f"error: {in_one_line(message)}\n")
+        given = [parser for name, parser in self.subcommands.items() if name in self.args]
+        known = chain.from_iterable(parser.get_defaults().keys() for parser in given or [self])
+        self.exit(2, f"error: {in_one_line(message, list(known))}\n")
 
 
 class _Help(DefaultHelpFormatter):
@@ -69,20 +83,69 @@ def parser_options() -> dict[str, Any]:
     }
 
 
-def in_one_line(message: str) -> str:
-    """What jsonargparse says of a mistake, with the choices; what is not understood stays whole."""
+def in_one_line(message: str, known: Iterable[str] = ()) -> str:
+    """What jsonargparse says of a mistake, with the choices; what is not understood stays whole.
+
+    Args:
+        message: Of jsonargparse.
+        known: Dotted names of the command's own options.
+    """
     option = "--" + ".".join(re.findall(r'Parser key "([^"]+)"', message))
     literals = re.findall(r"Literal\[([^\]]+)\]", message)
     given = re.search(r"(?:Given value:|Got value:) *(\S.*)", message)
     missing = re.search(r"File does not exist: *'?([^'\n]+)", message)
     if option == "--config" and missing is not None:
-        return _expected(option, f"one of {', '.join(_recipes())}, or another file", missing[1])
-    if option == "--model" and given is not None:
-        return _expected(option, f"one of {', '.join(_MODELS)}, or another class", given[1])
+        return _expected(option, [*_recipes(), "another file"], missing[1])
     if literals and given is not None:
-        choices = dict.fromkeys(re.findall(r"[^\s',]+", ", ".join(literals)))
-        return _expected(option, f"one of {', '.join(choices)}", given[1])
-    return " ".join(message.split())
+        choices = re.findall(r"[^\s',]+", ", ".join(literals))
+        return _expected(option, choices, given[1])
+    simple = re.search(r"Expected an? <class '(\w+)'>\. Got value: *(\S.*)", message)
+    if simple is not None:
+        return f"{option}: expected {simple[1]}, got {simple[2]!r}. Correct it."
+    unknown = _unknown_option(option, message, known) or _unknown_class(option, message)
+    return unknown or " ".join(message.split())
+
+
+def _unknown_option(option: str, message: str, known: Iterable[str]) -> str | None:
+    """What to say of an option that the command, or the class that ``option`` names, lacks."""
+    found = re.search(
+        r"unrecognized arguments: --(?P<argument>[\w.]+)"
+        r"|(?:Group '(?P<group>[\w.]+)'|Subcommand '\w+') does not accept option '(?P<key>[^']+)"
+        r"|Option '(?P<name>[\w.]+)' is not accepted$",
+        message,
+        re.MULTILINE,
+    )
+    if found is None:
+        return None
+    name = found["argument"] or found["name"] or ".".join(filter(None, found.group("group", "key")))
+    within = re.findall(r"Problem with given class_path '([^']+)'", message[: found.start()])
+    unknown = first_unknown(name, options_of(within[-1]) if within else known)
+    if unknown is None:
+        return None
+    name, choices = unknown
+    place = f"{option}.{name} of {within[-1]}" if within else f"--{name}"
+    return _expected(place, choices, name.rpartition(".")[2])
+
+
+def _unknown_class(option: str, message: str) -> str | None:
+    """What to say of a class that there is not, or that ``option`` does not take."""
+    found = re.search(
+        r"given class_path '(?P<path>[^']+)':\s+(?:module '.*' has no attribute|No module named)"
+        r"|Expected a dot import path string: (?P<name>\S+)"
+        r"|does not correspond to a subclass(?s:.*)Given value: (?P<other>\S+)",
+        message,
+    )
+    if found is None:
+        return None
+    *_, subtypes = ["", *re.findall(r"Subtypes: \[(.*)\]", message[: found.start()])]
+    known = classes_of(re.findall(r"<class '([\w.]+\.\w+)'>", subtypes))
+    given = found["path"] or found["name"] or found["other"]
+    own = [path for path in known if of_this_project(path)]
+    choices = [*(own or known), "another class"]
+    key = re.search(r"NestedArg\(key='([\w.]+)'", message)
+    if found["name"] and key and not option.endswith(f".{key[1]}"):
+        option = f"{option}.{key[1]}: an option of a class; {option}"
+    return _expected(option, choices, given, among=known)
 
 
 def refuse_unknown_strategy(strategy: object) -> None:
@@ -96,13 +159,18 @@ def refuse_unknown_strategy(strategy: object) -> None:
     """
     known = ["auto", *StrategyRegistry.available_strategies()]
     if isinstance(strategy, str) and strategy.lower() not in known:
+        classes = [path for path in classes_of([_STRATEGY]) if of_this_project(path)]
         others = [name for name in known if "_" not in name]
-        choices = f"one of {', '.join(NAMES)}; or one of Lightning's, such as {', '.join(others)}"
-        raise RecipeError(_expected("--trainer.strategy", choices, strategy))
+        choices = [*NAMES, *classes, *others, "another of Lightning's"]
+        raise RecipeError(_expected("--trainer.strategy", choices, strategy, among=known))
 
 
-def _expected(option: str, what: str, got: str) -> str:
-    return f"{option}: expected {what}, got {got!r}. Correct it."
+def _expected(place: str, choices: Sequence[str], got: str, *, among: Sequence[str] = ()) -> str:
+    """The line with the choices, before them those, also ``among`` others, that ``got`` is like."""
+    *choices, last = dict.fromkeys([*close_to(got, [*among, *choices]), *choices])
+    separator = " or " if last.startswith("another") else ", " if choices else ""
+    shown = f"one of {', '.join(choices)}{separator}{last}"
+    return f"{place}: expected {shown}, got {got!r}. Correct it."
 
 
 def _recipes() -> list[str]:

@@ -58,7 +58,7 @@ class Qwen(CausalLM):
     """Qwen2.5 with the head tied to the embedding.
 
     Args:
-        size: Of a model with new weights; ``None`` for a pretrained one.
+        size: Size of a model with new weights; ``None`` for a pretrained one.
         pretrained: A folder with ``config.json`` and weights, or a name on the Hugging Face hub,
             in place of ``size``.
         vocab_size: Rows of the embedding; at least the tokenizer's. On the command line it follows

@@ -28,7 +28,7 @@ class SampleText(L.Callback):
 
     Args:
         prompt: The beginning of a document; may be empty.
-        num_tokens: At most so many are added; fewer if the model has fewer positions.
+        num_tokens: Tokens that are added at most; fewer if the model has fewer positions.
         temperature: Divides the logits; 0 takes the likeliest token.
         seed: Rank r draws with ``seed + r``.
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import sys
 import warnings
+from typing import Any
 
 import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
@@ -53,6 +55,14 @@ class RecipeCLI(LightningCLI):
         """Refuse a strategy that there is not."""
         super().parse_arguments(parser, args)
         refuse_unknown_strategy(self.config[self.config.subcommand].trainer.strategy)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
+        """What the Trainer refuses before it does anything is a mistake of the user."""
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise RecipeError(f"--trainer: {' '.join(str(error).split())}") from error
 
     def before_fit(self) -> None:
         """Prepare the data; refuse what cannot work."""

@@ -71,7 +71,7 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
     assert failed.Tags()["scalars"] == [], "nothing measured is no scalar, never 0"
     assert hparams(failed)["trouble"] == "out of memory"
     assert "stage" in sorted(hparams(failed))[:5], "TensorBoard shows five, by the alphabet"
-    assert events(board / "pictures").Tags()["images"] == ["losses"]
+    assert events(board / "pictures").Tags()["images"] == ["pictures/losses"]
 
 
 def test_redrawing_leaves_no_run_of_an_arm_that_is_gone(tmp_path, monkeypatch):

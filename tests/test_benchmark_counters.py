@@ -35,9 +35,9 @@ def document(tmp_path_factory):
     out = tmp_path_factory.mktemp("counters") / "counters.json"
     finished = subprocess.run(
         [
-            sys.executable, "benchmarks/exact_counters.py", "--peaks", "--out", str(out),
+            sys.executable, "-m", "benchmarks.exact_counters", "--peaks", "--out", str(out),
             "--layers", str(LAYERS), "--width", str(WIDTH), "--vocabulary", str(VOCABULARY),
-            "--seq", "16", "--world-sizes", *map(str, WORLD_SIZES),
+            "--seq-len", "16", "--ranks", *map(str, WORLD_SIZES),
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,6 +1,7 @@
 """Every command and sub-command: what its help says, earlier spellings, and what --help needs."""
 
 import argparse
+import importlib
 import re
 import shlex
 import subprocess
@@ -9,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import real_size
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.guide import __main__ as guide
 from lightning_fsdp.bench import options
 from lightning_fsdp.compare import __main__ as compare
 from lightning_fsdp.convert import __main__ as convert
@@ -26,17 +24,27 @@ PACKAGED = {
     "lightning_fsdp.convert": convert.make_parser,
     "lightning_fsdp.plan": plan.make_parser,
 }
+WORKERS = {"benchmarks.hosts_ranks"}  # started by another command alone
+
+
+def _benchmarks():
+    """Each command of ``benchmarks/``, and its module."""
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        if 'if __name__ == "__main__"' in path.read_text():
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            if module not in WORKERS:
+                yield module.removesuffix(".__main__"), module
+
+
 PARSERS = {
     **PACKAGED,
-    "benchmarks.gpu": gpu.make_parser,
-    "benchmarks.guide": guide.make_parser,
-    "benchmarks.real_size": real_size.make_parser,
+    **{command: importlib.import_module(module).make_parser for command, module in _benchmarks()},
 }
 
 
 def test_no_command_is_left_out():
-    found = {path.parent.name for path in ROOT.glob("[lb]*/**/__main__.py")}
-    assert found <= {command.split()[0].partition(".")[2] for command in PARSERS}
+    found = {path.parent.name for path in ROOT.glob("lightning_fsdp/**/__main__.py")}
+    assert found == {command.split()[0].partition(".")[2] for command in PACKAGED}
 
 
 @pytest.mark.parametrize("command", PARSERS)
@@ -52,6 +60,16 @@ def test_each_option_says_what_it_takes_and_its_default_or_that_it_is_required(c
         assert action.help, name
         for choice in action.choices or ():
             assert re.search(rf"(?<![\w-]){choice}(?![\w-])", says), name
+
+
+@pytest.mark.parametrize("command", PARSERS)
+def test_the_help_of_an_option_is_a_phrase_that_stands_alone(command):
+    for action in PARSERS[command]()._actions[1:]:  # but -h
+        if action.help != argparse.SUPPRESS:
+            says = action.help.partition(" (")[0]
+            assert len(says.split()) > 2, f"{command} {action.dest}: {says}"
+            begins = re.match(r"(of|to|that|such|so|with|where|in|on|as|for|from|before) ", says)
+            assert begins is None, f"{command} {action.dest}: {says}"
 
 
 @pytest.mark.parametrize("command", PARSERS)
@@ -75,6 +93,7 @@ def test_the_same_thing_has_one_name_everywhere(command):
     parser = PARSERS[command]()
     found = {option for action in parser._actions for option in action.option_strings}
     other = {"--nproc", "--world", "--world-size", "--world-sizes", "--accelerator", "--json"}
+    other |= {"--batch", "--seq", "--folder"}
     assert not found & other
     assert set(parser.old).isdisjoint(found)
     assert set(parser.old.values()) <= found
@@ -108,9 +127,27 @@ def test_a_benchmark_is_also_chosen_as_it_was_before_there_were_sub_commands(old
     assert old_args == new_args
 
 
+def test_no_command_writes_where_another_does():
+    folders = [make().get_default("out") for make in PACKAGED.values()]
+    folders = [folder for folder in folders if folder is not None]
+    assert len(folders) == 5
+    assert len(set(folders)) == 5, folders
+
+
 def test_other_commands_read_earlier_spellings():
     for make, old, new in (
         (compare.make_parser, ["--world-sizes", "1", "2"], ["--ranks", "1", "2"]),
+        (
+            PARSERS["benchmarks.core_step"],
+            ["--batch", "2", "--seq=8", "--nproc", "4"],
+            ["--batch-size", "2", "--seq-len", "8", "--ranks", "4"],
+        ),
+        (
+            PARSERS["benchmarks.exact_counters"],
+            ["--world-sizes", "8", "64"],
+            ["--ranks", "8", "64"],
+        ),
+        (PARSERS["benchmarks.checkpoint_speed"], ["--folder", "/x"], ["--scratch", "/x"]),
         (
             plan.make_parser,
             ["--model", "gpt2-xl", "--world=8", "--json", "plan.json"],

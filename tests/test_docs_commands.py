@@ -58,6 +58,8 @@ def _help_of(words: list[str], folder: Path) -> str:
         case ["python", "-m", "pytest", *rest] | ["pytest", *rest]:
             assert all((ROOT / word).exists() for word in rest if word.startswith("tests/"))
             told = (ROOT / "tests" / "conftest.py").read_text()
+        case ["python", "-m", "recipes.train"]:
+            return _output(["-m", "recipes.train"], "--help")
         case ["python", "-m", "recipes.train", *rest]:
             _parse_recipe(*(word for word in rest if word != "--help"))
             return ""

@@ -186,7 +186,11 @@ def test_the_table_has_at_most_100_lines_and_fits_what_comes_back(tmp_path):
     tests, recipes = begun(tmp_path / "tests.json"), begun(tmp_path / "recipes.json")
     for number in range(100):
         tests.put(f"test_{number}", state=FAILED, says="assert 1 == 2")
-    logged = {"train/loss": [2.0, 1.0], "tokens/s": [1.0], "memory/rank0_GiB": [100.0]}
+    logged = {
+        "train/loss": [2.0, 1.0],
+        "throughput/tokens_per_s": [1.0],
+        "memory/rank0_GiB": [100.0],
+    }
     for name in NAMES:
         recipes.put(
             name, state=DONE, fit=logged, checkpoint_bytes=10**10, most_apart=0.0, text=["é" * 99]

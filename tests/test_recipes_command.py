@@ -1,9 +1,10 @@
-"""The command line of the recipes: YAMLs, mistakes in one line, help, and a run on two ranks."""
+"""The command line of the recipes: YAMLs, mistakes in one line, help, and a run on two ranks.
+
+Names that do not exist are in ``test_recipes_choices.py``.
+"""
 
 import math
-import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from recipes.data import TextData
 from recipes.gpt2 import GPT2
 from recipes.lora import QwenLora
 from recipes.qwen import Qwen
-from recipes.train import main
 from tests.support.recipe_commands import (
     REPOSITORY,
+    command_line_in,
     csv_logger,
     finish_warm,
     rows_of,
@@ -39,16 +40,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """Runs ``main`` in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        monkeypatch.setenv(name, "0")  # the run sets them; this restores them
-
-    def run(arguments: list[str]) -> None:
-        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
-        main()
-
-    return run
+    return command_line_in(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", YAMLS)
@@ -136,54 +128,6 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     assert "\n" not in str(stopped.value.code)
 
 
-NAMES = (
-    "scratch_fsdp, scratch_fsdp_zero3, scratch_fsdp_zero2, fsdp1_zero3, fsdp1_zero2, fsdp2_zero3"
-)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--config=nope.yaml"],
-            "--config: expected one of .*gpt2_zero3.yaml, .*got '.*nope.yaml'",
-        ),
-        (
-            ["--model.size=nope"],
-            "--model.size: expected one of nano, small, medium, large, xl, got 'nope'",
-        ),
-        (
-            ["--model=nope"],
-            "--model: expected one of recipes.gpt2.GPT2, recipes.qwen.Qwen, or .* 'nope'",
-        ),
-        (
-            ["--trainer.strategy=nope"],
-            f"--trainer.strategy: expected one of {NAMES}, .* ddp, .* 'nope'",
-        ),
-        (
-            ["--trainer.precision=nope"],
-            "--trainer.precision: expected one of .*16-mixed, .* got 'nope'",
-        ),
-        (
-            ["--trainer.max_steps=nope"],
-            'Parser key "trainer.max_steps": Expected .*int.* value: nope',
-        ),
-        (["--nope=1"], "unrecognized arguments: --nope=1"),
-    ],
-)
-def test_a_name_that_does_not_exist_is_one_line_with_the_choices(
-    options: list[str],
-    message: str,
-    command_line: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command_line(short_run(tmp_path, *options))
-    said = capsys.readouterr().err + (f"{stopped.value.code}\n" if stopped.value.code != 2 else "")
-    assert re.fullmatch(f"error: {message}.*\n", said), said
-
-
 @pytest.mark.parametrize("subcommand", ["", "fit", "validate"])
 def test_a_help_ends_with_two_examples_whose_options_parse(
     subcommand: str,
@@ -257,7 +201,12 @@ def test_two_ranks_train_like_one_process_on_the_joined_batch(
         found = [event.value for event in events.Scalars("train/loss")]
         assert found == pytest.approx(expected, abs=2e-5), name
         tags = set(events.Tags()["scalars"])
-        assert {"tokens/s", "train/lr", "memory/rank0_GiB", "memory/rank1_GiB"} <= tags
-        assert all(event.value > 0 for event in events.Scalars("tokens/s"))
+        assert {
+            "throughput/tokens_per_s",
+            "train/lr",
+            "memory/rank0_GiB",
+            "memory/rank1_GiB",
+        } <= tags
+        assert all(event.value > 0 for event in events.Scalars("throughput/tokens_per_s"))
         saved = torch.load(log / "checkpoints" / "step6.ckpt", weights_only=True)
         assert saved["state_dict"]["model.transformer.wte.weight"].shape == (300, 128)

@@ -10,13 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from lightning_fsdp import FSDP2Strategy, ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
-from recipes.monitor import GracefulStop, Settings, Throughput, _engine, is_step_complete
+from recipes.monitor import GracefulStop, Settings, Throughput, _engine, _stage, is_step_complete
 from recipes.optimizer import OptimizerConfig
 from tests.support.recipe_commands import (
     TIME_LIMIT_S,
@@ -106,9 +107,11 @@ def test_throughput_counts_tokens_over_training_time(
         num_sanity_val_steps=0,
         log_every_n_steps=4,
     )
-    rows = [row for row in rows_of(tmp_path / "log" / "metrics.csv") if row["tokens/s"]]
+    rows = [
+        row for row in rows_of(tmp_path / "log" / "metrics.csv") if row["throughput/tokens_per_s"]
+    ]
     # 2 sequences of 16 tokens a second, whatever was validated meanwhile.
-    assert [float(row["tokens/s"]) for row in rows] == pytest.approx([32.0, 32.0])
+    assert [float(row["throughput/tokens_per_s"]) for row in rows] == pytest.approx([32.0, 32.0])
     assert {row["memory/rank0_GiB"] for row in rows} == {"3.0"}
 
 
@@ -122,21 +125,29 @@ def test_a_run_has_a_line_of_settings_and_metrics_in_tensorboard(tmp_path: Path)
         metadata["_hparams_/session_start_info"].plugin_data.content
     )
     found = dict(begun.session_start_info.hparams)
-    assert found["engine"].string_value == "SingleDevice"
-    assert found["model"].string_value == "GPT2"
-    assert (found["batch"].number_value, found["seq_len"].number_value) == (2, 16)
-    assert found["lr"].number_value == OptimizerConfig().lr
+    # TensorBoard shows five, by the alphabet: the same as of `bench run`.
+    assert sorted(found)[:5] == ["accumulation", "batch", "engine", "ranks", "stage"]
+    assert found["engine"].string_value == "single"
+    assert found["stage"].string_value == "none"
+    assert found["train/model"].string_value == "GPT2"
+    assert (found["batch"].number_value, found["train/seq_len"].number_value) == (2, 16)
+    assert found["train/lr"].number_value == OptimizerConfig().lr
     experiment = HParamsPluginData.FromString(
         metadata["_hparams_/experiment"].plugin_data.content
     ).experiment
     columns = {info.name.tag for info in experiment.metric_infos}
-    assert columns == {"train/loss", "val/loss", "tokens/s"}
+    assert columns == {"train/loss", "val/loss", "throughput/tokens_per_s"}
     assert columns <= set(events.Tags()["scalars"]), "none stays empty"
 
 
-def test_the_engine_is_named_with_its_stage() -> None:
-    assert _engine(ScratchFSDPStrategy(zero_stage=2)) == "ScratchFSDP ZeRO-2"
-    assert _engine(FSDP2Strategy()) == "FSDP2 ZeRO-3"
+def test_engine_and_stage_are_named_as_in_a_benchmark() -> None:
+    for strategy, *expected in (
+        (ScratchFSDPStrategy(zero_stage=2), "scratch", "2"),
+        (FSDP2Strategy(), "fsdp2", "3"),
+        (FSDP1Strategy(), "fsdp1", "3"),
+        (DDPStrategy(), "ddp", "none"),
+    ):
+        assert [_engine(strategy), _stage(strategy)] == expected
 
 
 def test_ctrl_c_works_as_before_after_a_run(tmp_path: Path) -> None:

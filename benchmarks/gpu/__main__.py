@@ -134,20 +134,34 @@ def make_parser() -> CommandParser:
         __doc__.splitlines()[0],
         examples=["--part speed --out runs/gpu", "--device cpu"],
     )
-    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="to run")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="cpu: in small")
-    parser.add_argument("--out", type=folder_argument, default="runs/gpu", help="goes on in there")
-    parser.add_argument("--budget", type=positive, default=BUDGET_S, help="seconds per part")
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="part to run")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda",
+        help="device to measure; cpu: everything in small",
+    )
+    parser.add_argument(
+        "--out",
+        type=folder_argument,
+        default="runs/gpu",
+        help="folder of results; continues what is there",
+    )
+    parser.add_argument(
+        "--budget", type=positive, default=BUDGET_S, help="most seconds that a part may take"
+    )
     parser.add_argument(
         "--peak-tflops",
         type=positive,
         default=PEAK_TFLOPS,
-        help="of the device in bfloat16, assumed for the MFU; the default is that of H100 and H200",
+        help="best speed of the device in bfloat16, in 10^12 FLOP/s, for MFU; that of H100, H200",
     )
     parser.add_argument(
-        "--commit", help="of this checkout, where git cannot tell it (default: what git tells)"
+        "--commit", help="commit to record where git cannot tell it (default: what git tells)"
     )
-    parser.add_argument("--tests", type=Path, default=ROOT / "tests" / "gpu", help="for pytest")
+    parser.add_argument(
+        "--tests", type=Path, default=ROOT / "tests" / "gpu", help="folder of tests for pytest"
+    )
     return parser
 
 

@@ -148,7 +148,7 @@ def _of_recipes(record: Record) -> Iterator[str]:
     for name, result in record.results.items():
         if result["state"] == DONE:
             logged = result["fit"]
-            losses, rates = logged["train/loss"], logged["tokens/s"]
+            losses, rates = logged["train/loss"], logged["throughput/tokens_per_s"]
             yield (
                 f"  {name}: loss {losses[0]:.3f} to {losses[-1]:.3f}, "
                 f"{statistics.median(rates):,.0f} tokens/s, "

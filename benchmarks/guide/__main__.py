@@ -117,7 +117,11 @@ def make_parser() -> CommandParser:
         examples=["--parts behaviours", "--parts access counters"],
     )
     parser.add_argument(
-        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="to measure again"
+        "--parts",
+        nargs="+",
+        choices=list(PARTS),
+        default=list(PARTS),
+        help="parts to measure again",
     )
     return parser
 

@@ -104,7 +104,7 @@ def overview() -> CommandParser:
         examples=["run --engines scratch fsdp2 --stages 3 --batch-sizes 2 4", "plot runs/bench"],
     )
     parser.add_argument(
-        "command", nargs="?", choices=list(PARSERS), default="run", metavar="COMMAND", help="to run"
+        "command", nargs="?", choices=[*PARSERS], default="run", metavar="NAME", help="what to do"
     )
     return parser
 
@@ -156,46 +156,44 @@ def _out(folder: str) -> Options:
     return {"--out": _of("folder for all that is written", type=folder_argument, default=folder)}
 
 
-_OF_BATCH = "sequences per rank and micro-batch"
+_OF_MODELLED = "numbers of ranks to model, each 2 or more"
+_OF_BATCH = "sequences in a micro-batch of one rank"
 _COUNTS: dict[str, Any] = {"nargs": "+", "type": at_least(1)}
 _KNOWN = ", ".join(_RECIPES) or "a checkout's recipes"
-_OF_RECIPE = f"one of {_KNOWN}, or a YAML file; strategy and batch are an arm's"
-_OF_SHARDS = "of --ranks, those that hold one model together (default: all)"
+_OF_RECIPE = f"recipe to train: one of {_KNOWN}, or a YAML file; arms set strategy and batch"
+_OF_SHARDS = "ranks that hold one copy of the model together (default: all)"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-mixed")
 _SHARD_SIZE = {"--shard-size": _of(_OF_SHARDS, type=at_least(1), metavar="RANKS")}
 _TRAINING = {
-    "--device": _of("of a rank", choices=("cpu", "cuda"), default="cpu"),
-    "--precision": _of("of the Trainer", choices=_PRECISIONS, default="32-true"),
+    "--device": _of("device of each rank", choices=("cpu", "cuda"), default="cpu"),
+    "--precision": _of("precision of the Trainer", choices=_PRECISIONS, default="32-true"),
     "--recipe": _of(_OF_RECIPE, type=_recipe, default="gpt2_zero3", dest="config", metavar="NAME"),
-    "--engines": _some("to compare", ENGINES),
-    "--stages": _some("of ZeRO", (2, 3), type=int),
-    "--grad-accum": _of("micro-batches per step", **_COUNTS, default=[1]),
+    "--engines": _some("engines to compare", ENGINES),
+    "--stages": _some("stages of ZeRO to compare", (2, 3), type=int),
+    "--grad-accum": _of("micro-batches in an optimizer step", **_COUNTS, default=[1]),
 }
 _SIZES = {"--batch-sizes": _of(_OF_BATCH, **_COUNTS, default=[4])}
 _STEPS = {
     "--steps": _of("timed optimizer steps", type=at_least(2), default=20),
-    "--warmup": _of("optimizer steps before them", type=at_least(0), default=5),
-    "--timeout": _of("seconds per run", type=positive, default=300.0),
+    "--warmup": _of("optimizer steps before the timed ones", type=at_least(0), default=5),
+    "--timeout": _of("most seconds that a run may take", type=positive, default=300.0),
 }
-_REPEATS = {"--repeats": _of("rounds over all arms", type=at_least(1), default=2)}
-_OF_HOSTS = "GB/s of a link between hosts (default: as within one)"
-_OF_LINE = "a host has one line, as fast as its ranks' links together, which they share"
+_REPEATS = {"--repeats": _of("times that all arms are run", type=at_least(1), default=2)}
+_OF_HOSTS = "gigabytes per second of a link between hosts (default: as within one)"
+_OF_LINE = "one line per host, as fast as its ranks' links together, is shared by them"
 _NETWORK = {
-    "--bandwidth": _of("GB/s of a link", type=float, default=10.0),
-    "--latency": _of("microseconds of a message", type=float, default=10.0),
-    "--hosts": _of("that the most ranks are spread on", type=int, default=1),
+    "--bandwidth": _of("gigabytes per second of a link", type=float, default=10.0),
+    "--latency": _of("microseconds that each message takes besides", type=float, default=10.0),
+    "--hosts": _of("hosts that the most ranks are spread over", type=int, default=1),
     "--host-bandwidth": _of(_OF_HOSTS, type=float),
     "--shared-line": _of(_OF_LINE, action="store_true"),
 }
 _OF_PROFILE = "write a chrome trace of each run's profiled steps"
-_OF_SNAPSHOT = "write CUDA's memory of rank 0, per run"
-_OF_FLOPS = "FLOP/s of one device, for the MFU (default: what matrix products reach here)"
-_OF_CAP = f"{_OF_BATCH} where the search ends"
-_OF_DEVICE_MEMORY = (
-    "what a rank's tensors may take, such as 2GB or 512MiB; required on CPU (default: on CUDA "
-    "all that the device has)"
-)
-_OF_FOLDER = "the --out of a benchmark, with results.json or scaling.json"
+_OF_SNAPSHOT = "write a snapshot of rank 0's CUDA memory for each run"
+_OF_FLOPS = "FLOP/s of a device at its best, for the MFU (default: measured by matrix products)"
+_OF_CAP = f"most {_OF_BATCH} to try"
+_OF_DEVICE_MEMORY = "memory for a rank's tensors, such as 2GB; required on CPU (default: all)"
+_OF_FOLDER = "folder of an earlier run (its --out), with results.json or scaling.json"
 
 _COMMANDS = {
     "run": _Command(
@@ -205,7 +203,7 @@ _COMMANDS = {
             "--recipe qwen_zero3 --device cuda --ranks 8 --precision bf16-mixed --out runs/qwen",
         ],
         {
-            "--ranks": _of("processes of a sharded arm", type=at_least(1), default=2),
+            "--ranks": _of("processes that train together", type=at_least(1), default=2),
             **_SHARD_SIZE, **_TRAINING, **_SIZES, **_STEPS, **_REPEATS,
             "--profile": _of(_OF_PROFILE, action="store_true"),
             "--snapshot": _of(_OF_SNAPSHOT, action="store_true"),
@@ -221,9 +219,9 @@ _COMMANDS = {
             "--ranks 8 64 --hosts 8 --host-bandwidth 1.25 --engines scratch --out runs/hosts",
         ],
         {
-            "--ranks": _of("so many; 2 or more", nargs="+", type=int, required=True, metavar="N"),
+            "--ranks": _of(_OF_MODELLED, nargs="+", type=int, required=True, metavar="N"),
             **_SHARD_SIZE, **_NETWORK, **_TRAINING, **_SIZES, **_STEPS, **_REPEATS,
-            **_out("runs/bench"),
+            **_out("runs/scaling"),
         },
         {"--accelerator": "--device", "--simulate-world": "--ranks"},
     ),
@@ -231,10 +229,10 @@ _COMMANDS = {
         "Build an optimizer before and after sharding, and see what it trains.",
         ["--ranks 2 --steps 4", "--engines scratch --out runs/optimizer-scratch"],
         {
-            "--ranks": _of("processes", type=at_least(2), default=2),
-            "--engines": _some("to compare", ("fsdp2", "scratch")),
-            "--steps": _of("optimizer steps", type=at_least(1), default=4),
-            "--timeout": _of("seconds per arm", type=positive, default=300.0),
+            "--ranks": _of("processes that train together", type=at_least(2), default=2),
+            "--engines": _some("engines to compare", ("fsdp2", "scratch")),
+            "--steps": _of("optimizer steps of each arm", type=at_least(1), default=4),
+            "--timeout": _of("most seconds that an arm may take", type=positive, default=300.0),
             **_out("runs/optimizer"),
         },
         {"--nproc": "--ranks"},
@@ -246,11 +244,11 @@ _COMMANDS = {
             "--device cuda --ranks 8 --recipe gpt2_xl_zero3 --engines scratch fsdp2",
         ],
         {
-            "--ranks": _of("processes of each arm", type=at_least(1), default=2),
+            "--ranks": _of("processes that train together", type=at_least(1), default=2),
             **_SHARD_SIZE,
             "--max-batch-size": _of(_OF_CAP, type=at_least(1), default=1024, metavar="CAP"),
             "--device-memory": _of(_OF_DEVICE_MEMORY, type=bytes_argument, metavar="AMOUNT"),
-            **_TRAINING, **_STEPS, **_out("runs/bench"),
+            **_TRAINING, **_STEPS, **_out("runs/largest-batch"),
         },
         {**_OLD, "--largest-batch": "--max-batch-size"},
     ),

@@ -47,7 +47,7 @@ def write_runs(folder: Path, results: Results, pictures: Mapping[str, Figure]) -
                 writer.add_scalar(name, value)
     with SummaryWriter(str(folder / "pictures")) as writer:
         for name, figure in pictures.items():
-            writer.add_figure(name, figure, close=False)
+            writer.add_figure(f"pictures/{name}", figure, close=False)
 
 
 def run_name(arm: ArmResult) -> str:

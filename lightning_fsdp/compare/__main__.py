@@ -89,41 +89,58 @@ def make_parser() -> CommandParser:
         old={"--world-sizes": "--ranks"},
     )
     parser.add_argument(
-        "--ranks", nargs="+", type=at_least(1), default=[1, 2, 4], help="processes, in turns"
+        "--ranks",
+        nargs="+",
+        type=at_least(1),
+        default=[1, 2, 4],
+        help="numbers of processes, one after the other",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of a rank")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device of each rank"
+    )
     parser.add_argument(
         "--engines",
         nargs="+",
         type=_engine,
         default=list(ENGINES),
         metavar="ENGINE",
-        help=f"some of {', '.join(ENGINES)}; or your own, as module:Class",
+        help=f"engines to compare: some of {', '.join(ENGINES)}; or your own, as module:Class",
     )
     parser.add_argument(
-        "--stages", nargs="+", type=int, choices=(2, 3), default=[2, 3], help="of ZeRO"
+        "--stages",
+        nargs="+",
+        type=int,
+        choices=(2, 3),
+        default=[2, 3],
+        help="stages of ZeRO to compare",
     )
     parser.add_argument(
         "--dtypes", nargs="+", choices=list(DTYPES), default=list(DTYPES),
-        help="of compute, and of reductions where that is another",
+        help="dtypes of compute; after a dash that of reductions, where it is another",
     )  # fmt: skip
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="to read from"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to read from"
     )
     parser.add_argument(
-        "--tests", nargs="+", choices=list(ROWS), default=list(ROWS), help="rows of the table"
+        "--tests",
+        nargs="+",
+        choices=list(ROWS),
+        default=list(ROWS),
+        help="what is read and judged; a row of the table each",
     )
     sizes = Sizes()
     parser.add_argument(
         "--width", type=at_least(1), default=sizes.width, help="features of the MLP"
     )
     parser.add_argument("--depth", type=at_least(1), default=sizes.depth, help="layers of the MLP")
-    parser.add_argument("--timeout", type=positive, default=60.0, help="seconds per test")
+    parser.add_argument(
+        "--timeout", type=positive, default=60.0, help="most seconds that a test may take"
+    )
     parser.add_argument(
         "--expected",
         type=Path,
         metavar="FILE",
-        help="another record of what does not work (default: expected.json of this package)",
+        help="file that lists what is known not to work (default: expected.json of this package)",
     )
     parser.add_argument(
         "--out",

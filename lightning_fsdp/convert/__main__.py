@@ -63,23 +63,28 @@ def make_parser() -> CommandParser:
         ],
     )
     parser.add_argument(
-        "source", type=Path, metavar="SRC", help="a Trainer's file, a sharded folder, safetensors"
+        "source",
+        type=Path,
+        metavar="SRC",
+        help="checkpoint to read: a Trainer's file, a sharded folder, or safetensors",
     )
-    parser.add_argument("target", type=Path, metavar="DST", help="where nothing is yet")
-    parser.add_argument("--to", required=True, choices=FORMS, help="form")
+    parser.add_argument(
+        "target", type=Path, metavar="DST", help="file or folder to write, which must not exist"
+    )
+    parser.add_argument("--to", required=True, choices=FORMS, help="form to write")
     parser.add_argument(
         "--prefix",
         default="",
-        help="of names, which safetensors do without, such as model. (default: none)",
+        help="beginning of all names that safetensors leave out, such as model. (default: none)",
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FOLDER",
-        help="with a config.json (and a tokenizer) to copy (default: none)",
+        help="folder whose config.json and tokenizer are copied (default: none)",
     )
     parser.add_argument(
-        "--max-shard-size", default="5GB", metavar="AMOUNT", help="of a safetensors file"
+        "--max-shard-size", default="5GB", metavar="AMOUNT", help="most bytes of a safetensors file"
     )
     return parser
 

@@ -176,64 +176,81 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--model",
         required=True,
-        help=f"one of {', '.join(MODELS)}; or a folder with a config.json of transformers",
+        help=f"what is trained: one of {', '.join(MODELS)}; or a folder with a config.json",
     )
-    parser.add_argument("--ranks", type=int, required=True, help="of the run")
+    parser.add_argument("--ranks", type=int, required=True, help="processes of the run")
     parser.add_argument(
         "--shard-size",
         type=int,
         metavar="RANKS",
-        help="that hold one model together; each group of as many holds a replica (default: all)",
-    )
-    parser.add_argument("--stage", type=int, help=f"of ZeRO: 2 or 3 (default: {Run.zero_stage})")
-    parser.add_argument(
-        "--precision", default=Run.precision, help="of the Trainer: 32-true, bf16-true, bf16-mixed"
+        help="ranks that hold one copy of the model together (default: all)",
     )
     parser.add_argument(
-        "--batch-size", type=int, help=f"sequences per micro-batch (default: {Run.batch_size})"
+        "--stage", type=int, help=f"stage of ZeRO: 2 or 3 (default: {Run.zero_stage})"
+    )
+    parser.add_argument(
+        "--precision",
+        default=Run.precision,
+        help="precision of the Trainer: 32-true, bf16-true or bf16-mixed",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        help=f"sequences in a micro-batch of one rank (default: {Run.batch_size})",
     )
     parser.add_argument(
         "--device-memory",
         type=bytes_argument,
         metavar="AMOUNT",
-        help="such as 80GB: look for the largest batch that fits (default: --batch-size is taken)",
+        help="memory of a device, such as 80GB; the largest batch that fits is searched "
+        "(default: none, no search)",
     )
     parser.add_argument(
         "--max-batch-size",
         type=int,
         metavar="CAP",
-        help=f"with --device-memory: where the search ends (default: {_MAX_BATCH_SIZE})",
+        help=f"most sequences to try with --device-memory (default: {_MAX_BATCH_SIZE})",
     )
     parser.add_argument("--seq-len", type=int, default=Run.seq_len, help="tokens per sequence")
-    parser.add_argument("--grad-accum", type=int, default=1, help="micro-batches per step")
+    parser.add_argument(
+        "--grad-accum", type=int, default=1, help="micro-batches in an optimizer step"
+    )
     parser.add_argument(
         "--state-over",
         choices=("replica", "all"),
         default=Run.state_over,
-        help="all: with --shard-size, shards and optimizer state are spread over all ranks, and "
-        "each keeps the part of the weights that its group gathers from",
+        help="ranks that share the optimizer's state, with --shard-size; all: each rank also "
+        "keeps the part of the weights that its replica gathers from",
     )
     parser.add_argument(
-        "--activation-checkpointing", action="store_true", help="compute the blocks again"
+        "--activation-checkpointing",
+        action="store_true",
+        help="recompute the blocks in the backward",
     )
     parser.add_argument(
         "--optimizer",
         choices=("adamw", "muon"),
         default=Run.optimizer,
-        help="muon: of the blocks' matrices, each whole on one rank; AdamW of the rest",
+        help="optimizer of the run; muon: for the matrices of the blocks, AdamW for the rest",
     )
     parser.add_argument(
         "--loss",
         choices=("chunked", "plain"),
         default=Run.loss,
-        help=f"chunked: as the recipes', logits of {CHUNK_SIZE} positions at a time; plain: all, "
-        "in fp32",
+        help=f"loss of the run; chunked: logits of {CHUNK_SIZE} positions at a time; plain: "
+        "all of them, in fp32",
     )
     parser.add_argument(
-        "--backend", choices=("nccl", "gloo"), default=Run.backend, help="of the process group"
+        "--backend",
+        choices=("nccl", "gloo"),
+        default=Run.backend,
+        help="backend of the process group",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON with everything (default: not written)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON file with everything that is shown (default: not written)",
     )
     suggesting = parser.add_argument_group("which settings are worth trying")
     for option, takes in _OF_SUGGEST.items():
@@ -249,21 +266,25 @@ _OF_SUGGEST: dict[str, dict[str, Any]] = {
     },
     "--tflops": {
         "type": positive,
-        "help": "TFLOP/s that a rank reaches in training (default: none, --suggest needs it)",
+        "help": "speed of a rank in training, in 10^12 FLOP/s (default: none, --suggest needs it)",
     },
     "--bandwidth": {
         "type": positive,
-        "help": "GB/s of a rank's link (default: none, --suggest needs it)",
+        "help": "gigabytes per second of a rank's link (default: none, --suggest needs it)",
     },
-    "--latency": {"type": float, "default": 10.0, "help": "microseconds of a message"},
-    "--hosts": {"type": at_least(1), "default": 1, "help": "that the ranks are spread on"},
+    "--latency": {
+        "type": float,
+        "default": 10.0,
+        "help": "microseconds that each message takes besides",
+    },
+    "--hosts": {"type": at_least(1), "default": 1, "help": "hosts that the ranks are spread over"},
     "--host-bandwidth": {
         "type": positive,
-        "help": "GB/s of a rank's link out of its host (default: as within one)",
+        "help": "gigabytes per second of a rank's link out of its host (default: as within one)",
     },
     "--shared-line": {
         "action": "store_true",
-        "help": "a host has one line, as fast as its ranks' links together, which they share",
+        "help": "one line per host, as fast as its ranks' links together, is shared by them",
     },
 }
 _OF_SUGGEST_REQUIRED = ("--device-memory", "--tflops", "--bandwidth")

@@ -39,7 +39,7 @@ class ProcessStrategy(ParallelStrategy):
         checkpoint_io: Writes and reads files.
         precision_plugin: Set by the Trainer.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
-        timeout: Of the process group.
+        timeout: Time limit of the process group.
     """
 
     num_nodes: int  # set by the Trainer

@@ -120,7 +120,7 @@ class ShardedStrategy(ProcessStrategy):
             mean over all tokens of the optimizer step. ``None``: ``num_tokens`` of the dictionary,
             if it is there.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
-        timeout: Of the process group.
+        timeout: Time limit of the process group.
 
     Raises:
         NotImplementedError: An option that does not work yet.

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/, and what is code in them.
+"""The pages for readers, at the top and in docs/, and what is code in them.
 
 A block is what stands between two fences; blocks of Python are marked ``python``, commands and
 their output are not marked. A record is what ``benchmarks/update_tables.py`` or ``make guide`` put
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 }
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

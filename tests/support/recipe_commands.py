@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from tests.support import warm
 
@@ -31,6 +33,21 @@ def short_run(folder: Path, *more: str, config: str = "gpt2_zero3.yaml") -> list
         "--trainer.log_every_n_steps=1",
         *more,
     ]
+
+
+def command_line_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
+    """Runs ``recipes.train`` in this process, in ``folder``."""
+    from recipes.train import main
+
+    monkeypatch.chdir(folder)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # the run sets them; this restores them
+
+    def run(arguments: list[str]) -> None:
+        monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+        main()
+
+    return run
 
 
 def mind_interrupts() -> None:

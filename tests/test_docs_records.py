@@ -1,0 +1,51 @@
+"""The tables of the pages are those that the benchmarks' records make, to the letter."""
+
+import json
+import re
+
+import pytest
+
+from benchmarks import muon_step, update_tables
+from lightning_fsdp.harness.environment import describe
+from tests.support.pages import PAGES, ROOT
+
+RECORDS = {
+    "core": "core_step",
+    "host": "host_cost",
+    "counters": "exact_counters",
+    "checkpoint": "checkpoint_speed",
+    "losses": "recipe_losses",
+    "medium": "real_size/medium",
+    "large": "real_size/large",
+    "large-more": "real_size/large",
+    "qwen": "real_size/qwen2.5-0.5b",
+    "muon": "muon_step",
+    "muon-ranks": "muon_ranks",
+    "head-loss": "head_loss",
+    "one-host": "one_host",
+    "hosts": "hosts",
+    "scaling-suggested": "scaling_suggested",
+    "medium-accum": "real_size/medium-accum",
+    "medium-bf16": "real_size/medium-bf16",
+}
+
+
+def test_every_table_with_a_record_is_looked_at():
+    assert RECORDS.keys() == update_tables.TABLES.keys()
+
+
+def test_the_readme_says_what_the_columns_and_arms_of_its_tables_are():
+    page = PAGES["README.md"]
+    prose = re.sub(r"^\|.*$", "", page, flags=re.MULTILINE)
+    assert all(f"{word}" in prose for word in ("`scratch`", "*Planned*", "*dd*", "1.00"))
+    assert set(muon_step.SAYS) == set(muon_step.ARMS)
+    assert all(words in page for words in muon_step.SAYS.values())
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_table_is_the_one_that_its_record_makes(name):
+    record = ROOT / "benchmarks" / "results" / f"{RECORDS[name]}.json"
+    document = json.loads(record.read_text())
+    made = [describe(document), "", *update_tables.TABLES[name](document)]
+    _, shown, _ = update_tables.split(update_tables.page_of(name).read_text(), name)
+    assert shown == "\n".join(made)
