@@ -11,8 +11,9 @@ steps, and what ``plan`` says of its tensors. With ``--checkpoint`` also what ``
 a full one adds to that, its seconds beside those of ``dd`` for as many bytes, and the same of new
 processes that go on from it. With ``--more`` what else a run does: a validation, eight tokens of
 text, ``save_pretrained``, a sharded checkpoint, and the conversion of the full one; the most that
-the process had during each. An arm that would not fit into this machine's memory is said and not
-tried.
+the process had during each. With ``--tensors`` each arm runs once more, slower, with a callback
+that counts the bytes of its tensors in the second step. An arm that would not fit into this
+machine's memory is said and not tried.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def train(args: argparse.Namespace) -> None:
     import torch
 
     import lightning_fsdp  # noqa: F401 (names its strategies)
+    from lightning_fsdp import MemoryProbe
     from recipes.gpt2 import GPT2
     from recipes.qwen import Qwen
 
@@ -147,7 +149,8 @@ def train(args: argparse.Namespace) -> None:
             Path(f"{args.record}.{trainer.global_rank}").write_text(json.dumps(record))
 
     path, begun = Path(args.record).parent / "checkpoint", time.perf_counter()
-    resumes = path.exists()
+    resumes = path.exists() and not args.counts
+    probe = MemoryProbe(steps=[1])
     torch.manual_seed(0)
     module = model_class(size=size, max_seq_len=1024, meta_init=args.arm != "ddp")
     pl.Trainer(
@@ -155,15 +158,20 @@ def train(args: argparse.Namespace) -> None:
         accelerator="cpu",
         devices=NUM_RANKS,
         precision=args.precision,
-        max_steps=args.steps + resumes,
+        max_steps=2 if args.counts else args.steps + resumes,
         accumulate_grad_batches=args.grad_accum,
         gradient_clip_val=1.0 if args.clip else None,
-        callbacks=[Clock()],
+        callbacks=[probe if args.counts else Clock()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     ).fit(module, loader, ckpt_path=path if resumes else None)
+    for report in probe.reports:  # the same on all ranks
+        phases = [of_rank.values() for of_rank in report.ranks]
+        peaks = [max(sum(phase.peak.values()) for phase in of_rank) for of_rank in phases]
+        for rank, peak in enumerate(peaks):
+            Path(f"{args.record}.{rank}").write_text(json.dumps(peak))
 
 
 def forward_twice(trainer: Any, module: Any, folder: Path) -> None:
@@ -278,10 +286,10 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
     for old in folder.iterdir():
         shutil.rmtree(old) if old.is_dir() else old.unlink()
 
-    def run(name: str, arm: str = arm) -> Any:
+    def run(name: str, arm: str = arm, *more: str) -> Any:
         failure = run_command(
             [sys.executable, "-m", "benchmarks.real_size", *sys.argv[1:], "--arm", arm,
-             "--record", str(folder / name)],
+             "--record", str(folder / name), *more],
             log=folder / "log", timeout_s=LIMIT_S,
         )  # fmt: skip
         if failure is not None:
@@ -302,6 +310,12 @@ def run_arm(args: argparse.Namespace, arm: str, folder: Path) -> dict[str, Any]:
                 "resumed_s": again["ready_s"],
                 "resumed_peak_bytes": again["trained_peak_bytes"],
             }
+    if args.tensors:
+        counted = run("counted", arm, "--counts")
+        if isinstance(counted, str):
+            return {"arm": arm, "failure": f"counting tensors: {counted}"}
+        for rank, peak in zip(ranks, counted, strict=True):
+            rank["tensors_peak_bytes"] = peak
     if args.more and args.checkpoint:
         converted = run("converted", "convert")
         if isinstance(converted, str):
@@ -329,12 +343,18 @@ def more_of(document: dict[str, Any]) -> str:
 def table_of(document: dict[str, Any]) -> str:
     """The arms as Markdown; the higher rank's memory, medians over steps and repeats."""
     gb = 1e9
+    counts = any(
+        "tensors_peak_bytes" in r for run in document["runs"] for r in run.get("ranks", ())
+    )
+    head = ["engine", "step, s", "at start, GB", "planned, GB"]
+    head += ["tensors, GB"] * counts + ["initialised, GB", "peak, GB"]
+    head += ["a checkpoint adds, GB", "saved in s (dd before, after)", "peak after resuming, GB"]
     body = []
     for arm in document["arms"]:
         runs = [run for run in document["runs"] if run["arm"] == arm]
         failures = [run["failure"] for run in runs if "failure" in run]
         if failures:
-            body.append([arm, failures[0], *[""] * 7])
+            body.append([arm, failures[0], *[""] * (len(head) - 2)])
             continue
         ranks = [rank for run in runs for rank in run["ranks"]]
         steps = [s for rank in ranks for s in rank["steps_s"][1:] or rank["steps_s"]]
@@ -358,13 +378,12 @@ def table_of(document: dict[str, Any]) -> str:
                 f"{statistics.median(steps):.2f}",
                 f"{most['started_bytes']:.2f}",
                 "" if planned is None else f"{planned / gb:.2f}",
+                *(f"{max(r['tensors_peak_bytes'] for r in ranks) / gb:.2f}" for _ in range(counts)),
                 f"{most['initialised_peak_bytes']:.2f}",
                 f"{most['trained_peak_bytes']:.2f}",
                 *saved,
             ]
         )
-    head = ["engine", "step, s", "at start, GB", "planned, GB", "initialised, GB", "peak, GB"]
-    head += ["a checkpoint adds, GB", "saved in s (dd before, after)", "peak after resuming, GB"]
     return markdown_table(head, body)
 
 
@@ -426,12 +445,17 @@ def make_parser() -> BenchmarkParser:
         help="convert the checkpoint and read it in other ways, and time each",
     )  # fmt: skip
     parser.add_argument(
+        "--tensors", action="store_true",
+        help="run each engine once more, and count the bytes of its tensors",
+    )  # fmt: skip
+    parser.add_argument(
         "--scratch", metavar="DIR",
         help="folder for checkpoints (default: where temporary files are)",
     )  # fmt: skip
     parser.add_out(says="everything that was measured")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--record", help=argparse.SUPPRESS)
+    parser.add_argument("--counts", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
