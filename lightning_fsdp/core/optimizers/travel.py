@@ -57,38 +57,34 @@ def to_owners(
         if piece.is_here and not piece.is_cut:
             yield piece, local_of[piece].view(piece.cut.shape)
     for bucket in _buckets(pieces):
-        communicator, none = bucket[0].communicator, local_of[bucket[0]][:0]
+        communicator = bucket[0].communicator
         me, ranks = communicator.rank, range(communicator.world_size)
-        mine = [piece for piece in bucket if piece.is_here]
-        outgoing = [[none, *(local_of[p] for p in bucket if me != p.owner == r)] for r in ranks]
-        counts = [sum(p.cut.num_held(r) for p in mine) * (r != me) for r in ranks]
-        received = exchange(communicator, outgoing, counts, f"{what} to owners")
-        received[me] = torch.cat([none, *(local_of[p] for p in mine)])
-        sizes = [[p.cut.num_held(r) for p in mine] for r in ranks]
-        parts = [torch.split(flat, of_rank) for flat, of_rank in zip(received, sizes, strict=True)]
-        for piece, of_ranks in zip(mine, zip(*parts, strict=True), strict=True):
-            in_order = sorted(ranks, key=piece.cut.ranges.__getitem__)
-            yield piece, torch.cat([of_ranks[r] for r in in_order]).view(piece.cut.shape)
+        flat = {p: local_of[p].new_empty(p.cut.numel) for p in bucket if p.is_here}
+        for piece, whole in flat.items():
+            whole[slice(*piece.cut.ranges[me])].copy_(local_of[piece])
+        outgoing = [[local_of[p] for p in bucket if me != p.owner == r] for r in ranks]
+        incoming = [
+            [whole[slice(*p.cut.ranges[r])] for p, whole in flat.items() if r != me] for r in ranks
+        ]
+        exchange(communicator, outgoing, incoming, f"{what} to owners")
+        for piece, whole in flat.items():
+            yield piece, whole.view(piece.cut.shape)
 
 
 def from_owners(pieces: Sequence[Piece]) -> None:
     """Write what owners have to every rank's elements. Collective, likewise."""
     for bucket in _buckets(pieces):
-        communicator, none = bucket[0].communicator, bucket[0].local[:0].detach()
+        communicator = bucket[0].communicator
         me, ranks = communicator.rank, range(communicator.world_size)
-        outgoing = [[none] for _ in ranks]
+        parts: list[list[Tensor]] = [[] for _ in ranks]
         for piece in bucket:
             if piece.whole is not None:
                 flat = piece.whole.view(-1)
                 for rank, (start, stop) in enumerate(piece.cut.ranges):
-                    if rank == me:
-                        piece.local.detach().copy_(flat[start:stop])
-                    else:
-                        outgoing[rank].append(flat[start:stop])
-        others = [[p for p in bucket if me != p.owner == r] for r in ranks]
-        counts = [sum(p.local.numel() for p in of_rank) for of_rank in others]
-        received = exchange(communicator, outgoing, counts, "parameters from owners")
-        for of_rank, flat in zip(others, received, strict=True):
-            parts = torch.split(flat, [p.local.numel() for p in of_rank])
-            for piece, part in zip(of_rank, parts, strict=True):
-                piece.local.detach().copy_(part)
+                    parts[rank].append(flat[start:stop])
+        own = [p.local.detach() for p in bucket if p.owner == me]
+        for local, part in zip(own, parts[me], strict=True):
+            local.copy_(part)
+        parts[me] = []
+        incoming = [[p.local.detach() for p in bucket if me != p.owner == r] for r in ranks]
+        exchange(communicator, parts, incoming, "parameters from owners")

@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator, collective
+from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import tag_of
 
 
 def exchange(
     communicator: Communicator,
     outgoing: Sequence[Sequence[Tensor]],
-    counts: Sequence[int],
+    incoming: Sequence[Sequence[Tensor]],
     what: str,
-) -> list[Tensor]:
+) -> None:
     """All-to-all. Synchronous; counted as ``all_to_all``.
 
     Args:
         communicator: Of the ranks.
-        outgoing: For each rank, parts ``(n,)``, of one dtype and device; none for this rank itself,
-            and one at least, which may be empty.
-        counts: Elements that each rank sends to this one.
+        outgoing: For each rank, parts ``(n,)``, of one dtype and device; none for this rank itself.
+        incoming: From each rank, where its parts go, likewise.
         what: The operation, for the message if it fails.
-
-    Returns:
-        ``(counts[rank],)`` of each rank, on the same device.
 
     Raises:
         RuntimeError: Another rank did not take part within the group's timeout.
     """
-    sent = torch.cat([part for parts in outgoing for part in parts])
-    there = sent.to(communicator.device)
-    received = there.new_empty(sum(counts))
-    communicator.count("all_to_all", sent.nbytes)
-    size = sent.itemsize
+    sent = [part for parts in outgoing for part in parts]
+    received = [part for parts in incoming for part in parts]
+    communicator.count("all_to_all", _num_bytes(sent))
+    if isinstance(communicator, OneHostCommunicator) and communicator.reads_memory:
+        communicator.exchange(outgoing, incoming, what)
+        return
+    # As bytes: gloo does not know every dtype.
+    none = torch.empty(0, dtype=torch.uint8, device=communicator.device)
+    packed = torch.cat([none, *(p.view(torch.uint8).to(none.device) for p in sent)])
+    arrived = none.new_empty(_num_bytes(received))
+    sizes = list(map(_num_bytes, incoming)), list(map(_num_bytes, outgoing))
     with collective(f"{what} {communicator.where}", "every rank"):
-        dist.all_to_all_single(
-            received.view(torch.uint8),  # gloo does not know every dtype
-            there.view(torch.uint8),
-            [count * size for count in counts],
-            [sum(map(torch.numel, parts)) * size for parts in outgoing],
-            group=communicator.group,
-        )
-    return list(torch.split(received.to(sent.device), list(counts)))
+        dist.all_to_all_single(arrived, packed, *sizes, group=communicator.group)
+    parts = torch.split(arrived, [part.nbytes for part in received])
+    for part, there in zip(received, parts, strict=True):
+        part.view(torch.uint8).copy_(there)
+
+
+def _num_bytes(parts: Iterable[Tensor]) -> int:
+    return sum(part.nbytes for part in parts)
 
 
 def broadcast_each(communicator: Communicator, parts: Sequence[Tensor], what: str) -> None:

@@ -65,7 +65,7 @@ class Exchange:
     Attributes:
         tag: Of the collective, the same on all ranks.
         outgoing: What each peer gets, each ``(n,)``; stays as it is until the exchange is over.
-        sizes: Of what each peer has for this rank, in bytes.
+        sizes: By peer, of what it has for this rank, in bytes.
         take: Reads it from the places where it lies, by peer; called in the thread of the lines.
         tables: Of the places of ``outgoing``, by peer.
         posts: Address of each peer's table and its length.
@@ -78,7 +78,7 @@ class Exchange:
 
     tag: int
     outgoing: Mapping[int, Sequence[Tensor]]
-    sizes: list[int]
+    sizes: Mapping[int, list[int]]
     take: Callable[[Places], None]
     tables: dict[int, array[int]] = field(init=False)
     posts: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -328,12 +328,12 @@ class Lines:
                 self._changed.notify_all()
 
     def _places(self, exchange: Exchange, peer: int) -> list[Place]:
-        address, length = exchange.posts[peer]
-        table, pid = array("Q", bytes(16 * len(exchange.sizes))), self._pids[peer]
+        (address, length), sizes = exchange.posts[peer], exchange.sizes[peer]
+        table, pid = array("Q", bytes(16 * len(sizes))), self._pids[peer]
         if length == len(table):
             Place(peer, pid, address, 8 * length).read(table.buffer_info()[0], 8 * length)
-        if length != len(table) or table[1::2].tolist() != exchange.sizes:
-            raise PeerLost(peer, f"it posted other sizes than {exchange.sizes} bytes")
+        if length != len(table) or table[1::2].tolist() != sizes:
+            raise PeerLost(peer, f"it posted other sizes than {sizes} bytes")
         return [Place(peer, pid, *each) for each in zip(table[::2], table[1::2], strict=True)]
 
     # -- in either ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -84,6 +84,26 @@ class OneHostCommunicator(PairCommunicator):
         if self._lines is not None:
             self._lines.hang_up("this rank was interrupted")
 
+    def exchange(
+        self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str
+    ) -> None:
+        """All-to-all of parts that lie where they are; see ``exchange.py``. Synchronous."""
+
+        def take(places: Places) -> None:
+            for peer, found in places.items():
+                for part, place in zip(incoming[peer], found, strict=True):
+                    place.read(part.data_ptr(), place.nbytes)
+
+        peers, tag = self._peers(), tag_of(f"all_to_all {what}", reduces=False)
+        to, into = {peer: outgoing[peer] for peer in peers}, {p: incoming[p] for p in peers}
+        try:
+            for work, peer in self._start(tag, to, into, take):
+                with collective(f"{what} {self.where}", peer):
+                    work.wait()
+        except BaseException:  # what peers still read may change from now on
+            self.break_off()
+            raise
+
     def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
         if self._lines is None:
             return super()._gather(whole, slots, what, unit_name)
@@ -116,8 +136,8 @@ class OneHostCommunicator(PairCommunicator):
     def _start(
         self,
         tag: int,
-        outgoing: dict[int, list[Tensor]],
-        like_incoming: dict[int, list[Tensor]],
+        outgoing: Mapping[int, Sequence[Tensor]],
+        like_incoming: Mapping[int, Sequence[Tensor]],
         take: Callable[[Places], None],
     ) -> Works:
         assert self.group is not None, "it raises where the group is gone"
@@ -127,7 +147,7 @@ class OneHostCommunicator(PairCommunicator):
                 self._shown.recv([data], peer, tag)
             for data in outgoing[peer]:
                 self._shown.send([data], peer, tag)
-        sizes = [data.nbytes for data in next(iter(like_incoming.values()))]
+        sizes = {peer: [data.nbytes for data in like] for peer, like in like_incoming.items()}
         try:
             return self._lines.start(Exchange(tag, outgoing, sizes, take))
         except BaseException:  # or what is started next would be taken for what was not posted
