@@ -1,4 +1,4 @@
-"""What `plan --suggest` proposes from 8 to 1024 ranks, beside flat ZeRO-3: share and memory.
+"""What `plan --suggest` proposes from 8 to 1024 ranks, beside flat ZeRO-3: speed and memory.
 
     python -m benchmarks.scaling_suggested
     python -m benchmarks.update_tables scaling-suggested benchmarks/results/scaling_suggested.json
@@ -20,7 +20,8 @@ from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp.harness.command_line import positive
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import Run
-from lightning_fsdp.plan.suggest import Suggestion, suggest
+from lightning_fsdp.plan.report import format_units
+from lightning_fsdp.plan.suggest import Suggestion, suggest, worth_trying
 from lightning_fsdp.simulate.network import networks_of
 
 OUT = Path("benchmarks/results/scaling_suggested.json")
@@ -38,19 +39,17 @@ CONFIG = GPT2Config(
 
 
 def rows(tflops: float) -> list[dict[str, Any]]:
-    """Of each number of ranks, what is flat and what is proposed."""
+    """Of each number of ranks: flat ZeRO-3 with the units that are found, and what is proposed."""
     found = []
     for network in NETWORKS:
         run = Run(world_size=network.world_size, precision="32-true", seq_len=128, batch_size=4)
         fitting = suggest(
             CONFIG, run, network=network, flops_per_s=1e12 * tflops, device_bytes=BYTES_ENOUGH
         ).fitting
-        flat = [each for each in fitting if each.plan.run.shard_size is None]
-        zero3 = next(each for each in flat if each.plan.run.zero_stage == 3)
-        # Of ZeRO-3, so that nothing but the ranks that hold a model differs.
-        first = next(each for each in fitting if each.plan.run.zero_stage == 3)
+        flat = next(each for each in fitting if each.plan.run == run)
+        proposed = [_numbers(each) for each in worth_trying(fitting)]
         found.append({
-            "world_size": network.world_size, "flat": _numbers(zero3), "suggested": _numbers(first)
+            "world_size": network.world_size, "flat": _numbers(flat), "proposed": proposed,
         })  # fmt: skip
     return found
 
@@ -59,6 +58,8 @@ def _numbers(suggestion: Suggestion) -> dict[str, Any]:
     run = suggestion.plan.run
     return {
         "zero_stage": run.zero_stage, "shard_size": run.shard_size or run.world_size,
+        "state_over": "all" if run.shard_size is None else run.state_over,
+        "units": format_units(run),
         "share": suggestion.share, "peak_bytes": suggestion.plan.peak_bytes,
         "waited_ms": 1e3 * suggestion.timing.waited_s, "sent_bytes": suggestion.timing.sent_bytes,
     }  # fmt: skip
@@ -66,17 +67,20 @@ def _numbers(suggestion: Suggestion) -> dict[str, Any]:
 
 def table(document: dict[str, Any]) -> str:
     """For a person."""
-    head = ["ranks", "flat ZeRO-3: of one process", "memory, MB"]
-    head += ["proposed shard size", "of one process", "memory, MB", "its price"]
+    head = ["ranks", "stage", "shard size", "state over", "units"]
+    head += ["of one process", "memory, MB", "its price"]
     body = []
     for row in document["rows"]:
-        flat, proposed = row["flat"], row["suggested"]
-        price = proposed["peak_bytes"] / flat["peak_bytes"] - 1
-        body.append([
-            str(row["world_size"]), f"{flat['share']:.2f}", f"{flat['peak_bytes'] / 1e6:.1f}",
-            str(proposed["shard_size"]), f"{proposed['share']:.2f}",
-            f"{proposed['peak_bytes'] / 1e6:.1f}", f"{price:+.0%}",
-        ])  # fmt: skip
+        flat = row["flat"]
+        for each in [*row["proposed"], *([] if flat in row["proposed"] else [flat])]:
+            price = "flat ZeRO-3"
+            if each != flat:
+                price = f"{each['peak_bytes'] / flat['peak_bytes'] - 1:+.0%}"
+            body.append([
+                str(row["world_size"]), str(each["zero_stage"]), str(each["shard_size"]),
+                each["state_over"], each["units"], f"{each['share']:.2f}",
+                f"{each['peak_bytes'] / 1e6:.1f}", price,
+            ])  # fmt: skip
     return markdown_table(head, body)
 
 
@@ -90,7 +94,7 @@ def main() -> int:
     document = {"tflops": args.tflops, "rows": rows(args.tflops)}
     print(table(document))
     write_record(args.out, "scaling_suggested", document)
-    reached = document["rows"][-1]["suggested"]["share"]
+    reached = document["rows"][-1]["proposed"][0]["share"]
     print(f"at {WORLD_SIZES[-1]} ranks {reached:.2f}, wanted {GOAL:.2f}")
     return 0 if reached >= GOAL else 1
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
+from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import Run, largest_batch
 from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, config_of
@@ -82,6 +83,27 @@ def test_stage_2_keeps_the_model_whole_and_stage_3_two_units(folder):
     assert whole.phases["backward"].most["gathered"] == pytest.approx(num_bytes, rel=0.02)
     most = units.phases["backward"].most["gathered"]
     assert most == pytest.approx(2 * block, rel=0.02), (most, block, embedding, positions)
+
+
+def test_units_of_given_classes_or_sizes_are_gathered(folder, capsys):
+    whole = planned(folder, world_size=64, units=("GPT2LMHeadModel",))
+    num_bytes = 4 * whole.num_parameters
+    assert whole.phases["backward"].most["gathered"] == pytest.approx(num_bytes, rel=0.02)
+    mlp = 4 * (8 * 128**2 + 5 * 128)
+    in_parts = planned(folder, world_size=64, units=("GPT2Attention", "GPT2MLP"))
+    assert in_parts.phases["backward"].most["gathered"] == pytest.approx(1.5 * mlp, rel=0.02)
+    words = ["--model", str(folder), "--ranks", "64", "--seq-len", str(SEQ_LEN)]
+    for units, expected in (
+        (["GPT2Attention", "GPT2MLP"], "GPT2Attention, GPT2MLP"),
+        (["100000"], "of 100,000 parameters or more"),
+    ):
+        assert main([*words, "--units", *units]) == 0
+        assert f", units: {expected}\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*words, "--units", "Nothing"])
+    assert "units: expected classes that occur in GPT2LMHeadModel, got ['Nothing']" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import Run, dry_run
 from lightning_fsdp.plan.models import build, config_of
 from lightning_fsdp.plan.pace import Pace, Timing
-from lightning_fsdp.plan.suggest import suggest
+from lightning_fsdp.plan.suggest import suggest, worth_trying
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
 from tests.support.planned import SEQ_LEN, folder_with
@@ -41,10 +41,13 @@ def _suggested(folder, device_bytes, network=HOSTS, run=RUN):
 
 def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(folder):
     found = _suggested(folder, 40_000_000).fitting
-    assert len(found) == 4
-    assert {(each.plan.run.zero_stage, each.plan.run.shard_size) for each in found} == {
-        (stage, size) for stage in (2, 3) for size in (4, None)
+    runs = [each.plan.run for each in found]
+    assert {(r.zero_stage, r.shard_size, r.state_over) for r in runs if r.units is None} == {
+        (stage, *size)
+        for stage in (2, 3)
+        for size in ((4, "replica"), (4, "all"), (None, "replica"))
     }
+    assert {r.units for r in runs} == {None, ("GPT2Attention", "GPT2MLP"), ("GPT2LMHeadModel",)}
     times = [each.timing.step_s for each in found]
     assert times == sorted(times)
     for each in found:
@@ -54,43 +57,86 @@ def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(folder):
         assert each.tokens_per_s == pytest.approx(8 * SEQ_LEN / each.timing.step_s)
         assert each.share == pytest.approx(each.timing.compute_s / each.timing.step_s)
     assert found[0].plan.run.shard_size == 4, "the slow links are between hosts"
+    shown = worth_trying(found)
+    assert shown[0] == found[0]
+    assert len(shown) < len(found)
+    for each in found:
+        beaten_by = [
+            s for s in shown
+            if s.timing.step_s <= each.timing.step_s and s.plan.peak_bytes <= each.plan.peak_bytes
+        ]  # fmt: skip
+        assert (beaten_by == [each]) if each in shown else beaten_by
+
+
+PARTS, WHOLE = ("Part",), ("Model",)
 
 
 def _stub(config, run, pace):
     """Memory by a formula in place of a dry run; a gather is slower than anything."""
     size, sequences = run.shard_size or run.world_size, run.batch_size
     activations = sequences * (1 if run.activation_checkpointing else 4)
-    nbytes = 1600 // size + activations + (10 if run.grad_accum > 1 else 0)
+    state = 1600 // size if run.state_over == "replica" else 1600 // run.world_size + 400 // size
+    nbytes = state + activations + (10 if run.grad_accum > 1 else 0)
+    nbytes += {None: 0, PARTS: -2, WHOLE: 1000}[run.units]
     gathers = run.grad_accum if run.zero_stage == 3 else 1
     step_s = 1.0 + (run.activation_checkpointing and 0.3) + gathers * size
+    step_s += {None: 0, PARTS: 0.1, WHOLE: -0.1}[run.units] + (run.state_over == "all") * 0.1
     return SimpleNamespace(run=run, peak_bytes=nbytes, timing=Timing(step_s, 1.0, 0.0, 0.0))
 
 
+def _by_stub(monkeypatch, device_bytes):
+    monkeypatch.setattr(suggest_module, "dry_run", _stub)
+    monkeypatch.setattr(suggest_module, "units_to_try", lambda config: (PARTS, WHOLE))
+    found = suggest(None, RUN, network=HOSTS, flops_per_s=1.0, device_bytes=device_bytes)
+    times = [each.timing.step_s for each in found.fitting]
+    assert times == sorted(times)
+    return found
+
+
 @pytest.mark.parametrize(
-    ("device_bytes", "expected"),
+    ("device_bytes", "expected", "of_all"),
     [
         # What is in the way: nothing; activations; shards of a host's size; of two hosts'; more.
-        (9999, [(4, 8, False), (None, 8, False)]),
-        (432, [(4, 8, False), (None, 8, False)]),
-        (431, [(4, 8, True), (4, 4, False), (None, 8, False)]),
-        (408, [(4, 8, True), (None, 8, False)]),
-        (407, [(8, 8, False), (None, 8, False)]),
-        (207, [(None, 8, False)]),
-        (110, [(None, 8, True)]),
-        (107, []),
+        (9999, [(4, 8, False), (None, 8, False)], [4]),
+        (432, [(4, 8, False), (None, 8, False)], [4]),
+        (431, [(4, 8, True), (4, 4, False), (None, 8, False)], [4]),
+        (408, [(4, 8, True), (None, 8, False)], [4]),
+        (407, [(None, 8, False)], [4]),
+        (207, [(None, 8, False)], [8]),
+        (110, [(None, 8, True)], []),
+        (107, [], []),
     ],
 )
 def test_less_memory_takes_recomputation_smaller_batches_and_more_hosts(
-    monkeypatch, device_bytes, expected
+    monkeypatch, device_bytes, expected, of_all
 ):
-    monkeypatch.setattr(suggest_module, "dry_run", _stub)
-    found = suggest(None, RUN, network=HOSTS, flops_per_s=1.0, device_bytes=device_bytes)
-    runs = [each.plan.run for each in found.fitting if each.plan.run.zero_stage == 3]
-    settings = {(r.shard_size, r.batch_size, r.activation_checkpointing) for r in runs}
+    runs = [each.plan.run for each in _by_stub(monkeypatch, device_bytes).fitting]
+    runs = [run for run in runs if (run.zero_stage, run.units) == (3, None)]
+    replicated = [run for run in runs if run.state_over == "replica"]
+    settings = {(r.shard_size, r.batch_size, r.activation_checkpointing) for r in replicated}
     assert settings == set(expected)
-    assert expected or found.nearest.plan.peak_bytes == device_bytes + 1
-    times = [each.timing.step_s for each in found.fitting]
-    assert times == sorted(times)
+    assert [run.shard_size for run in runs if run.state_over == "all"] == of_all
+
+
+def test_other_units_are_tried_of_what_is_worth_trying_and_where_nothing_fits(monkeypatch):
+    fitting = _by_stub(monkeypatch, 9999).fitting
+    runs = [each.plan.run for each in fitting]
+    for units in (PARTS, WHOLE):
+        sizes = [(run.shard_size, run.state_over) for run in runs if run.units == units]
+        assert sizes == [(4, "replica"), (4, "all"), (None, "replica")]
+    shown = [each.plan.run for each in worth_trying(fitting)]
+    assert [(run.shard_size, run.state_over, run.units) for run in shown] == [
+        (4, "replica", WHOLE),
+        (4, "replica", None),
+        (4, "all", None),
+        (4, "all", PARTS),
+        (None, "replica", None),
+        (None, "replica", PARTS),
+    ]
+    (only,) = _by_stub(monkeypatch, 106).fitting
+    assert (only.plan.run.units, only.plan.peak_bytes) == (PARTS, 106)
+    found = _by_stub(monkeypatch, 105)
+    assert (found.fitting, found.nearest.plan.peak_bytes) == ([], 106)
 
 
 def test_links_that_are_as_fast_between_hosts_leave_stage_2_first(folder):
@@ -159,19 +205,27 @@ def _words(folder, **changes):
 
 def test_the_command_prints_the_best_first_and_what_it_assumes(folder, tmp_path, capsys):
     out = tmp_path / "suggested.json"
-    assert main(_words(folder, **{"--batch-size": "8", "--out": str(out)})) == 0
+    assert main(_words(folder, **{"--device-memory": "1GB", "--out": str(out)})) == 0
     printed, document = capsys.readouterr().out, json.loads(out.read_text())
     rows = re.findall(
-        r"^\| (\d) +\| (\d+) +\| (\d+ x \d+) .*\| ([\d.]+ MB) ", printed, re.MULTILINE
+        r"^\| (\d) +\| (\d+) +\| (\w+) +\| [^|]+\| (\d+ x \d+) .*\| ([\d.]+ MB) ",
+        printed,
+        re.MULTILINE,
     )
     first = document["suggestions"][0]
     run = first["run"]
     size = run["shard_size"] or 16
     batches = f"{run['grad_accum']} x {run['batch_size']}"
     memory = f"{first['peak_bytes'] / 1e6:.1f} MB"
-    assert rows[0] == (str(run["zero_stage"]), str(size), batches, memory)
-    assert len(rows) == len(document["suggestions"]) == 4
-    assert f"ScratchFSDPStrategy(zero_stage={run['zero_stage']}, shard_size=4)" in printed
+    over = run["state_over"]
+    assert rows[0] == (str(run["zero_stage"]), str(size), over, batches, memory)
+    suggested = document["suggestions"]
+    num_beaten = len(suggested) - len(rows)
+    assert f"{num_beaten} more fit, each beaten by one of these" in printed
+    assert {tuple(s["run"]["units"] or ()) for s in suggested} == {
+        (), ("GPT2Attention", "GPT2MLP"), ("GPT2LMHeadModel",)
+    }  # fmt: skip
+    assert f"ScratchFSDPStrategy(zero_stage={run['zero_stage']}, shard_size=4" in printed
     assert "attention at 0.1 TFLOP/s" in printed
     assert "4 ranks per host, 0.01 GB/s per rank out of a host." in printed
     assert all(f"* {line}" in printed for line in document["assumptions"])
@@ -183,7 +237,10 @@ def test_where_nothing_fits_the_command_says_how_much_is_missing(folder, capsys)
     assert re.search(
         r"Nothing fits. The nearest setting takes ([\d.]+) MB, ([\d.]+) MB more", printed
     )
-    assert "ScratchFSDPStrategy(zero_stage=3), batches of 1, accumulate_grad_batches=1" in printed
+    setting = (
+        r"ScratchFSDPStrategy\(zero_stage=3, units=.*\), batches of 1, accumulate_grad_batches=1"
+    )
+    assert re.search(setting, printed)
     assert "| stage" not in printed
 
 
@@ -197,6 +254,8 @@ def test_where_nothing_fits_the_command_says_how_much_is_missing(folder, capsys)
         ({"--hosts": "1"}, "--host-bandwidth: expected --hosts of 2 or more"),
         ({"--stage": "3"}, "--stage: not with --suggest, which tries several"),
         ({"--shard-size": "4"}, "--shard-size: not with --suggest"),
+        ({"--state-over": "all"}, "--state-over: not with --suggest"),
+        ({"--units": "GPT2MLP"}, "--units: not with --suggest"),
         ({"--max-batch-size": "4"}, "--max-batch-size: not with --suggest"),
         ({"--batch-size": "0"}, "batch_size: expected at least 1, got 0"),
     ],

@@ -81,6 +81,24 @@ def test_a_network_does_not_change_the_memory(config, options):
     assert without.timing is None
 
 
+def test_state_over_all_ranks_sends_what_theory_says_and_gathers_it_once_per_step(config):
+    hosts = {"world_size": 8, "num_hosts": 4, "bandwidth_gb_s": 1e9, "latency_us": 0.0}
+    network, precision = Network(**hosts, host_bandwidth_gb_s=1e-3), "bf16-mixed"
+    options = {"network": network, "shard_size": 2, "precision": precision, "flops_per_s": 1e15}
+    one_host = Network(world_size=2, bandwidth_gb_s=1e9, latency_us=0.0)
+    row = timed(config, one_host, world_size=2, precision=precision).timing.sent_bytes
+    part = sum(parameter.numel() for parameter in build(config).parameters()) / 2  # of a host
+    crosses = part * 3 / 4 * (2 + 4)  # of four hosts: weights in bf16, gradients in fp32
+    for micro_batches in (1, 3):
+        timing = timed(config, state_over="all", grad_accum=micro_batches, **options).timing
+        if micro_batches == 1:
+            assert timing.sent_bytes == pytest.approx(row + crosses, rel=1e-3)
+        # Nothing but the lines between hosts takes time, and they never rest.
+        assert timing.step_s == pytest.approx(crosses / 1e6, rel=0.01)
+    replicas = timed(config, **options).timing
+    assert replicas.step_s == pytest.approx(part * 3 / 4 * 2 * 4 / 1e6, rel=0.01)
+
+
 # -- against two real hosts ------------------------------------------------------------------------
 
 FRAMES = 1448 / 1514  # of a line's bits are data: the rest are headers of Ethernet, IP and TCP

@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seq_len=args.seq_len,
             grad_accum=args.grad_accum,
             state_over=args.state_over,
+            units=_units(args.units),
             activation_checkpointing=args.activation_checkpointing,
             optimizer=args.optimizer,
             loss=args.loss,
@@ -98,6 +99,12 @@ def _plan(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _Answ
     return _Answer("\n\n".join(parts), document, plan is not None)
 
 
+def _units(words: list[str] | None) -> tuple[str, ...] | int | None:
+    if words is None:
+        return None
+    return int(words[0]) if len(words) == 1 and words[0].isdecimal() else tuple(words)
+
+
 def _suggest(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _Answer:
     network = Network(
         world_size=args.ranks,
@@ -121,8 +128,8 @@ def _refuse_what_does_not_go_together(parser: CommandParser, args: argparse.Name
         for option in _OF_SUGGEST_REQUIRED:
             if given[option] is None:
                 parser.error(f"--suggest: expected {option} with it. Give it")
-        for option in ("--stage", "--shard-size", "--activation-checkpointing", "--max-batch-size"):
-            if given[option]:
+        for option in _THAT_SUGGEST_TRIES:
+            if given[option] != parser.get_default(option[2:].replace("-", "_")):
                 parser.error(f"{option}: not with --suggest, which tries several. Leave it out")
         if args.host_bandwidth is not None and args.hosts < 2:
             parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
@@ -184,6 +191,13 @@ def make_parser() -> CommandParser:
         type=int,
         metavar="RANKS",
         help="ranks that hold one copy of the model together (default: all)",
+    )
+    parser.add_argument(
+        "--units",
+        nargs="+",
+        metavar="CLASS",
+        help="classes whose modules are gathered one at a time, or the smallest number of "
+        "parameters of a unit (default: blocks, embeddings and head are found)",
     )
     parser.add_argument(
         "--stage", type=int, help=f"stage of ZeRO: 2 or 3 (default: {Run.zero_stage})"
@@ -287,6 +301,10 @@ _OF_SUGGEST: dict[str, dict[str, Any]] = {
         "help": "one line per host, as fast as its ranks' links together, is shared by them",
     },
 }
+_THAT_SUGGEST_TRIES = (
+    *("--stage", "--shard-size", "--state-over", "--units"),
+    *("--activation-checkpointing", "--max-batch-size"),
+)
 _OF_SUGGEST_REQUIRED = ("--device-memory", "--tflops", "--bandwidth")
 
 

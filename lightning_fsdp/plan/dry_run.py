@@ -80,6 +80,8 @@ class Run:
         world_size: Ranks.
         shard_size: Those that hold one model together; ``None``: all.
         state_over: See :func:`~lightning_fsdp.fully_shard`.
+        units: Names of classes, or the smallest number of parameters of a unit; ``None``: those
+            that are found. See :func:`~lightning_fsdp.shard_model`.
         zero_stage: 2 or 3.
         precision: Of the Trainer.
         batch_size: Sequences per rank and micro-batch.
@@ -96,6 +98,7 @@ class Run:
     world_size: int
     shard_size: int | None = None
     state_over: StateOver = "replica"
+    units: tuple[str, ...] | int | None = None
     zero_stage: int = 3
     precision: str = "bf16-mixed"
     batch_size: int = 1
@@ -262,6 +265,7 @@ def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> I
         shard_model(
             model,
             plan_of_stage(run.zero_stage),
+            units=run.units,
             mesh=mesh,
             mp_policy=precision.policy,
             state_over=run.state_over,

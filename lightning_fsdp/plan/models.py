@@ -82,6 +82,23 @@ def block_classes(model: nn.Module) -> list[str]:
     return sorted({type(m[0]).__name__ for name, m in units if name.split(".")[-1].isdigit()})
 
 
+def units_to_try(config: PretrainedConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of classes to cut a model by: its blocks' parts (may be none), and the whole model."""
+    with torch.device("meta"):
+        model = build(config)
+    classes = set(block_classes(model))
+    blocks = (module for module in model.modules() if type(module).__name__ in classes)
+    parts = {
+        type(part).__name__
+        for block in blocks
+        for part in block.children()
+        if any(True for _ in part.parameters()) and any(True for _ in part.children())
+        # These have no forward that could be hooked.
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict)
+    }
+    return tuple(sorted(parts)), (type(model).__name__,)
+
+
 def matrices_of_blocks(model: nn.Module) -> list[nn.Parameter]:
     """Weights of the repeated blocks, without biases, norms, embeddings and the head."""
     classes = set(block_classes(model))

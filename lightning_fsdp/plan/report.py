@@ -8,7 +8,7 @@ from typing import Any
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search
 from lightning_fsdp.harness.tables import markdown_table
-from lightning_fsdp.plan.dry_run import OWNERS, PHASES, Plan
+from lightning_fsdp.plan.dry_run import OWNERS, PHASES, Plan, Run
 
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 
@@ -31,12 +31,20 @@ def format_plan(name: str, plan: Plan) -> str:
     ranks = f"{run.world_size} ranks{replicas}"
     more = ", activation checkpointing" if run.activation_checkpointing else ""
     more += ", all logits at once" if run.loss == "plain" else ""
+    more += "" if run.units is None else f", units: {format_units(run)}"
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {ranks} over "
         f"{run.backend}, {run.precision}, {OPTIMIZERS[run.optimizer]}; per rank "
         f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{more}\n\n"
         f"{markdown_table(head, body)}{_balance(plan)}"
     )
+
+
+def format_units(run: Run) -> str:
+    """What a unit is."""
+    if isinstance(run.units, int):
+        return f"of {run.units:,} parameters or more"
+    return "found" if run.units is None else ", ".join(run.units)
 
 
 def _balance(plan: Plan) -> str:

@@ -6,20 +6,26 @@ a rank takes in an optimizer step, so that all settings train the same. Tried ar
 =============== ====================================================================================
 stage           3 and 2
 shard size      the ranks of a host; where that does not fit, of twice as many hosts, and so on; all
+state over      with replicas, the ranks of each and all ranks
 micro-batch     the largest that divides the sequences and fits
 recomputation   where a step does not fit as one micro-batch without it
+units           those that are found; of what is worth trying then, also the parts of blocks apart,
+                and the whole model as one; where nothing fits, the parts, of what comes nearest
 =============== ====================================================================================
 
 Here a larger micro-batch is never slower, as fewer gathers are made for the same operations; nor is
-to compute blocks once. Units are those that are found automatically.
+to compute blocks once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.plan.dry_run import Plan, Run, dry_run
+from lightning_fsdp.plan.models import units_to_try
 from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.simulate.network import Network
 
@@ -70,7 +76,7 @@ def suggest(
     Args:
         config: Of a causal language model of transformers.
         run: What is trained: a rank takes ``batch_size`` times ``grad_accum`` sequences in a step.
-            Stage, shard size, micro-batch and recomputation are tried.
+            All that this file's table lists is tried.
         network: Of its ranks.
         flops_per_s: That a rank reaches in training.
         device_bytes: What all tensors of a rank may take together.
@@ -80,10 +86,29 @@ def suggest(
         ValueError: Likewise.
     """
     search = _Search(config, run, network, flops_per_s, device_bytes)
+    parts, whole = units_to_try(config)
     found = [plan for stage in (3, 2) for plan in search.of_stage(stage)]
-    suggestions = sorted(map(search.timed, found), key=lambda found: found.timing.step_s)
-    nearest = min(search.tried, key=lambda plan: plan.peak_bytes)
-    return Suggestions(suggestions, search.timed(nearest))
+    if not found and parts:
+        found = search.fitting(replace(search.nearest.run, units=parts))
+    for each in worth_trying(map(search.timed, found)):
+        for units in (parts, whole):
+            setting = replace(each.plan.run, units=units)
+            found += search.fitting(setting) if units and each.plan.run.units is None else []
+    suggestions = sorted(map(search.timed, found), key=_by_time)
+    return Suggestions(suggestions, search.timed(search.nearest))
+
+
+def worth_trying(found: Iterable[Suggestion]) -> list[Suggestion]:
+    """Fastest first, without those that another one equals or beats in both time and memory."""
+    best = list[Suggestion]()
+    for each in sorted(found, key=_by_time):
+        if not best or each.plan.peak_bytes < best[-1].plan.peak_bytes:
+            best.append(each)
+    return best
+
+
+def _by_time(suggestion: Suggestion) -> tuple[float, int]:
+    return suggestion.timing.step_s, suggestion.plan.peak_bytes
 
 
 class _Search:
@@ -101,14 +126,27 @@ class _Search:
         self._num_sequences = run.batch_size * run.grad_accum
         self.tried: list[Plan] = []
 
+    @property
+    def nearest(self) -> Plan:
+        """Of all that was tried, what takes the least memory."""
+        return min(self.tried, key=lambda plan: plan.peak_bytes)
+
     def of_stage(self, stage: int) -> list[Plan]:
         """What fits, by shard size."""
-        world_size = self._run.world_size
+        world_size, setting = self._run.world_size, replace(self._run, zero_stage=stage)
         size, found = world_size // self._network.num_hosts, list[Plan]()
         while size < world_size and not found:
-            found += self._of_size(stage, size) if world_size % size == 0 else []
+            states: tuple[StateOver, ...] = ("replica", "all")
+            for state_over in states if world_size % size == 0 else ():
+                found += self._of_size(replace(setting, shard_size=size, state_over=state_over))
             size *= 2
-        return found + self._of_size(stage, None)
+        return found + self._of_size(setting)
+
+    def fitting(self, setting: Run) -> list[Plan]:
+        """The plan of a setting, if it fits."""
+        plan = dry_run(self._config, setting, Pace(self._network, self._flops_per_s))
+        self.tried.append(plan)
+        return [plan] if plan.peak_bytes <= self._device_bytes else []
 
     def timed(self, plan: Plan) -> Suggestion:
         """With its rates."""
@@ -118,10 +156,9 @@ class _Search:
         step_s, num_tokens = plan.timing.step_s, self._num_sequences * self._run.seq_len
         return Suggestion(plan, plan.timing, num_tokens / step_s, alone.compute_s / step_s)
 
-    def _of_size(self, stage: int, shard_size: int | None) -> list[Plan]:
+    def _of_size(self, setting: Run) -> list[Plan]:
         """What fits, without recomputation and where that helps with it."""
-        setting = replace(self._run, zero_stage=stage, shard_size=shard_size)
-        found = self._largest(replace(setting, activation_checkpointing=False))
+        found = self._largest(setting)
         if not found or found[0].run.grad_accum > 1:
             found += self._largest(replace(setting, activation_checkpointing=True))
         return found
@@ -134,11 +171,9 @@ class _Search:
         middle, best = high, list[Plan]()
         while low <= high:
             size = sizes[middle]
-            chosen = replace(setting, batch_size=size, grad_accum=total // size)
-            plan = dry_run(self._config, chosen, Pace(self._network, self._flops_per_s))
-            self.tried.append(plan)
-            if plan.peak_bytes <= self._device_bytes:
-                best, low = [plan], middle + 1
+            fits = self.fitting(replace(setting, batch_size=size, grad_accum=total // size))
+            if fits:
+                best, low = fits, middle + 1
             else:
                 high = middle - 1
             middle = (low + high + 1) // 2

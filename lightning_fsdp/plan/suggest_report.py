@@ -9,13 +9,14 @@ from typing import Any
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import Run
-from lightning_fsdp.plan.report import OPTIMIZERS
-from lightning_fsdp.plan.suggest import Suggestion, Suggestions
+from lightning_fsdp.plan.report import OPTIMIZERS, format_units
+from lightning_fsdp.plan.suggest import Suggestion, Suggestions, worth_trying
 from lightning_fsdp.simulate.network import Network
 
 _MOST_SUGGESTIONS = 6
 _SUGGESTED = [
-    *("stage", "shard size", "micro-batches", "recomputes", "memory", "step, s"),
+    *("stage", "shard size", "state over", "units", "micro-batches", "recomputes"),
+    *("memory", "step, s"),
     *("waits for the network, s", "tokens/s of a rank", "of one process alone"),
 ]
 
@@ -37,9 +38,12 @@ def format_suggestions(
         f"more than there is: {_how(nearest.run)}."
     )
     if found.fitting:
-        body = [_row(each) for each in found.fitting[:_MOST_SUGGESTIONS]]
-        best = f"The first is {_how(found.fitting[0].plan.run)}."
-        what = f"{markdown_table(_SUGGESTED, body)}\n\n{best}"
+        shown = worth_trying(found.fitting)[:_MOST_SUGGESTIONS]
+        table = markdown_table(_SUGGESTED, [_row(each) for each in shown])
+        best = f"The first is {_how(shown[0].plan.run)}."
+        num_beaten = len(found.fitting) - len(shown)
+        rest = f"{num_beaten} more fit, each beaten by one of these in both time and memory."
+        what = f"{table}\n\n{best} {rest}"
     return "\n\n".join([head, what, "Predicted; this is assumed:", _listed(assumed)])
 
 
@@ -47,6 +51,7 @@ def _row(suggestion: Suggestion) -> list[str]:
     run, timing = suggestion.plan.run, suggestion.timing
     return [
         *(str(run.zero_stage), str(run.shard_size or run.world_size)),
+        *("all" if run.shard_size is None else run.state_over, format_units(run)),
         f"{run.grad_accum} x {run.batch_size}",
         "yes" if run.activation_checkpointing else "no",
         format_bytes(suggestion.plan.peak_bytes),
@@ -57,10 +62,12 @@ def _row(suggestion: Suggestion) -> list[str]:
 
 def _how(run: Run) -> str:
     size = "" if run.shard_size is None else f", shard_size={run.shard_size}"
+    over = "" if run.state_over == "replica" else ', state_over="all"'
+    units = f", units={list(run.units)}" if isinstance(run.units, tuple) else ""
     recomputes = ", activation checkpointing of the blocks" if run.activation_checkpointing else ""
     return (
-        f"ScratchFSDPStrategy(zero_stage={run.zero_stage}{size}), batches of {run.batch_size}, "
-        f"accumulate_grad_batches={run.grad_accum}{recomputes}"
+        f"ScratchFSDPStrategy(zero_stage={run.zero_stage}{size}{over}{units}), "
+        f"batches of {run.batch_size}, accumulate_grad_batches={run.grad_accum}{recomputes}"
     )
 
 
@@ -75,7 +82,10 @@ def assumptions(network: Network, flops_per_s: float) -> list[str]:
         "also of small batches. All other operations, the optimizer's, and reading data take no "
         "time: give the speed that training reaches, not that of the device."
     )
-    units = "Units are found automatically: blocks, embeddings, head. Memory is of tensors only."
+    units = (
+        "Units that are found are blocks, embeddings, head; others are modules of the classes named"
+        ", and what is left. Memory is of tensors only."
+    )
     return [speed, *network.assumptions_of_links(), units]
 
 

@@ -55,7 +55,7 @@ class Reductions:
 
     def _advance(self) -> None:
         """Let each go one stage on; after its last it lands."""
-        for flat_param in self._in_flight:
-            if not flat_param.advance():
-                flat_param.land()
+        # All start before one is waited for: so a slow line between hosts never rests between two.
+        for flat_param in [f for f in self._in_flight if not f.advance()]:
+            flat_param.land()
         self._in_flight = [f for f in self._in_flight if f.gradients is Gradients.REDUCING]
