@@ -63,15 +63,13 @@ class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
     def __init__(self) -> None:
-        self._guards: weakref.WeakKeyDictionary[FlatBuffer, torch_internals.AccessGuard] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._flags: weakref.WeakKeyDictionary[FlatBuffer, Any] = weakref.WeakKeyDictionary()
         # That numpy holds the memory.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The memory comes back."""
-        self._guard_of(flat_param.buffer).allow_access()
+        self._set_access(flat_param.buffer, refused=False)
         for leaf in flat_param.leaves:
             if type(leaf) is _FreedLeaf:
                 leaf.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -88,13 +86,14 @@ class FreedMemory(Watcher):
                 flat_param.name,
                 flat_param.communicator.mesh_rank,
             )
-        self._guard_of(flat_param.buffer).refuse_access()
+        self._set_access(flat_param.buffer, refused=True)
         for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
                 leaf._parameter = parameter  # type: ignore[attr-defined]
                 leaf.__class__ = _FreedLeaf
 
-    def _guard_of(self, buffer: FlatBuffer) -> torch_internals.AccessGuard:
-        if buffer not in self._guards:
-            self._guards[buffer] = torch_internals.AccessGuard(buffer.flat)
-        return self._guards[buffer]
+    def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
+        if buffer not in self._flags:
+            self._flags[buffer] = torch_internals.access_flags(buffer.flat)
+        if (flags := self._flags[buffer]) is not None:
+            flags[0] = flags[2] = refused
