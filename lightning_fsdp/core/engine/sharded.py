@@ -28,6 +28,7 @@ class ShardSpec:
         communicator: The sharding group.
         home: Where shards live, and the way from and to it.
         slice: The elements that this rank owns.
+        start: First element of its shard in the region.
     """
 
     name: str
@@ -36,8 +37,10 @@ class ShardSpec:
     communicator: Communicator = field(repr=False)
     home: Home = field(repr=False)
     slice: FlatSlice = field(init=False)
+    start: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.start = self.layout.shard_range(self.communicator.rank)[0]
         self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -49,8 +52,8 @@ class ShardSpec:
 
         Or those of its replica, in the shard that neighbours have together.
         """
-        place, numel = self.layout.shard_range(self.communicator.rank)[0], shard.numel()
-        offset = self.slot.offset - place // max(numel, 1) * numel
+        numel = shard.numel()
+        offset = self.slot.offset - self.start // max(numel, 1) * numel
         return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
