@@ -39,10 +39,8 @@ They are to be sharded in one thread: ranks open groups in one order.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +52,7 @@ from lightning_fsdp.core.engine.passes import Call
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
-from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.engine.unit import Unit, WeakModule
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
 
@@ -100,22 +98,14 @@ class ModuleHooks:
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-        self._module = weakref.ref(module)  # which owns these
+        self._module = WeakModule(module)  # which owns these
         self.unit = unit
         self.schedule = schedule
-        self._keepers: list[weakref.ref[nn.Module]] | None = None
+        self._keepers: list[WeakModule] | None = None
         self._handles = (
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        """Those of the copied module."""
-        copied = memo[id(self)] = ModuleHooks.__new__(ModuleHooks)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._module = weakref.ref(copy.deepcopy(self.module, memo))
-        copied._keepers = None
-        return copied
 
     @property
     def module(self) -> nn.Module:
@@ -220,7 +210,7 @@ class ModuleHooks:
     def _kept_tensors(self) -> list[Tensor]:
         """What the modules of the unit keep as attributes since this call, and was computed."""
         if self._keepers is None:  # not before all that is inside was sharded
-            self._keepers = [weakref.ref(module) for module in _keepers_in(self.module)]
+            self._keepers = [WeakModule(module) for module in _keepers_in(self.module)]
         kept = []
         for keeper in self._keepers:
             module = keeper()

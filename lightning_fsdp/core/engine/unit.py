@@ -23,6 +23,14 @@ from lightning_fsdp.core.engine.sharded import Sharded
 _log = logging.getLogger(__name__)
 
 
+class WeakModule(weakref.ref[nn.Module]):
+    """A module, referred to weakly by what it owns. A copy refers to the module's copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
+        module = self()
+        return self if module is None else WeakModule(copy.deepcopy(module, memo))
+
+
 class Site:
     """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
@@ -30,14 +38,8 @@ class Site:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
+        self._module = WeakModule(module)
         self.name = name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        copied = copy.copy(self)
-        if not self.is_gone:
-            copied._module = weakref.ref(copy.deepcopy(self.module, memo))
-        return copied
 
     @property
     def module(self) -> nn.Module:
@@ -101,17 +103,20 @@ class Unit:
         reshard_after_backward: bool,
     ) -> None:
         self.name = name
-        self._modules = tuple(map(weakref.ref, modules))  # which own the unit
+        self._modules = tuple(map(WeakModule, modules))  # which own the unit
         self.sites = sites
-        self._hold = object()  # stands for the unit among holders, and does not refer to it
         self.communicator = communicator
         self.policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = reshard_after_backward
-        self.syncs_gradients = self.averages_replicas = True
         self.needs_backward_gather = not all(map(_is_plain_embedding, modules))
-        self.has_leaves_installed = False
-        self.is_kept_for_graph = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """As a new unit, or the copy of one, begins."""
+        self._hold = object()  # stands for the unit among holders, and does not refer to it
+        self.syncs_gradients = self.averages_replicas = True
+        self.has_leaves_installed = self.is_kept_for_graph = False
 
     def __repr__(self) -> str:
         states = ", ".join(flat_param.copy.value for flat_param in self.sites)
@@ -131,13 +136,9 @@ class Unit:
                 "parameters are gathered with the unit only. Copy the unit's module and take the "
                 "part from the copy."
             )
-        copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
-        copied.__dict__.update(self.__dict__)
-        copied.syncs_gradients = copied.averages_replicas = True
-        copied._hold = object()
-        copied.has_leaves_installed = False
-        copied.is_kept_for_graph = False
-        copied._modules = tuple(weakref.ref(copy.deepcopy(m, memo)) for m in self.modules)
+        copied = memo[id(self)] = copy.copy(self)  # the modules being copied refer to it
+        copied._begin()
+        copied._modules = copy.deepcopy(self._modules, memo)
         copied.sites = copy.deepcopy(self.sites, memo)
         return copied
 
