@@ -16,8 +16,9 @@ from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.home import FlatBuffer
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.watcher import Watcher
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -48,7 +49,7 @@ class _FreedLeaf(nn.Parameter):
         if name in _ABOUT_NO_VALUE:
             with torch_internals.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        leaf = next(t for t in flatten(args, kwargs) if isinstance(t, cls))
+        leaf = next(t for t in tensors_in((args, kwargs)) if isinstance(t, cls))
         spec = leaf._parameter.spec
         where = f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank})"
         raise RuntimeError(
