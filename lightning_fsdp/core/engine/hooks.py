@@ -81,11 +81,10 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
 
 def detach(module: nn.Module) -> None:
     """Undo both."""
-    hooks = hooks_of(module)
-    if hooks is not None:
-        hooks.remove()
-    for name in (_HOOKS, _UNIT):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop(_UNIT, None)
+    if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
+        for handle in hooks.handles:
+            handle.remove()
 
 
 class ModuleHooks:
@@ -95,6 +94,7 @@ class ModuleHooks:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
         schedule: Replaced when an outer module is sharded.
+        handles: Take the hooks off the module.
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
@@ -102,7 +102,7 @@ class ModuleHooks:
         self.unit = unit
         self.schedule = schedule
         self._keepers: list[WeakModule] | None = None
-        self._handles = (
+        self.handles = (
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
@@ -113,11 +113,6 @@ class ModuleHooks:
         module = self._module()
         assert module is not None, "its hooks are called"
         return module
-
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it were the module's forward; inside of that, as a part of it."""
