@@ -24,6 +24,7 @@ from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
 from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
@@ -216,7 +217,8 @@ def _make_flat_param(
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    return FlatParameter(
+    kind = ReplicatedFlatParameter if communicator.after_reduction else FlatParameter
+    return kind(
         plan.users[0].name,
         region.layout,
         region.shard,

@@ -52,9 +52,8 @@ class FlatParameter:
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
-        stays_in_replica: Whether reductions leave out the mean over replicas, which a later one
-            takes. Likewise.
-        waits_for_mean: Whether the last one did.
+        stays_in_replica: Whether reductions leave out the mean over replicas, if there are any.
+            Likewise.
         micro_batch: Of the running or coming backward; the schedule counts.
         copy: Life of the whole copy.
         gradient_watchers: By the id of the handle that takes each off.
@@ -92,14 +91,13 @@ class FlatParameter:
         self.copy, self._gathered_version = ParameterState.UNSHARDED, -1
         self._gather: Pending | None = None
         self._free()
-        self.sends_sums = self.stays_in_replica = self.waits_for_mean = False
+        self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
-        self._used_in_replica: list[bool] | None = None  # by slot, of a reduction that stays there
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
@@ -214,7 +212,7 @@ class FlatParameter:
     @property
     def may_wait(self) -> bool:
         """Whether ranks may have gradients that wait; it is the same on all of them."""
-        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
+        return self.sends_sums
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -267,7 +265,12 @@ class FlatParameter:
             self._arrived[slot] = gradient  # as autograd made it
 
     def reduce(self) -> list[bool]:
-        """Start the reduction; per slot, whether this rank has a gradient."""
+        """Start the reduction.
+
+        Returns:
+            Per slot, whether this rank has a gradient; empty where the mean over all ranks is left
+            to a later one.
+        """
         self.land()
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
@@ -275,12 +278,9 @@ class FlatParameter:
             dtypes = self.sent_dtype, self._reduce_dtype
             region = LocalRegion(gradients, self.layout, self.name, self.home.empty, *dtypes)
             self._reduction = self.communicator.reduce(region)
-        self._used_in_replica = has_one if self.stays_in_replica else None
-        if not self.stays_in_replica:
-            waiting.let_join(self._reduction, self.parameters, has_one)
-            for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
-                self._reduction.then(name, self.name, stage)
-        self.sends_sums, self.waits_for_mean = False, self.stays_in_replica
+        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
+            self._reduction.then(name, self.name, stage)
+        self.sends_sums = False
         return has_one
 
     def advance(self) -> bool:
@@ -294,10 +294,6 @@ class FlatParameter:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = reduction.wait()
-            if (used := self._used_in_replica) is not None:  # what has trained stays noted
-                of_each = zip(self.parameters, self._trained, used, strict=True)
-                waiting.keep_in_replica(of_each, shard, self.make_waiting)
-                return
             if self.divide_factor is not None:  # the mean over all ranks was taken
                 shard.mul_(self.communicator.mesh_size / self.divide_factor)
             shard = shard.to(self.shard.dtype)
@@ -322,7 +318,6 @@ class FlatParameter:
         self.holders.clear()
         if drops_gradients:
             self._take_local()
-            waiting.take_of_replica(self.parameters, [False] * len(self.parameters))
         reduction, self._reduction = self._reduction, None
         try:
             if reduction is not None:

@@ -29,11 +29,9 @@ class Reductions:
                 call(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
         self._advance()  # what they read is freed before more is started
         for flat_param in flat_params:
-            has_one = flat_param.reduce()
-            if flat_param.stays_in_replica:
-                continue
-            for note in self._watchers.on_reduce:
-                note(flat_param, has_one)
+            if has_one := flat_param.reduce():
+                for note in self._watchers.on_reduce:
+                    note(flat_param, has_one)
         self._in_flight += flat_params
 
     def land(self) -> None:

@@ -22,13 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import (
-    Communicator,
-    Pending,
-    alive,
-    collective,
-    may_overflow,
-)
+from lightning_fsdp.core.engine.communicator import Communicator, collective
 from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
@@ -38,6 +32,7 @@ from lightning_fsdp.core.ranks.pairs import (
     PairCommunicator,
     exchanges_in_pairs,
 )
+from lightning_fsdp.core.ranks.replicas import Replicas
 
 Comm = Literal["auto", "pairs", "direct"]
 """Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
@@ -201,31 +196,6 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     return rows
 
 
-class _Replicas:
-    """The ranks that hold the same shard as this one."""
-
-    def __init__(self, group: dist.ProcessGroup, communicator: Communicator) -> None:
-        self._group = weakref.ref(group)
-        self._size = dist.get_world_size(group)
-        self._communicator = weakref.ref(communicator)  # which owns this
-
-    def average(self, shard: Tensor, unit_name: str) -> Pending:
-        """All-reduce: the mean over replicas of a shard, which may be overwritten.
-
-        Every replica gets the same bits.
-        """
-        communicator = self._communicator()
-        assert communicator is not None, "it is reducing"
-        what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
-        dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
-        communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
-        group = alive(self._group)
-        with collective(what, "every replica"):
-            work = dist.all_reduce(shard, group=group, async_op=True)
-        works = [(work, "every replica")]
-        return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
-
-
 def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
@@ -253,7 +223,7 @@ def _known(
             places = _places(mesh, control.ranks)
             communicator = HostsCommunicator(communicator, over(replicas), places)
         elif replicas is not None:
-            communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
+            communicator.after_reduction = (("average", Replicas(replicas, communicator).average),)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
         of_group[key] = communicator
