@@ -27,12 +27,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
-from lightning_fsdp.core.engine import torch_internals, waiting
+from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import FOLLOWING, Gradients, ParameterState
-from lightning_fsdp.core.engine.sharded import Sharded
+from lightning_fsdp.core.engine.sharded import (
+    MakeWaiting,
+    Sharded,
+    add_reduced,
+    let_wait,
+    local_gradient_of,
+    take_own,
+)
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
 
@@ -68,7 +75,7 @@ class FlatParameter:
         communicator: Communicator,
         policy: PrecisionPolicy,
         home: Home,
-        make_waiting: waiting.MakeWaiting,
+        make_waiting: MakeWaiting,
     ) -> None:
         self.name, self.layout, self.parameters = name, layout, tuple(parameters)
         self.communicator, self.policy, self.home = communicator, policy, home
@@ -206,7 +213,7 @@ class FlatParameter:
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
         return bool(self._arrived) or any(
-            waiting.local_gradient_of(parameter) is not None for parameter in self.parameters
+            local_gradient_of(parameter) is not None for parameter in self.parameters
         )
 
     @property
@@ -256,9 +263,9 @@ class FlatParameter:
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        own = waiting.own_gradient_of(self.parameters[slot])
-        if own is not None:  # of backwards before
-            own.add_(gradient)
+        local = local_gradient_of(self.parameters[slot])
+        if local is not None and local.part is not None:  # of backwards before
+            local.part.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
         else:
@@ -307,7 +314,8 @@ class FlatParameter:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
             slot, part = self._arrived.popitem()
-            waiting.keep_own(self.parameters[slot], part.to(self._reduce_dtype), self.make_waiting)
+            local = let_wait(self.parameters[slot], self.make_waiting)
+            local.part = part.to(self._reduce_dtype)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -329,7 +337,7 @@ class FlatParameter:
     def _take_local(self) -> dict[int, Tensor]:
         """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
-        gradients.update(waiting.take_own(self.parameters))
+        gradients.update(take_own(self.parameters))
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
@@ -365,7 +373,7 @@ class FlatParameter:
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
         gradient = type(parameter)(shard, parameter.spec)
-        total = waiting.add_reduced(parameter, gradient)
+        total = add_reduced(parameter, gradient)
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 

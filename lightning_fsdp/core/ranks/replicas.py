@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.engine import torch_internals, waiting
+from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import (
     Communicator,
     Pending,
@@ -21,6 +21,7 @@ from lightning_fsdp.core.engine.communicator import (
     may_overflow,
 )
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.sharded import let_wait, local_gradient_of
 
 
 class Replicas:
@@ -91,7 +92,7 @@ class ReplicatedFlatParameter(FlatParameter):
                 self.parameters, self._trained, used, strict=True
             ):  # what has trained stays noted
                 if has_trained:
-                    local = waiting.let_wait(parameter, self.make_waiting)
+                    local = let_wait(parameter, self.make_waiting)
                     part, before = parameter.spec.part_of(shard), local.of_replica
                     local.of_replica = part if before is None else before.add_(part)
                     local.is_used |= is_used
@@ -119,7 +120,7 @@ class ReplicatedFlatParameter(FlatParameter):
         """What waits here, by slot; ``has_one`` is set where this rank had a gradient."""
         taken = {}
         for slot, parameter in enumerate(self.parameters):
-            local = waiting.local_gradient_of(parameter)
+            local = local_gradient_of(parameter)
             if local is not None and local.of_replica is not None:
                 taken[slot], parameter.grad = local.of_replica, local.prior
                 has_one[slot] |= local.is_used

@@ -11,9 +11,8 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 
-from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
+from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
-from lightning_fsdp.core.engine.waiting import LocalGradient
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
