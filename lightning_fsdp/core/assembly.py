@@ -26,6 +26,7 @@ from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import control_of
 from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
 from lightning_fsdp.core.safety.guards import FreedMemory
+from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
@@ -194,6 +195,7 @@ def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
         RecordedOrder(control_of(communicator)),
         UnusedParameters(communicator.any_rank),
         FreedMemory(),
+        Recovery(),
     ]
     if home.compute_device.type == "cpu":
         watchers.append(host_memory.UnusedMemory())

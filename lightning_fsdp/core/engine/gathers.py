@@ -95,7 +95,3 @@ class Gathers:
         kept, self.kept = self.kept, None
         if kept is not None and kept is not expected:
             kept.reshard()
-
-    def forget(self) -> None:
-        """After an exception: units end their gathers themselves."""
-        self._ahead = self.kept = None

@@ -47,10 +47,6 @@ class Reductions:
         for call in self._watchers.on_landed:
             call()
 
-    def forget(self) -> None:
-        """After an exception: flat parameters end their reductions themselves."""
-        self._in_flight = []
-
     def _advance(self) -> None:
         """Let each go one stage on; after its last it lands."""
         for flat_param in self._in_flight:

@@ -19,7 +19,6 @@ last.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -35,8 +34,6 @@ from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress,
 from lightning_fsdp.core.engine.reductions import Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watchers
-
-_log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -349,17 +346,9 @@ class Schedule:
         unit.reshard()
 
     def _recover(self, what: str) -> None:
-        """After an exception: wait for what is in flight, free what is whole, go on."""
+        """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
-        _log.warning(
-            "%s ended by an exception%s; the next call starts from the sharded parameters",
-            what,
-            " (gradients of this step are dropped)" if in_backward else "",
-        )
         self._forward, self._backward = Forward(), None
-        self._gathers.forget()
-        self._reductions.forget()
-        for unit in self.units:
-            unit.abandon(drops_gradients=in_backward)
-        for call in self.watchers.on_recovery:
-            call()
+        self._gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
+        for call in self.watchers.on_failure:
+            call(self.units, what, in_backward=in_backward)

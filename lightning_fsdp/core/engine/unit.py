@@ -6,7 +6,6 @@ Every state is the flat parameters'; when to take a step is the schedule's busin
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded import Sharded
-
-_log = logging.getLogger(__name__)
 
 
 class WeakModule(weakref.ref[nn.Module]):
@@ -226,16 +223,6 @@ class Unit:
             for slot, sites in slots.items():
                 for site in sites:
                     site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
-
-    def abandon(self, *, drops_gradients: bool) -> None:
-        """After an exception: wait for what is in flight, free what is whole."""
-        self.install_shards()
-        self.is_kept_for_graph = False
-        for flat_param in self.sites:
-            try:
-                flat_param.abandon(drops_gradients=drops_gradients)
-            except RuntimeError as error:  # that a collective never ended may be what happened
-                _log.warning("while recovering: %s", error)
 
     def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (

@@ -13,7 +13,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ import torch.distributed as dist
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Flags, alive
 from lightning_fsdp.core.engine.watcher import Watcher
+
+if TYPE_CHECKING:
+    from lightning_fsdp.core.engine.unit import Unit
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
 
@@ -76,7 +79,7 @@ class RecordedOrder(Watcher):
             self._continuations.clear()
         self._continuations[before] = self._trail
 
-    def on_recovery(self) -> None:
+    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
         """The trail begins anew."""
         self._trail = 0
 

@@ -17,6 +17,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+    from lightning_fsdp.core.engine.unit import Unit
 
 
 @dataclass
@@ -79,6 +80,6 @@ class UnusedParameters(Watcher):
             for hook in tuple((parameter.gradient_hooks or {}).values()):
                 hook(parameter)
 
-    def on_recovery(self) -> None:
+    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
         """Forget all."""
         self._usage, self._answer, self._landed = {}, None, []
