@@ -184,7 +184,7 @@ class Schedule:
             return
         is_first = unit not in backward.entered
         backward.entered.add(unit)
-        backward.touch(unit, Progress.ENTERED)
+        self._note(backward, unit, Progress.ENTERED)
         for call in self.watchers.before_gradients:
             call(unit)
         if not unit.needs_backward_gather:
@@ -204,7 +204,7 @@ class Schedule:
             self._finish(backward, call.unit)
 
     def _finish(self, backward: Backward, unit: Unit) -> None:
-        backward.touch(unit, Progress.FINISHED)
+        self._note(backward, unit, Progress.FINISHED)
         self._release(unit)
         finished = backward.progress.get
         self._settle(
@@ -223,6 +223,12 @@ class Schedule:
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
+
+    def _note(self, backward: Backward, unit: Unit, progress: Progress) -> None:
+        """How far a backward has come in a unit, whose gradients are to be settled."""
+        backward.progress[unit] = progress
+        for flat_param in unit.sites:
+            backward.unsettled.setdefault(flat_param)
 
     def _note_arrival(self, flat_param: FlatParameter) -> None:
         backward, users = self._open_backward(), self._users[flat_param]
