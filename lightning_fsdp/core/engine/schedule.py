@@ -29,9 +29,8 @@ from torch import nn
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.gathers import Gathers, Order
+from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
-from lightning_fsdp.core.engine.reductions import Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watchers
 
