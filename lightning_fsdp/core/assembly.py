@@ -17,9 +17,9 @@ from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
-from lightning_fsdp.core.engine.unit import Site, Unit
+from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
 from lightning_fsdp.core.engine.watcher import Watcher, Watchers
-from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
+from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
@@ -224,7 +224,7 @@ def _make_flat_param(
         plan.users[0].name,
         region.layout,
         region.shard,
-        parameters,
+        tuple(parameters),
         communicator,
         policy,
         home,
@@ -261,12 +261,13 @@ def _make_unit(
         sites_in.setdefault(flat_param, {})[slot] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
-        plan.modules,
+        tuple(map(WeakModule, plan.modules)),
         sites_in,
         communicator,
         policy=prepared.policy,
         reshard_after_forward=prepared.plan.reshard_after_forward,
         reshard_after_backward=prepared.plan.reshard_after_backward,
+        needs_backward_gather=any(map(reads_weights_in_backward, plan.modules)),
     )
 
 

@@ -20,7 +20,8 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,7 +43,11 @@ from lightning_fsdp.core.engine.sharded import (
 )
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
+Arrival = weakref.WeakMethod[Callable[["FlatParameter"], None]]
+"""A schedule's method to call before a local gradient is taken in."""
 
+
+@dataclass(eq=False)
 class FlatParameter:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
 
@@ -66,24 +71,25 @@ class FlatParameter:
         gradient_watchers: By the id of the handle that takes each off.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: FlatLayout,
-        shard: Tensor,
-        parameters: Sequence[Sharded],
-        communicator: Communicator,
-        policy: PrecisionPolicy,
-        home: Home,
-        make_waiting: MakeWaiting,
-    ) -> None:
-        self.name, self.layout, self.parameters = name, layout, tuple(parameters)
-        self.communicator, self.policy, self.home = communicator, policy, home
-        self.make_waiting, self.micro_batch, self._watchers = make_waiting, 0, Watchers()
-        self.divide_factor: float | None = None
-        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
-        self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
-        self.take_in(shard)
+    name: str
+    layout: FlatLayout
+    shard: Tensor
+    parameters: tuple[Sharded, ...]
+    communicator: Communicator
+    policy: PrecisionPolicy
+    home: Home
+    make_waiting: MakeWaiting
+    divide_factor: float | None = None
+    # A copy begins with these as any flat parameter does.
+    micro_batch: int = field(default=0, init=False)
+    gradient_watchers: OrderedDict[int, GradientWatcher] = field(
+        default_factory=OrderedDict, init=False
+    )
+    _watchers: Watchers = field(default_factory=Watchers, init=False)
+    _on_arrival: list[Arrival] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
         """Begin, or begin anew in another dtype, with a shard that the parameters are slices of.
@@ -111,16 +117,12 @@ class FlatParameter:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
-        copied = copy.copy(self)
-        copied.micro_batch, copied._on_arrival = 0, []
-        copied.gradient_watchers, copied._watchers = OrderedDict(), Watchers()
-        copied.parameters = tuple(copy.deepcopy(p, memo) for p in self.parameters)
+        parameters = copy.deepcopy(self.parameters, memo)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
-        for parameter in copied.parameters:
+        for parameter in parameters:
             parameter._local = parameter.spec.part_of(shard)
-        copied.take_in(shard)
-        return copied
+        return replace(self, shard=shard, parameters=parameters)
 
     def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
         """Be watched by a schedule from now on.
