@@ -26,6 +26,7 @@ from lightning_fsdp.core.engine.communicator import Communicator, collective
 from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
+from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import (
     MAX_PAIRWISE_WORLD_SIZE,
@@ -294,10 +295,10 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
 def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
     """What its backend wants."""
     is_small_gloo = exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
-    return OneHostCommunicator if is_small_gloo else Communicator
+    return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: Communicator}
+_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: NarrowCommunicator}
 
 # By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
 # over which ranks state is.

@@ -13,15 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import (
-    Communicator,
-    Pending,
-    alive,
-    collective,
-    may_overflow,
-)
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, alive, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import let_wait, local_gradient_of
+from lightning_fsdp.core.ranks.narrow import may_overflow
 
 
 class Replicas:
