@@ -99,8 +99,8 @@ def test_the_core_can_be_read_in_an_evening():
                 own = numbers.intersection(range(node.lineno, node.end_lineno + 1))
                 assert len(own) <= 40, f"{path}: {node.name}"
     sizes = {path: len(numbers) for path, numbers in lines.items()}
-    assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1417
-    assert sum(sizes.values()) <= 6410
+    assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1397
+    assert sum(sizes.values()) <= 6412
 
 
 def test_what_measures_stays_smaller_than_what_it_measures():

@@ -28,6 +28,16 @@ class ByName:
         }
         self.parameters = self._find(what)
 
+    def names(self) -> list[str]:
+        """Original names, as seen from the module that was given."""
+        return list(self.parameters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
     def look_up(self, name: str) -> ShardedTensor:
         """A parameter by its original name.
 

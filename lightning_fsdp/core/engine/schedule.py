@@ -109,7 +109,7 @@ class Schedule:
         if self._forward.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
-    def enter_module(self, unit: Unit, module: nn.Module) -> None:
+    def enter_module(self, unit: Unit) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
         forward = self._forward
         if (running := forward.running.get(unit)) is not None:

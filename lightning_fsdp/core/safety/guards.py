@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 
 _log = logging.getLogger(__name__)
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from lightning_fsdp.core.engine.communicator import Flags
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-    from lightning_fsdp.core.engine.unit import Unit
 
 
 @dataclass

@@ -132,7 +132,11 @@ class ShardedTensor(Sharded, FlatChunks):
 
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
         """Refused: this tensor is outside the graph; torch would register and never call."""
-        self._refuse_hook("register_hook")
+        raise NotImplementedError(
+            f"parameter {self.spec.name!r}: register_hook would never be called, because the graph "
+            "holds the gathered copy, not this sharded parameter. Use gradients(module).on_local "
+            "or register_post_accumulate_grad_hook, or read .grad after the backward."
+        )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(parameter)`` when its reduced gradient is in ``.grad``, in each backward.
@@ -146,13 +150,6 @@ class ShardedTensor(Sharded, FlatChunks):
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook
         return handle
-
-    def _refuse_hook(self, what: str) -> NoReturn:
-        raise NotImplementedError(
-            f"parameter {self.spec.name!r}: {what} would never be called, because the graph holds "
-            "the gathered copy, not this sharded parameter. Use gradients(module).on_local or "
-            "register_post_accumulate_grad_hook, or read .grad after the backward."
-        )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: this rank holds a slice; ``full_tensor()`` is collective and takes all ranks."""
