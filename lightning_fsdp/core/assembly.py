@@ -30,7 +30,7 @@ from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.state.materialize import materialize, meta_buffers
+from lightning_fsdp.core.state.materialize import Materialized, materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.tensors.slices import support_slices
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
@@ -125,28 +125,21 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
         if metas[index]:
             regions[index] = Region(plan, communicator, home)
             region_of.update(dict.fromkeys(plan.parameters, regions[index]))
-    error: Exception | None = None
-    try:
+
+    def compute() -> tuple[Materialized, str]:
         with one_stream_of_numbers(communicator):
             result = materialize(
                 prepared.root,
                 [unit.sites for unit in prepared.units],
                 lambda parameter, whole: region_of[parameter].take(parameter, whole),
             )
-        statement = (
+        return result, (
             f"initial values {result.digest} (where ranks differ, initialisers drew from another "
             "generator than torch's, or read what differs between ranks)"
         )
-    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-        error = caught
-        statement = f"refused, {type(caught).__name__}: {caught}"
-    try:
-        control_of(communicator).agree(f"initialising {type(prepared.root).__name__}", statement)
-    except RuntimeError as disagreement:
-        raise disagreement from error
-    if error is not None:
-        raise error
-    return Initialised(regions, result.buffers)
+
+    what = f"initialising {type(prepared.root).__name__}"
+    return Initialised(regions, control_of(communicator).agree_on(what, compute).buffers)
 
 
 def assemble(
