@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
 from lightning_fsdp import ZERO2, MixedPrecisionPolicy, gradients, shard_model
-from lightning_fsdp.core.engine import communicator as plain
 from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.layout import plan_layout
-from lightning_fsdp.core.ranks import pairs
+from lightning_fsdp.core.ranks import narrow, pairs
 from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
 from tests.support.counting import CollectiveCounter
@@ -109,7 +108,7 @@ def _empty(numel, dtype):
 def _reduce_a_region(rank, world_size):
     """Two gradients with padding between and after them, sent apart or all as one."""
     pairs._LARGE_NUMEL = 1
-    plain._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
+    narrow._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
     communicator = communicator_of(dist.group.WORLD)
     numel = world_size * 264
     layout = plan_layout([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)

@@ -17,17 +17,20 @@ from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
-from lightning_fsdp.core.engine.unit import Site, Unit
+from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
 from lightning_fsdp.core.engine.watcher import Watcher, Watchers
-from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan
+from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
 from lightning_fsdp.core.safety.guards import FreedMemory
+from lightning_fsdp.core.safety.kept_losses import losses_kept_in
+from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.state.materialize import materialize, meta_buffers
+from lightning_fsdp.core.state.materialize import Materialized, materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.tensors.slices import support_slices
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
@@ -122,28 +125,21 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
         if metas[index]:
             regions[index] = Region(plan, communicator, home)
             region_of.update(dict.fromkeys(plan.parameters, regions[index]))
-    error: Exception | None = None
-    try:
+
+    def compute() -> tuple[Materialized, str]:
         with one_stream_of_numbers(communicator):
             result = materialize(
                 prepared.root,
                 [unit.sites for unit in prepared.units],
                 lambda parameter, whole: region_of[parameter].take(parameter, whole),
             )
-        statement = (
+        return result, (
             f"initial values {result.digest} (where ranks differ, initialisers drew from another "
             "generator than torch's, or read what differs between ranks)"
         )
-    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-        error = caught
-        statement = f"refused, {type(caught).__name__}: {caught}"
-    try:
-        control_of(communicator).agree(f"initialising {type(prepared.root).__name__}", statement)
-    except RuntimeError as disagreement:
-        raise disagreement from error
-    if error is not None:
-        raise error
-    return Initialised(regions, result.buffers)
+
+    what = f"initialising {type(prepared.root).__name__}"
+    return Initialised(regions, control_of(communicator).agree_on(what, compute).buffers)
 
 
 def assemble(
@@ -182,7 +178,7 @@ def assemble(
     for module in prepared.root.modules():
         hooks = hooks_of(module)
         if hooks is not None:
-            hooks.schedule = schedule
+            hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, initialised.buffers)
     optimizer_guard.watch(schedule)
@@ -193,6 +189,7 @@ def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
         RecordedOrder(control_of(communicator)),
         UnusedParameters(communicator.any_rank),
         FreedMemory(),
+        Recovery(),
     ]
     if home.compute_device.type == "cpu":
         watchers.append(host_memory.UnusedMemory())
@@ -216,11 +213,12 @@ def _make_flat_param(
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    return FlatParameter(
+    kind = ReplicatedFlatParameter if communicator.after_reduction else FlatParameter
+    return kind(
         plan.users[0].name,
         region.layout,
         region.shard,
-        parameters,
+        tuple(parameters),
         communicator,
         policy,
         home,
@@ -257,12 +255,13 @@ def _make_unit(
         sites_in.setdefault(flat_param, {})[slot] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
-        plan.modules,
+        tuple(map(WeakModule, plan.modules)),
         sites_in,
         communicator,
         policy=prepared.policy,
         reshard_after_forward=prepared.plan.reshard_after_forward,
         reshard_after_backward=prepared.plan.reshard_after_backward,
+        needs_backward_gather=any(map(reads_weights_in_backward, plan.modules)),
     )
 
 

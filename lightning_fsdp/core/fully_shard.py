@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
+from lightning_fsdp.core.access.by_name import schedules_in
 from lightning_fsdp.core.assembly import Prepared, assemble, initialise
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.grouping import (
     UnitPlan,
     UnitSelector,
@@ -282,21 +282,13 @@ def _shard(request: _Request) -> None:
 
 
 def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
-    error: Exception | None = None
-    try:
+    def prepare() -> tuple[Prepared, str]:
         prepared = _prepare(request, communicator)
-        statement = f"{describe(communicator)}; comm={request.comm!r}; {prepared.describe()}"
-    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
-        error = caught
-        statement = f"refused, {type(caught).__name__}: {caught}"
+        where = f"{describe(communicator)}; comm={request.comm!r}"
+        return prepared, f"{where}; {prepared.describe()}"
+
     what = ", ".join(type(module).__name__ for module in request.modules)
-    try:
-        control_of(communicator).agree(f"sharding {what}", statement)
-    except RuntimeError as disagreement:
-        raise disagreement from error
-    if error is not None:
-        raise error
-    return prepared
+    return control_of(communicator).agree_on(f"sharding {what}", prepare)
 
 
 def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
@@ -328,7 +320,7 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = _inner_schedules(root)
+    inner = schedules_in(root)
     check_modules(modules, inner)
     check_meshes([schedule.communicator for schedule in inner], communicator)
     managed = {module for module in root.modules() if unit_of(module) is not None}
@@ -351,11 +343,6 @@ def _prepare(request: _Request, communicator: Communicator) -> Prepared:
         inner=inner,
         known=known,
     )
-
-
-def _inner_schedules(root: nn.Module) -> list[Schedule]:
-    hooks = [hooks_of(module) for module in root.modules()]
-    return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
 
 
 def _known_flat_params(units: Sequence[UnitPlan]) -> dict[Tensor, FlatParameter]:

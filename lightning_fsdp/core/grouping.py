@@ -140,6 +140,11 @@ def is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
+def reads_weights_in_backward(module: nn.Module) -> bool:
+    """Whether a module may; a plain embedding does not."""
+    return not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward
+
+
 def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
     blocks: dict[str, nn.Module] = {}
 

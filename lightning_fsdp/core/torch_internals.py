@@ -91,34 +91,24 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-class AccessGuard:
-    """Makes every access to the memory of a tensor's storage a ``RuntimeError``, for a while.
+def access_flags(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte] | None:
+    """Three bytes of a tensor's storage: 1 in the first and third makes every access raise.
 
-    torch does not check that a storage was resized to nothing: most kernels then follow a null
-    pointer, and the process ends. A storage has flags that make an access raise instead (fake
-    tensors use them), but of the two that are needed here Python can set none, so they are written
-    where they lie in memory. Where they are not found, nothing is guarded.
+    A resize, too. torch does not check that a storage was resized to nothing: most kernels then
+    follow a null pointer, and the process ends. A storage has flags that make an access raise
+    instead (fake tensors use them), but of the two that are needed here Python can set none, so
+    they are written where they lie in memory, as long as the storage is alive:
+
+        first     has_mutable_data_ptr_check_: the others are asked at all
+        third     throw_on_immutable_data_ptr_
+
+    Returns:
+        ``None`` where they are not found; then nothing is guarded.
     """
-
-    def __init__(self, tensor: Tensor) -> None:
-        offset = None if is_fake(tensor) else _offset_of_access_flags()
-        self._flags: ctypes.Array[ctypes.c_ubyte] | None = None
-        if offset is not None:
-            self._storage = tensor.untyped_storage()  # the flags are a part of it
-            self._flags = (ctypes.c_ubyte * 3).from_address(self._storage._cdata + offset)
-
-    def refuse_access(self) -> None:
-        """From now on an access raises, also a resize."""
-        self._write(1)
-
-    def allow_access(self) -> None:
-        """From now on it does not."""
-        self._write(0)
-
-    def _write(self, value: int) -> None:
-        if self._flags is not None:
-            self._flags[0] = value  # has_mutable_data_ptr_check_: the others are asked at all
-            self._flags[2] = value  # throw_on_immutable_data_ptr_
+    offset = None if is_fake(tensor) else _offset_of_access_flags()
+    if offset is None:
+        return None
+    return (ctypes.c_ubyte * 3).from_address(tensor.untyped_storage()._cdata + offset)
 
 
 @functools.cache

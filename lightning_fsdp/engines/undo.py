@@ -7,6 +7,7 @@ from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import detach
+from lightning_fsdp.core.safety.recovery import abandon
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
@@ -20,7 +21,7 @@ def give_back(module: nn.Module) -> None:
     a time, as the whole module may be larger than the device. Gradients are dropped.
     """
     for unit in units_in(module):
-        unit.abandon(drops_gradients=True)
+        abandon(unit, drops_gradients=True)
     for inner in module.modules():
         torch_internals.detach_flat_weights(inner)
     for parameter in module.parameters():

@@ -28,6 +28,16 @@ class ByName:
         }
         self.parameters = self._find(what)
 
+    def names(self) -> list[str]:
+        """Original names, as seen from the module that was given."""
+        return list(self.parameters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
     def look_up(self, name: str) -> ShardedTensor:
         """A parameter by its original name.
 
@@ -57,11 +67,10 @@ class ByName:
             layout, communicator = flat_param.layout, flat_param.communicator
             home = flat_param.home
             region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
-            start, _ = layout.shard_range(communicator.rank)
             for name in present:
-                slot = self.parameters[name].spec.slot
-                offset = start + layout.offset_in_shard(slot, communicator.rank)
-                home.to_device(shards[name].detach(), region[offset:][: shards[name].numel()])
+                spec = self.parameters[name].spec
+                place = spec.slot.offset + spec.slice.start
+                home.to_device(shards[name].detach(), region[place:][: spec.slice.numel])
             region = home.to_host(
                 communicator.gather(region, flat_param.name).wait(), may_pin=False
             ).wait()

@@ -161,12 +161,6 @@ class Gradients(ByName, Mapping[str, Gradient]):
     def __contains__(self, name: object) -> bool:
         return name in self.names()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
-
-    def __len__(self) -> int:
-        return len(self.names())
-
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole reduced gradient of each parameter that has one. Collective.
 

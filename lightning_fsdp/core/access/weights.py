@@ -33,18 +33,8 @@ class Weights(ByName, Mapping[str, Weight]):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, "weights")
 
-    def names(self) -> list[str]:
-        """Original names, as seen from the module that was given."""
-        return list(self.parameters)
-
     def __getitem__(self, name: str) -> Weight:
         return Weight(name, self.look_up(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.parameters)
-
-    def __len__(self) -> int:
-        return len(self.parameters)
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole value of each, one flat parameter whole at a time. Collective."""

@@ -1,10 +1,7 @@
 """Every collective of the core that moves data: one gather, one reduction.
 
-Data moves asynchronously, by one collective each, and is counted. Gradients that are narrower than
-the dtype of their sum travel as they are: every rank gets all ranks' parts of its shard, and widens
-them as it adds them up. A reduce-scatter, which sums on the way, would send them widened: twice the
-bytes for bf16 summed in fp32, and for the same values. fp16 travels so too where it is also the
-dtype of the mean, since the sum may be too large for it.
+Data moves asynchronously, by one collective each, and is counted. What derives from it moves the
+same data in other ways (``ranks/``).
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
@@ -29,8 +26,6 @@ from torch import Tensor
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatLayout
-
-_BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
 
 Works = list[tuple[dist.Work, str]]
 """What to wait for, each with the ranks that it depends on."""
@@ -310,23 +305,13 @@ class Communicator:
         return [(work, "every rank")]
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
-        sent, group, shard_numel = region.pack(), self.group, region.layout.shard_numel
+        sent, group = region.pack().to(region.dtype), self.group
         self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
-        finish: Callable[[], Tensor]
-        keeps: Sequence[Tensor]
+        shard = sent.new_empty(region.layout.shard_numel)
         with collective(what, "every rank"):
-            if region.sent_dtype != region.dtype or may_overflow(region.dtype):
-                received = torch.empty_like(sent)
-                rows = received.view(self.world_size, shard_numel)
-                work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-                finish, keeps = functools.partial(_mean_of, rows, region.dtype), (sent,)
-            else:
-                shard = sent.new_empty(shard_numel)
-                work = torch_internals.reduce_scatter_single(
-                    shard, sent, group=group, async_op=True
-                )
-                finish, keeps = functools.partial(shard.div_, self.world_size), (sent, shard)
-        return Pending(what, [(work, "every rank")], finish, keeps)
+            work = torch_internals.reduce_scatter_single(shard, sent, group=group, async_op=True)
+        mean = functools.partial(shard.div_, self.world_size)
+        return Pending(what, [(work, "every rank")], mean, keeps=(sent, shard))
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -359,21 +344,3 @@ def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
         and gradient.dtype == dtype
         and gradient.is_contiguous()
     )
-
-
-def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over the first dimension, ``(n,)`` of ``dtype``; summed in it, or in a wider one."""
-    num_rows, numel = rows.shape
-    sum_dtype = torch.float32 if may_overflow(dtype) else dtype
-    mean = rows.new_empty(numel, dtype=sum_dtype)
-    # On CUDA the sum widens as it reads. On CPU torch makes a wide copy of all that it sums.
-    step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
-    for start in range(0, numel, step):
-        block = slice(start, start + step)
-        torch.mean(rows[:, block], 0, dtype=sum_dtype, out=mean[block])
-    return mean.to(dtype)
-
-
-def may_overflow(dtype: torch.dtype) -> bool:
-    """Whether a sum over ranks may leave the range of a dtype that holds their mean."""
-    return dtype == torch.float16

@@ -20,22 +20,34 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
-from lightning_fsdp.core.engine import torch_internals, waiting
+from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import FOLLOWING, Gradients, ParameterState
-from lightning_fsdp.core.engine.sharded import Sharded
+from lightning_fsdp.core.engine.sharded import (
+    MakeWaiting,
+    Sharded,
+    add_reduced,
+    let_wait,
+    local_gradient_of,
+    take_own,
+)
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
+Arrival = weakref.WeakMethod[Callable[["FlatParameter"], None]]
+"""A schedule's method to call before a local gradient is taken in."""
 
+
+@dataclass(eq=False)
 class FlatParameter:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
 
@@ -52,32 +64,32 @@ class FlatParameter:
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction takes what several backwards may have added up. The
             schedule says so, by what all ranks know.
-        stays_in_replica: Whether reductions leave out the mean over replicas, which a later one
-            takes. Likewise.
-        waits_for_mean: Whether the last one did.
+        stays_in_replica: Whether reductions leave out the mean over replicas, if there are any.
+            Likewise.
         micro_batch: Of the running or coming backward; the schedule counts.
         copy: Life of the whole copy.
         gradient_watchers: By the id of the handle that takes each off.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: FlatLayout,
-        shard: Tensor,
-        parameters: Sequence[Sharded],
-        communicator: Communicator,
-        policy: PrecisionPolicy,
-        home: Home,
-        make_waiting: waiting.MakeWaiting,
-    ) -> None:
-        self.name, self.layout, self.parameters = name, layout, tuple(parameters)
-        self.communicator, self.policy, self.home = communicator, policy, home
-        self.make_waiting, self.micro_batch, self._watchers = make_waiting, 0, Watchers()
-        self.divide_factor: float | None = None
-        self.gradient_watchers: dict[int, GradientWatcher] = OrderedDict()  # handles refer to it
-        self._on_arrival: list[weakref.WeakMethod[Callable[[FlatParameter], None]]] = []
-        self.take_in(shard)
+    name: str
+    layout: FlatLayout
+    shard: Tensor
+    parameters: tuple[Sharded, ...]
+    communicator: Communicator
+    policy: PrecisionPolicy
+    home: Home
+    make_waiting: MakeWaiting
+    divide_factor: float | None = None
+    # A copy begins with these as any flat parameter does.
+    micro_batch: int = field(default=0, init=False)
+    gradient_watchers: OrderedDict[int, GradientWatcher] = field(
+        default_factory=OrderedDict, init=False
+    )
+    _watchers: Watchers = field(default_factory=Watchers, init=False)
+    _on_arrival: list[Arrival] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
         """Begin, or begin anew in another dtype, with a shard that the parameters are slices of.
@@ -92,30 +104,25 @@ class FlatParameter:
         self.copy, self._gathered_version = ParameterState.UNSHARDED, -1
         self._gather: Pending | None = None
         self._free()
-        self.sends_sums = self.stays_in_replica = self.waits_for_mean = False
+        self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
         self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
-        self._used_in_replica: list[bool] | None = None  # by slot, of a reduction that stays there
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
-        copied = copy.copy(self)
-        copied.micro_batch, copied._on_arrival = 0, []
-        copied.gradient_watchers, copied._watchers = OrderedDict(), Watchers()
-        copied.parameters = tuple(copy.deepcopy(p, memo) for p in self.parameters)
+        parameters = copy.deepcopy(self.parameters, memo)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
-        for parameter in copied.parameters:
+        for parameter in parameters:
             parameter._local = parameter.spec.part_of(shard)
-        copied.take_in(shard)
-        return copied
+        return replace(self, shard=shard, parameters=parameters)
 
     def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
         """Be watched by a schedule from now on.
@@ -208,13 +215,13 @@ class FlatParameter:
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
         return bool(self._arrived) or any(
-            waiting.local_gradient_of(parameter) is not None for parameter in self.parameters
+            local_gradient_of(parameter) is not None for parameter in self.parameters
         )
 
     @property
     def may_wait(self) -> bool:
         """Whether ranks may have gradients that wait; it is the same on all of them."""
-        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
+        return self.sends_sums
 
     @property
     def sent_dtype(self) -> torch.dtype:
@@ -258,16 +265,21 @@ class FlatParameter:
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
         # stages start on all ranks in one order, and ranks have different gradients.
-        own = waiting.own_gradient_of(self.parameters[slot])
-        if own is not None:  # of backwards before
-            own.add_(gradient)
+        local = local_gradient_of(self.parameters[slot])
+        if local is not None and local.part is not None:  # of backwards before
+            local.part.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
         else:
             self._arrived[slot] = gradient  # as autograd made it
 
     def reduce(self) -> list[bool]:
-        """Start the reduction; per slot, whether this rank has a gradient."""
+        """Start the reduction.
+
+        Returns:
+            Per slot, whether this rank has a gradient; empty where the mean over all ranks is left
+            to a later one.
+        """
         self.land()
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
@@ -275,12 +287,9 @@ class FlatParameter:
             dtypes = self.sent_dtype, self._reduce_dtype
             region = LocalRegion(gradients, self.layout, self.name, self.home.empty, *dtypes)
             self._reduction = self.communicator.reduce(region)
-        self._used_in_replica = has_one if self.stays_in_replica else None
-        if not self.stays_in_replica:
-            waiting.let_join(self._reduction, self.parameters, has_one)
-            for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
-                self._reduction.then(name, self.name, stage)
-        self.sends_sums, self.waits_for_mean = False, self.stays_in_replica
+        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
+            self._reduction.then(name, self.name, stage)
+        self.sends_sums = False
         return has_one
 
     def advance(self) -> bool:
@@ -294,10 +303,6 @@ class FlatParameter:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
             shard = reduction.wait()
-            if (used := self._used_in_replica) is not None:  # what has trained stays noted
-                of_each = zip(self.parameters, self._trained, used, strict=True)
-                waiting.keep_in_replica(of_each, shard, self.make_waiting)
-                return
             if self.divide_factor is not None:  # the mean over all ranks was taken
                 shard.mul_(self.communicator.mesh_size / self.divide_factor)
             shard = shard.to(self.shard.dtype)
@@ -311,7 +316,8 @@ class FlatParameter:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
             slot, part = self._arrived.popitem()
-            waiting.keep_own(self.parameters[slot], part.to(self._reduce_dtype), self.make_waiting)
+            local = let_wait(self.parameters[slot], self.make_waiting)
+            local.part = part.to(self._reduce_dtype)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -322,7 +328,6 @@ class FlatParameter:
         self.holders.clear()
         if drops_gradients:
             self._take_local()
-            waiting.take_of_replica(self.parameters, [False] * len(self.parameters))
         reduction, self._reduction = self._reduction, None
         try:
             if reduction is not None:
@@ -334,7 +339,7 @@ class FlatParameter:
     def _take_local(self) -> dict[int, Tensor]:
         """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
-        gradients.update(waiting.take_own(self.parameters))
+        gradients.update(take_own(self.parameters))
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
@@ -370,7 +375,7 @@ class FlatParameter:
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
         gradient = type(parameter)(shard, parameter.spec)
-        total = waiting.add_reduced(parameter, gradient)
+        total = add_reduced(parameter, gradient)
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 

@@ -4,17 +4,13 @@
                        recompute                     (likewise, inside of a backward)
     inputs         ->  close_call                    (identity node: last in the unit's backward)
     outputs        ->  before_backward               (pre-hook of the nodes that made them)
-    kept tensors   ->  before_backward               (likewise)
+    kept tensors   ->  before_backward               (likewise; see safety/kept_losses.py)
     module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
 
 Note: outputs
 The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
 tensor hook would be lost when the caller writes into the output in place, which ``x += y`` does to
 the 3-D output of ``nn.Linear``.
-
-Note: kept tensors
-A loss that a module keeps as an attribute (``self.aux_loss = ...``) is an output too: a backward
-may enter the unit there, before its outputs or without them. What is kept elsewhere is not seen.
 
 Note: threads
 Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for each device, and
@@ -39,11 +35,9 @@ They are to be sharded in one thread: ranks open groups in one order.
 
 from __future__ import annotations
 
-import copy
 import functools
 import sys
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,7 +48,7 @@ from lightning_fsdp.core.engine.passes import Call
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
-from lightning_fsdp.core.engine.unit import Unit
+from lightning_fsdp.core.engine.unit import Unit, WeakModule
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
 
@@ -83,11 +77,10 @@ def enter_in_unit(module: nn.Module, unit: Unit) -> None:
 
 def detach(module: nn.Module) -> None:
     """Undo both."""
-    hooks = hooks_of(module)
-    if hooks is not None:
-        hooks.remove()
-    for name in (_HOOKS, _UNIT):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop(_UNIT, None)
+    if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
+        for handle in hooks.handles:
+            handle.remove()
 
 
 class ModuleHooks:
@@ -97,25 +90,19 @@ class ModuleHooks:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
         schedule: Replaced when an outer module is sharded.
+        outputs_beside: Finds what a forward leaves elsewhere, where it may.
+        handles: Take the hooks off the module.
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-        self._module = weakref.ref(module)  # which owns these
+        self._module = WeakModule(module)  # which owns these
         self.unit = unit
         self.schedule = schedule
-        self._keepers: list[weakref.ref[nn.Module]] | None = None
-        self._handles = (
+        self.outputs_beside: Callable[[], list[Tensor]] | None = None
+        self.handles = (
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
-        """Those of the copied module."""
-        copied = memo[id(self)] = ModuleHooks.__new__(ModuleHooks)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        copied._module = weakref.ref(copy.deepcopy(self.module, memo))
-        copied._keepers = None
-        return copied
 
     @property
     def module(self) -> nn.Module:
@@ -123,11 +110,6 @@ class ModuleHooks:
         module = self._module()
         assert module is not None, "its hooks are called"
         return module
-
-    def remove(self) -> None:
-        """Take the hooks off the module."""
-        for handle in self._handles:
-            handle.remove()
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it were the module's forward; inside of that, as a part of it."""
@@ -151,7 +133,7 @@ class ModuleHooks:
         else:
             self.schedule.enter_call()
             if unit is not None:
-                self.schedule.enter_module(unit, module)
+                self.schedule.enter_module(unit)
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
@@ -176,7 +158,8 @@ class ModuleHooks:
             output = map_tensors(output, cast)
         if current_backward() == NO_BACKWARD:  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
-                self._announce_backward([output, self._kept_tensors()])
+                beside = self.outputs_beside() if self.outputs_beside is not None else ()
+                self._announce_backward([output, beside])
             self._leave(failed=False)
         return output
 
@@ -217,22 +200,6 @@ class ModuleHooks:
             if len(ending) == 1:
                 node.register_prehook(functools.partial(_enter_backward, ending))
 
-    def _kept_tensors(self) -> list[Tensor]:
-        """What the modules of the unit keep as attributes since this call, and was computed."""
-        if self._keepers is None:  # not before all that is inside was sharded
-            self._keepers = [weakref.ref(module) for module in _keepers_in(self.module)]
-        kept = []
-        for keeper in self._keepers:
-            module = keeper()
-            for value in module.__dict__.values() if module is not None else ():
-                if not isinstance(value, Tensor) or value.grad_fn is None:
-                    continue
-                metadata: Any = value.grad_fn.metadata  # a property, which torch types as a method
-                if self not in metadata:  # one that stays is announced once
-                    metadata[self] = None
-                    kept.append(value)
-        return kept
-
 
 _ENDING_HERE = object()  # a key of a node's metadata
 
@@ -255,16 +222,6 @@ class _EndOfBackward(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.hooks.schedule.close_call(ctx.call)
         return None, None, *gradients
-
-
-def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """A unit's modules of other classes than torch's, which keep nothing that they compute."""
-    if not type(module).__module__.startswith("torch.nn."):
-        yield module
-    for child in module.children():
-        hooks = hooks_of(child)
-        if hooks is None or hooks.unit is None:
-            yield from _keepers_in(child)
 
 
 def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:

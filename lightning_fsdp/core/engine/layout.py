@@ -16,6 +16,7 @@ the same bits) as they do on plain tensors. A shard may cut a parameter anywhere
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class FlatLayout:
                 f"elements, got {stop}."
             )
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole region, padding included."""
         return self.shard_numel * self.shard_world_size
@@ -119,11 +120,6 @@ class FlatLayout:
         start = min(max(shard_start - slot.offset, 0), slot.numel)
         stop = min(shard_stop - slot.offset, slot.numel)
         return FlatSlice(slot.shape, start, max(start, stop))
-
-    def offset_in_shard(self, slot: Slot, shard_rank: int) -> int:
-        """Where a rank's part of a parameter starts in that rank's shard, in elements."""
-        shard_start, _ = self.shard_range(shard_rank)
-        return min(max(slot.offset - shard_start, 0), self.shard_numel)
 
     def padding(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """The ranges of the region, cut to ``[start, stop)``, that belong to no parameter."""

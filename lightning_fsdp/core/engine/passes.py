@@ -13,11 +13,11 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.unit import Unit
 
 
+@dataclass(eq=False)
 class Call:
     """One call of a unit's module whose graph is alive. The graph owns it."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    unit: Unit
 
 
 @dataclass
@@ -56,9 +56,3 @@ class Backward:
     entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
     # With gradients to reduce, or to keep.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
-
-    def touch(self, unit: Unit, progress: Progress) -> None:
-        """Note how far it has come in a unit, whose gradients are to be settled."""
-        self.progress[unit] = progress
-        for flat_param in unit.sites:
-            self.unsettled.setdefault(flat_param)

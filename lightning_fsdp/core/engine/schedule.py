@@ -19,7 +19,6 @@ last.
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable
@@ -30,13 +29,10 @@ from torch import nn
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.gathers import Gathers, Order
+from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
-from lightning_fsdp.core.engine.reductions import Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watchers
-
-_log = logging.getLogger(__name__)
 
 
 class Schedule:
@@ -113,7 +109,7 @@ class Schedule:
         if self._forward.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
-    def enter_module(self, unit: Unit, module: nn.Module) -> None:
+    def enter_module(self, unit: Unit) -> None:
         """A unit's module begins its forward: the first one makes the unit whole."""
         forward = self._forward
         if (running := forward.running.get(unit)) is not None:
@@ -187,7 +183,7 @@ class Schedule:
             return
         is_first = unit not in backward.entered
         backward.entered.add(unit)
-        backward.touch(unit, Progress.ENTERED)
+        self._note(backward, unit, Progress.ENTERED)
         for call in self.watchers.before_gradients:
             call(unit)
         if not unit.needs_backward_gather:
@@ -207,7 +203,7 @@ class Schedule:
             self._finish(backward, call.unit)
 
     def _finish(self, backward: Backward, unit: Unit) -> None:
-        backward.touch(unit, Progress.FINISHED)
+        self._note(backward, unit, Progress.FINISHED)
         self._release(unit)
         finished = backward.progress.get
         self._settle(
@@ -226,6 +222,12 @@ class Schedule:
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
+
+    def _note(self, backward: Backward, unit: Unit, progress: Progress) -> None:
+        """How far a backward has come in a unit, whose gradients are to be settled."""
+        backward.progress[unit] = progress
+        for flat_param in unit.sites:
+            backward.unsettled.setdefault(flat_param)
 
     def _note_arrival(self, flat_param: FlatParameter) -> None:
         backward, users = self._open_backward(), self._users[flat_param]
@@ -349,17 +351,9 @@ class Schedule:
         unit.reshard()
 
     def _recover(self, what: str) -> None:
-        """After an exception: wait for what is in flight, free what is whole, go on."""
+        """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
-        _log.warning(
-            "%s ended by an exception%s; the next call starts from the sharded parameters",
-            what,
-            " (gradients of this step are dropped)" if in_backward else "",
-        )
         self._forward, self._backward = Forward(), None
-        self._gathers.forget()
-        self._reductions.forget()
-        for unit in self.units:
-            unit.abandon(drops_gradients=in_backward)
-        for call in self.watchers.on_recovery:
-            call()
+        self._gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
+        for call in self.watchers.on_failure:
+            call(self.units, what, in_backward=in_backward)

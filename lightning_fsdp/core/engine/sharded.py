@@ -2,12 +2,21 @@
 
 The engine knows where the slice lies and what it belongs to. What a user may do with such a tensor
 is the business of the class that derives from it (``tensors/sharded_tensor.py``).
+
+Note: gradients that wait
+While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`LocalGradient`:
+
+    part          this rank's own, of backwards that did not communicate
+    of_replica    the mean over this rank's replica, of reductions that left out the other replicas
+
+``.grad`` is the one truth: whoever sets it to ``None`` or zeroes it drops what waits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, cast
 
 from torch import Tensor
 
@@ -28,6 +37,7 @@ class ShardSpec:
         communicator: The sharding group.
         home: Where shards live, and the way from and to it.
         slice: The elements that this rank owns.
+        start: First element of its shard in the region.
     """
 
     name: str
@@ -36,8 +46,10 @@ class ShardSpec:
     communicator: Communicator = field(repr=False)
     home: Home = field(repr=False)
     slice: FlatSlice = field(init=False)
+    start: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.start = self.layout.shard_range(self.communicator.rank)[0]
         self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
 
     def slice_of(self, whole: Tensor) -> Tensor:
@@ -49,8 +61,8 @@ class ShardSpec:
 
         Or those of its replica, in the shard that neighbours have together.
         """
-        place, numel = self.layout.shard_range(self.communicator.rank)[0], shard.numel()
-        offset = self.slot.offset - place // max(numel, 1) * numel
+        numel = shard.numel()
+        offset = self.slot.offset - self.start // max(numel, 1) * numel
         return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
@@ -71,3 +83,53 @@ class Sharded(Tensor):
     def to_local(self) -> Tensor:
         """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
         return self._local
+
+
+class LocalGradient(Sharded):
+    """What waits of one parameter; made empty, beside a reduced gradient that was there before."""
+
+    part: Tensor | None  # the sum of this rank's own: original shape, reduce dtype
+    of_replica: Tensor | None  # the sum of means over a replica: (slice.numel,), reduce dtype
+    is_used: bool  # whether this rank had gradients in ``of_replica``
+    prior: Sharded | None  # reduced gradient of earlier micro-batches, to be added to
+
+
+MakeWaiting = Callable[[Sharded], LocalGradient]
+
+
+def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
+    """What waits in ``.grad`` to be reduced."""
+    present = parameter.grad
+    return present if isinstance(present, LocalGradient) else None
+
+
+def let_wait(parameter: Sharded, make: MakeWaiting) -> LocalGradient:
+    """What waits in ``.grad``, made if nothing does."""
+    if (local := local_gradient_of(parameter)) is None:
+        parameter.grad = local = make(parameter)
+    return local
+
+
+def take_own(parameters: Sequence[Sharded]) -> dict[int, Tensor]:
+    """This rank's own gradients by slot, which wait no more."""
+    taken = {}
+    for slot, parameter in enumerate(parameters):
+        local = local_gradient_of(parameter)
+        if local is not None and local.part is not None:
+            taken[slot], local.part = local.part, None
+            if local.of_replica is None:
+                parameter.grad = local.prior
+    return taken
+
+
+def add_reduced(parameter: Sharded, gradient: Sharded) -> Sharded:
+    """Add a reduced gradient to ``.grad``, beside what may wait there; gives their sum."""
+    local = local_gradient_of(parameter)
+    present = parameter.grad if local is None else local.prior
+    if present is not None:
+        return cast(Sharded, present.add_(gradient))
+    if local is not None:
+        local.prior = gradient
+    else:
+        parameter.grad = gradient
+    return gradient

@@ -6,9 +6,9 @@ Every state is the flat parameters'; when to take a step is the schedule's busin
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,13 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded import Sharded
 
-_log = logging.getLogger(__name__)
+
+class WeakModule(weakref.ref[nn.Module]):
+    """A module, referred to weakly by what it owns. A copy refers to the module's copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
+        module = self()
+        return self if module is None else WeakModule(copy.deepcopy(module, memo))
 
 
 class Site:
@@ -30,14 +36,8 @@ class Site:
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = weakref.ref(module)
+        self._module = WeakModule(module)
         self.name = name
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        copied = copy.copy(self)
-        if not self.is_gone:
-            copied._module = weakref.ref(copy.deepcopy(self.module, memo))
-        return copied
 
     @property
     def module(self) -> nn.Module:
@@ -46,22 +46,20 @@ class Site:
         assert module is not None, "whoever asks has it"
         return module
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether the module was deleted."""
-        return self._module() is None
-
     def get(self) -> Tensor | None:
         """The parameter that is registered here, if there is one."""
-        return None if self.is_gone else self.module._parameters.get(self.name)
+        module = self._module()
+        return None if module is None else module._parameters.get(self.name)
 
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Register ``new`` in the place of ``old``; ``False`` if something else is there."""
         module = self._module()
-        if module is None or module._parameters.get(self.name) is not old:
-            return False
-        self.put(new)
-        return True
+        if module is None:  # a graph outlives its modules, and its backward needs nothing of them
+            return True
+        present = module._parameters.get(self.name)
+        if present is old:
+            self.put(new)
+        return present is old or present is new
 
     def put(self, parameter: Tensor) -> None:
         """Register ``parameter`` here."""
@@ -72,11 +70,13 @@ class Site:
             setattr(module, self.name, parameter)
 
 
+@dataclass(eq=False)
 class Unit:
     """The parameters that one module (or a few that run one after another) needs whole at once.
 
     Attributes:
         name: Original name of the first module.
+        owners: See ``modules``; they own the unit.
         sites: By flat parameter and slot, where the modules register a parameter; unused slots are
             missing.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
@@ -89,29 +89,21 @@ class Unit:
             gradients (``create_graph=True``) may read it; until the copy is freed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        modules: Sequence[nn.Module],
-        sites: Mapping[FlatParameter, Mapping[int, Sequence[Site]]],
-        communicator: Communicator,
-        *,
-        policy: PrecisionPolicy,
-        reshard_after_forward: bool | None,
-        reshard_after_backward: bool,
-    ) -> None:
-        self.name = name
-        self._modules = tuple(map(weakref.ref, modules))  # which own the unit
-        self.sites = sites
-        self._hold = object()  # stands for the unit among holders, and does not refer to it
-        self.communicator = communicator
-        self.policy = policy
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = reshard_after_backward
-        self.syncs_gradients = self.averages_replicas = True
-        self.needs_backward_gather = not all(map(_is_plain_embedding, modules))
-        self.has_leaves_installed = False
-        self.is_kept_for_graph = False
+    name: str
+    owners: tuple[WeakModule, ...]
+    sites: Mapping[FlatParameter, Mapping[int, Sequence[Site]]]
+    communicator: Communicator
+    policy: PrecisionPolicy
+    reshard_after_forward: bool | None
+    reshard_after_backward: bool
+    needs_backward_gather: bool
+    # A copy begins with these as any unit does.
+    syncs_gradients: bool = field(default=True, init=False)
+    averages_replicas: bool = field(default=True, init=False)
+    has_leaves_installed: bool = field(default=False, init=False)
+    is_kept_for_graph: bool = field(default=False, init=False)
+    # Stands for the unit among holders, and does not refer to it.
+    _hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
         states = ", ".join(flat_param.copy.value for flat_param in self.sites)
@@ -131,20 +123,15 @@ class Unit:
                 "parameters are gathered with the unit only. Copy the unit's module and take the "
                 "part from the copy."
             )
-        copied = memo[id(self)] = Unit.__new__(Unit)  # the modules being copied refer to it
-        copied.__dict__.update(self.__dict__)
-        copied.syncs_gradients = copied.averages_replicas = True
-        copied._hold = object()
-        copied.has_leaves_installed = False
-        copied.is_kept_for_graph = False
-        copied._modules = tuple(weakref.ref(copy.deepcopy(m, memo)) for m in self.modules)
+        copied = memo[id(self)] = replace(self)  # the modules being copied refer to it
+        copied.owners = copy.deepcopy(self.owners, memo)
         copied.sites = copy.deepcopy(self.sites, memo)
         return copied
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
         """The modules whose forward needs the parameters, as far as they are alive."""
-        return tuple(module for reference in self._modules if (module := reference()) is not None)
+        return tuple(module for reference in self.owners if (module := reference()) is not None)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
@@ -212,9 +199,7 @@ class Unit:
             for slot, sites in slots.items():
                 parameter, leaf = flat_param.parameters[slot], flat_param.leaves[slot]
                 for site in sites:
-                    # A graph outlives its modules, and its backward needs nothing of them.
-                    is_there = site.replace(parameter, leaf) or site.is_gone or site.get() is leaf
-                    if not is_there:
+                    if not site.replace(parameter, leaf):
                         raise RuntimeError(self._describe_replaced(parameter, site))
                 flat_param.prepare_leaf(slot)
 
@@ -226,16 +211,6 @@ class Unit:
                 for site in sites:
                     site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
 
-    def abandon(self, *, drops_gradients: bool) -> None:
-        """After an exception: wait for what is in flight, free what is whole."""
-        self.install_shards()
-        self.is_kept_for_graph = False
-        for flat_param in self.sites:
-            try:
-                flat_param.abandon(drops_gradients=drops_gradients)
-            except RuntimeError as error:  # that a collective never ended may be what happened
-                _log.warning("while recovering: %s", error)
-
     def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (
             f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected the parameter "
@@ -243,7 +218,3 @@ class Unit:
             f"new {site.name!r} to {type(site.module).__name__} after sharding (as load_state_dict("
             "assign=True) does). Copy into the parameter instead (load_state_dict without assign)."
         )
-
-
-def _is_plain_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward

@@ -56,8 +56,8 @@ class Watcher:
     def on_step(self) -> None:
         """An optimizer has stepped some of the parameters."""
 
-    def on_recovery(self) -> None:
-        """An exception ended a forward or a backward; nothing is in flight any more."""
+    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
+        """An exception ended a forward or a backward; the schedule has forgotten it."""
 
 
 class Watchers:
@@ -80,7 +80,7 @@ class Watchers:
         self.on_landed = [w.on_landed for w in self._of("on_landed")]
         self.on_backward_end = [w.on_backward_end for w in self._of("on_backward_end")]
         self.on_step = [w.on_step for w in self._of("on_step")]
-        self.on_recovery = [w.on_recovery for w in self._of("on_recovery")]
+        self.on_failure = [w.on_failure for w in self._of("on_failure")]
 
     def anew(self) -> Watchers:
         """The same, for the schedule of a copied model."""

@@ -26,17 +26,14 @@ import mmap
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-    from lightning_fsdp.core.engine.unit import Unit
 
 SLACK_BYTES = 2**27
 """What a process may hold beyond the most that was in use, before pages are given back."""

@@ -13,16 +13,19 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Flags, alive
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
+
+_Result = TypeVar("_Result")
 
 _without_others = {"fake"}  # torch's own backend
 
@@ -76,7 +79,7 @@ class RecordedOrder(Watcher):
             self._continuations.clear()
         self._continuations[before] = self._trail
 
-    def on_recovery(self) -> None:
+    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
         """The trail begins anew."""
         self._trail = 0
 
@@ -177,6 +180,31 @@ class ControlGroup:
         with self._named(occasion, statement):
             dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
+
+    def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
+        """The result of an attempt, once every rank has made the same statement about its own.
+
+        Args:
+            occasion: What ranks are about to do, for the message.
+            attempt: Gives a result, and the statement.
+
+        Raises:
+            RuntimeError: As :meth:`agree`.
+            Exception: What the attempt has raised, where it did so on every rank.
+        """
+        error: Exception | None = None
+        try:
+            result, statement = attempt()
+        except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+            error = caught
+            statement = f"refused, {type(caught).__name__}: {caught}"
+        try:
+            self.agree(occasion, statement)
+        except RuntimeError as disagreement:
+            raise disagreement from error
+        if error is not None:
+            raise error
+        return result
 
     @contextlib.contextmanager
     def _named(self, occasion: str, intention: str) -> Iterator[None]:

@@ -22,22 +22,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import (
-    Communicator,
-    Pending,
-    alive,
-    collective,
-    may_overflow,
-)
+from lightning_fsdp.core.engine.communicator import Communicator, collective
 from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
+from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import (
     MAX_PAIRWISE_WORLD_SIZE,
     PairCommunicator,
     exchanges_in_pairs,
 )
+from lightning_fsdp.core.ranks.replicas import Replicas
 
 Comm = Literal["auto", "pairs", "direct"]
 """Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
@@ -201,31 +197,6 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     return rows
 
 
-class _Replicas:
-    """The ranks that hold the same shard as this one."""
-
-    def __init__(self, group: dist.ProcessGroup, communicator: Communicator) -> None:
-        self._group = weakref.ref(group)
-        self._size = dist.get_world_size(group)
-        self._communicator = weakref.ref(communicator)  # which owns this
-
-    def average(self, shard: Tensor, unit_name: str) -> Pending:
-        """All-reduce: the mean over replicas of a shard, which may be overwritten.
-
-        Every replica gets the same bits.
-        """
-        communicator = self._communicator()
-        assert communicator is not None, "it is reducing"
-        what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
-        dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
-        communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
-        group = alive(self._group)
-        with collective(what, "every replica"):
-            work = dist.all_reduce(shard, group=group, async_op=True)
-        works = [(work, "every replica")]
-        return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
-
-
 def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
@@ -253,7 +224,7 @@ def _known(
             places = _places(mesh, control.ranks)
             communicator = HostsCommunicator(communicator, over(replicas), places)
         elif replicas is not None:
-            communicator.after_reduction = (("average", _Replicas(replicas, communicator).average),)
+            communicator.after_reduction = (("average", Replicas(replicas, communicator).average),)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
         of_group[key] = communicator
@@ -324,10 +295,10 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
 def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
     """What its backend wants."""
     is_small_gloo = exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
-    return OneHostCommunicator if is_small_gloo else Communicator
+    return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: Communicator}
+_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: NarrowCommunicator}
 
 # By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
 # over which ranks state is.

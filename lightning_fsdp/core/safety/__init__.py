@@ -1,1 +1,1 @@
-"""What is refused, and what nobody used."""
+"""What is refused, what nobody used, and what an exception leaves behind."""

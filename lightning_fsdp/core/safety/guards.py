@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.watcher import Watcher
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class _FreedLeaf(nn.Parameter):
         if name in _ABOUT_NO_VALUE:
             with torch_internals.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        leaf = next(t for t in flatten(args, kwargs) if isinstance(t, cls))
+        leaf = next(t for t in tensors_in((args, kwargs)) if isinstance(t, cls))
         spec = leaf._parameter.spec
         where = f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank})"
         raise RuntimeError(
@@ -63,15 +62,13 @@ class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
     def __init__(self) -> None:
-        self._guards: weakref.WeakKeyDictionary[FlatBuffer, torch_internals.AccessGuard] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._flags: weakref.WeakKeyDictionary[FlatBuffer, Any] = weakref.WeakKeyDictionary()
         # That numpy holds the memory.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The memory comes back."""
-        self._guard_of(flat_param.buffer).allow_access()
+        self._set_access(flat_param.buffer, refused=False)
         for leaf in flat_param.leaves:
             if type(leaf) is _FreedLeaf:
                 leaf.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -88,13 +85,14 @@ class FreedMemory(Watcher):
                 flat_param.name,
                 flat_param.communicator.mesh_rank,
             )
-        self._guard_of(flat_param.buffer).refuse_access()
+        self._set_access(flat_param.buffer, refused=True)
         for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
                 leaf._parameter = parameter  # type: ignore[attr-defined]
                 leaf.__class__ = _FreedLeaf
 
-    def _guard_of(self, buffer: FlatBuffer) -> torch_internals.AccessGuard:
-        if buffer not in self._guards:
-            self._guards[buffer] = torch_internals.AccessGuard(buffer.flat)
-        return self._guards[buffer]
+    def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
+        if buffer not in self._flags:
+            self._flags[buffer] = torch_internals.access_flags(buffer.flat)
+        if (flags := self._flags[buffer]) is not None:
+            flags[0] = flags[2] = refused

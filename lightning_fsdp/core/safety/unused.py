@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self, cast
+from typing import Self, cast
 
 from lightning_fsdp.core.engine.communicator import Flags
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 
 
 @dataclass
@@ -79,6 +78,6 @@ class UnusedParameters(Watcher):
             for hook in tuple((parameter.gradient_hooks or {}).values()):
                 hook(parameter)
 
-    def on_recovery(self) -> None:
+    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
         """Forget all."""
         self._usage, self._answer, self._landed = {}, None, []

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatSlice
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
@@ -131,7 +132,11 @@ class ShardedTensor(Sharded, FlatChunks):
 
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
         """Refused: this tensor is outside the graph; torch would register and never call."""
-        self._refuse_hook("register_hook")
+        raise NotImplementedError(
+            f"parameter {self.spec.name!r}: register_hook would never be called, because the graph "
+            "holds the gathered copy, not this sharded parameter. Use gradients(module).on_local "
+            "or register_post_accumulate_grad_hook, or read .grad after the backward."
+        )
 
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(parameter)`` when its reduced gradient is in ``.grad``, in each backward.
@@ -145,13 +150,6 @@ class ShardedTensor(Sharded, FlatChunks):
         handle = RemovableHandle(self.gradient_hooks)
         self.gradient_hooks[handle.id] = hook
         return handle
-
-    def _refuse_hook(self, what: str) -> NoReturn:
-        raise NotImplementedError(
-            f"parameter {self.spec.name!r}: {what} would never be called, because the graph holds "
-            "the gathered copy, not this sharded parameter. Use gradients(module).on_local or "
-            "register_post_accumulate_grad_hook, or read .grad after the backward."
-        )
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: this rank holds a slice; ``full_tensor()`` is collective and takes all ranks."""
@@ -225,7 +223,7 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn
     Raises:
         RuntimeError: Always; it names the parameter, the rank and the cure.
     """
-    sharded = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
+    sharded = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     spec = sharded.spec
     advice = (
         "For the norm of all gradients use clip_grad_norm_ of the sharded module, or "
@@ -241,19 +239,6 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn
         "full_tensor() (on every rank), and copy_() a whole tensor back. unshard() gathers ahead "
         "for the forward; the module's parameters stay sharded until then."
     )
-
-
-def flatten(*structures: Any) -> list[Any]:
-    """The leaves of nested lists, tuples and dicts of arguments, in order."""
-    leaves: list[Any] = []
-    for structure in structures:
-        if isinstance(structure, (list, tuple)):
-            leaves.extend(flatten(*structure))
-        elif isinstance(structure, dict):
-            leaves.extend(flatten(*structure.values()))
-        else:
-            leaves.append(structure)
-    return leaves
 
 
 class _Handlers(dict[Any, Handler]):

@@ -27,10 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.tensors.sharded_tensor import (
     Handler,
     ShardedTensor,
-    flatten,
     handle_others,
     refuse,
 )
@@ -124,7 +124,7 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    like = next(t for t in flatten(args, kwargs) if isinstance(t, ShardedTensor))
+    like = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     local_args = tuple(_local_of(arg, like, func) for arg in args)
     local_kwargs = {name: _local_of(arg, like, func) for name, arg in kwargs.items()}
     result = func(*local_args, **local_kwargs)

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 
-from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
-from lightning_fsdp.core.engine.waiting import LocalGradient
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flatten
+from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, ShardSpec
+from lightning_fsdp.core.engine.structures import tensors_in
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
             return args[0]
         if func is UNSCALE:  # takes gradients of all kinds, and refuses those that wait
             return super().__torch_dispatch__(func, types, args, kwargs)
-        stand_in = next(t for t in flatten(args, kwargs) if isinstance(t, UnreducedGradient))
+        stand_in = next(t for t in tensors_in((args, kwargs)) if isinstance(t, UnreducedGradient))
         raise stand_in.refusal(str(func))
 
     def to_local(self) -> NoReturn:

@@ -1,7 +1,17 @@
-"""Gathers of units: agreed on by the ranks, and one started ahead of the unit that computes."""
+"""What moves while something else computes: gathers, one of them ahead, and reductions.
+
+A gather is agreed on by the ranks, and one is started ahead of the unit that computes. A reduction
+is a chain of stages (over the shards, over the replicas, to the host) until it is in ``.grad``.
+Each stage starts in the same order on all ranks: when the next reduction does, or at the backward's
+end.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watchers
 
@@ -96,6 +106,44 @@ class Gathers:
         if kept is not None and kept is not expected:
             kept.reshard()
 
-    def forget(self) -> None:
-        """After an exception: units end their gathers themselves."""
-        self._ahead = self.kept = None
+
+class Reductions:
+    """Those of one schedule that are in flight."""
+
+    def __init__(self, watchers: Watchers) -> None:
+        self._watchers = watchers
+        self._in_flight: list[FlatParameter] = []  # the last started at the end
+
+    def start(self, flat_params: Sequence[FlatParameter]) -> None:
+        """Start those of flat parameters whose gradients are complete."""
+        if not flat_params:
+            return
+        for flat_param in flat_params:
+            for call in self._watchers.before_collective:
+                call(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
+        self._advance()  # what they read is freed before more is started
+        for flat_param in flat_params:
+            if has_one := flat_param.reduce():
+                for note in self._watchers.on_reduce:
+                    note(flat_param, has_one)
+        self._in_flight += flat_params
+
+    def land(self) -> None:
+        """Let all end: ``.grad`` holds what they gave."""
+        for call in self._watchers.before_landing:
+            call()
+        landing, self._in_flight = self._in_flight, []
+        advanced = landing
+        while advanced:  # all are under way before one is waited for
+            advanced = [flat_param for flat_param in advanced if flat_param.advance()]
+        for flat_param in landing:
+            flat_param.land()
+        for call in self._watchers.on_landed:
+            call()
+
+    def _advance(self) -> None:
+        """Let each go one stage on; after its last it lands."""
+        # All start before one is waited for: so a slow line between hosts never rests between two.
+        for flat_param in [f for f in self._in_flight if not f.advance()]:
+            flat_param.land()
+        self._in_flight = [f for f in self._in_flight if f.gradients is Gradients.REDUCING]

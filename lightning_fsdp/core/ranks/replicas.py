@@ -1,0 +1,122 @@
+"""HSDP: gradients that were reduced within a replica are averaged over the replicas, now or later.
+
+Later, where micro-batches are asked to stay in the replica (``set_requires_all_reduce(False)``):
+their means add up in the shards, which wait in ``.grad``, until a reduction takes them along.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, alive, collective
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.sharded import let_wait, local_gradient_of
+from lightning_fsdp.core.ranks.narrow import may_overflow
+
+
+class Replicas:
+    """The ranks that hold the same shard as this one."""
+
+    def __init__(self, group: dist.ProcessGroup, communicator: Communicator) -> None:
+        self._group = weakref.ref(group)
+        self._size = dist.get_world_size(group)
+        self._communicator = weakref.ref(communicator)  # which owns this
+
+    def average(self, shard: Tensor, unit_name: str) -> Pending:
+        """All-reduce: the mean over replicas of a shard, which may be overwritten.
+
+        Every replica gets the same bits.
+        """
+        communicator = self._communicator()
+        assert communicator is not None, "it is reducing"
+        what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
+        dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
+        communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
+        group = alive(self._group)
+        with collective(what, "every replica"):
+            work = dist.all_reduce(shard, group=group, async_op=True)
+        works = [(work, "every replica")]
+        return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
+
+
+class ReplicatedFlatParameter(FlatParameter):
+    """A flat parameter whose shard other ranks have as well, or neighbours together.
+
+    Attributes:
+        waits_for_mean: Whether the last reduction left out the mean over replicas.
+    """
+
+    def take_in(self, shard: Tensor) -> None:
+        """See :meth:`FlatParameter.take_in`; nothing waits in the replica."""
+        super().take_in(shard)
+        self.waits_for_mean = False
+        self._used: list[bool] = []  # by slot, in the reduction in flight if it stays there
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether ranks may have gradients that wait, and for no later one."""
+        return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
+
+    def reduce(self) -> list[bool]:
+        """Start the reduction, over the replicas too unless it stays in this one."""
+        has_one = super().reduce()
+        assert self._reduction is not None, "it was started"
+        self.waits_for_mean = self.stays_in_replica
+        if self.stays_in_replica:
+            self._reduction.stages.clear()
+            self._used = has_one
+            return []
+        self._take_along(self._reduction, has_one)
+        return has_one
+
+    def land(self) -> None:
+        """Let the reduction end: in ``.grad``, or beside what waits there for the replicas."""
+        if not self._used:
+            super().land()
+            return
+        (reduction, self._reduction), (used, self._used) = (self._reduction, None), (self._used, [])
+        assert reduction is not None, "it was started"
+        with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
+            shard = reduction.wait()
+            for parameter, has_trained, is_used in zip(
+                self.parameters, self._trained, used, strict=True
+            ):  # what has trained stays noted
+                if has_trained:
+                    local = let_wait(parameter, self.make_waiting)
+                    part, before = parameter.spec.part_of(shard), local.of_replica
+                    local.of_replica = part if before is None else before.add_(part)
+                    local.is_used |= is_used
+
+    def abandon(self, *, drops_gradients: bool) -> None:
+        """See :meth:`FlatParameter.abandon`."""
+        self._used = []
+        if drops_gradients:
+            self._take_of_replica([False] * len(self.parameters))
+        super().abandon(drops_gradients=drops_gradients)
+
+    def _take_along(self, reduction: Pending, has_one: list[bool]) -> None:
+        """Let a reduction add what had stayed here, before the mean over replicas begins."""
+        taken, finish = self._take_of_replica(has_one), reduction.finish
+
+        def joined() -> Tensor:
+            shard = finish()
+            for slot, part in taken.items():
+                self.parameters[slot].spec.part_of(shard).add_(part)
+            return shard
+
+        reduction.finish = joined
+
+    def _take_of_replica(self, has_one: list[bool]) -> dict[int, Tensor]:
+        """What waits here, by slot; ``has_one`` is set where this rank had a gradient."""
+        taken = {}
+        for slot, parameter in enumerate(self.parameters):
+            local = local_gradient_of(parameter)
+            if local is not None and local.of_replica is not None:
+                taken[slot], parameter.grad = local.of_replica, local.prior
+                has_one[slot] |= local.is_used
+        return taken
