@@ -241,7 +241,9 @@ def _compare(path: Path, config: Any) -> str:
         )
     stored = PeftConfig.from_pretrained(str(path))
     if stored.peft_type != config.peft_type:
-        others = [f"peft_type: {stored.peft_type} in the files, {config.peft_type} here"]
+        others = [
+            f"peft_type: {stored.peft_type.value} in the files, {config.peft_type.value} here"
+        ]
         where = []
     else:
         both = [_fields(each) for each in (stored, config)]
