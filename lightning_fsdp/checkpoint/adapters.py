@@ -1,10 +1,11 @@
-"""Adapters of peft, out of shards: in peft's own files, or merged into the weights under them.
+"""Adapters of peft: to and from peft's own files, or merged into the weights under them.
 
 peft itself says which tensors there are and what they are called, and it merges; so that files are
 the ones that it writes. It is shown the model as it was before sharding, with outlines (tensors
 without memory) in the place of parameters, and with values where it needs them:
 
-    adapters     names of outlines -> those are gathered -> peft writes them, on rank 0
+    saved        names of outlines -> those are gathered -> peft writes them, on rank 0
+    loaded       names of outlines -> each rank reads what it keeps of those
     merged       outlines, merged and unloaded by peft -> names of the base model;
                  then one layer after the other with values, merged on rank 0
 """
