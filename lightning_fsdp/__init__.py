@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.callbacks.noise_scale import GradientNoiseScale as GradientNoiseScale
     from lightning_fsdp.callbacks.throughput import ThroughputMonitor as ThroughputMonitor
     from lightning_fsdp.callbacks.weight_averaging import ShardedEMA as ShardedEMA
+    from lightning_fsdp.checkpoint.adapters import load_adapters as load_adapters
     from lightning_fsdp.checkpoint.adapters import save_adapters as save_adapters
     from lightning_fsdp.checkpoint.pretrained import load_pretrained as load_pretrained
     from lightning_fsdp.checkpoint.pretrained import save_pretrained as save_pretrained
@@ -94,6 +95,7 @@ _HOME = {
     "gradients": "core.access.gradients",
     "leave_host_memory_alone": "core.memory.host_memory",
     "linear_cross_entropy": "losses",
+    "load_adapters": "checkpoint.adapters",
     "load_full_optimizer_state_dict": "core.optimizers.optimizer_state",
     "load_full_state_dict": "core.state.full_state",
     "load_pretrained": "checkpoint.pretrained",
@@ -135,6 +137,7 @@ __all__ = [
     "save_pretrained",
     "save_adapters",
     "load_pretrained",
+    "load_adapters",
     "ResumableLoader",
     "DealtSampler",
     "gradients",

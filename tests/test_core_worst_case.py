@@ -46,6 +46,7 @@ from tests import test_core_state_dicts as state_dicts
 from tests import test_core_units as units
 from tests import test_core_unused as unused
 from tests import test_core_writes as writes
+from tests import test_engines_calls as calls
 from tests.support import offloaded, ranks
 from tests.support import parity as parity_support
 from tests.support.models import TASKS
@@ -171,6 +172,9 @@ CASES: dict[str, Callable[[], object]] = {
         materialize.test_training_goes_on_as_that_of_a_plain_model_with_these_values,
         *("gpt2", 2),
     ),
+    "functions as forwards": partial(
+        calls.test_a_function_reads_whole_parameters_and_trains_them, *("scratch", (2, 3), 2)
+    ),
     "offloaded": partial(
         offload.test_training_offloaded_gives_the_same_bits,
         *("mlp", 2, PLAIN, None, offloaded.CLIP, offload.SUMMED),
@@ -184,7 +188,7 @@ TRANSPORTS_OF: dict[str, Sequence[str]] = {
     **dict.fromkeys(
         (
             *("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),
-            *("HSDP", "hosts"),
+            *("HSDP", "hosts", "functions as forwards"),
         ),
         ("late", "early", "mixed"),
     ),

@@ -99,7 +99,7 @@ def _run_transformers_snippet(rank, world_size, code, folder, trained):
     exec(code.replace('"trained"', repr(trained)), names)
 
 
-@runs("docs/checkpoints.md", "load_pretrained")
+@runs("docs/checkpoints.md", "AutoConfig.from_pretrained")
 def test_the_transformers_snippet_goes_there_and_back(tmp_path, code):
     from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -115,6 +115,7 @@ def test_the_transformers_snippet_goes_there_and_back(tmp_path, code):
 
 def _run_adapters_snippet(rank, world_size, code, folder):
     names = {"shard_model": shard_model, "base": seeded(_gpt2), "get_peft_model": get_peft_model}
+    names["folder"] = f"{folder}/base"
     for name in ("adapters", "merged"):
         code = code.replace(f'"{name}"', repr(f"{folder}/{name}"))
     exec(code, names | {"LoraConfig": LoraConfig})
@@ -122,6 +123,7 @@ def _run_adapters_snippet(rank, world_size, code, folder):
 
 @runs("docs/checkpoints.md", "save_adapters(")
 def test_the_snippet_with_adapters_saves_both_folders(tmp_path, code):
+    seeded(_gpt2, seed=4).save_pretrained(tmp_path / "base")
     run_on_ranks(_run_adapters_snippet, 2, code, str(tmp_path))
     PeftModel.from_pretrained(seeded(_gpt2), tmp_path / "adapters")
     assert (tmp_path / "merged" / "model.safetensors").exists()

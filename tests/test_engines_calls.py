@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +19,7 @@ from lightning_fsdp import (
     linear_cross_entropy,
 )
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.strategies import unit_calls
 from tests.support.engine_runs import ENGINES
 from tests.support.models import CausalLM, LMShape, token_batch
 from tests.support.parity import assert_same_tensors, whole
@@ -29,6 +31,10 @@ def hidden_of(model: CausalLM, tokens: Tensor) -> Tensor:
     for block in model.blocks:
         hidden = block(hidden)
     return model.norm(hidden)
+
+
+# Few positions at a time, so that there are several chunks.
+chunked_loss = functools.partial(linear_cross_entropy, chunk_size=3)
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -155,8 +161,11 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
 
 
-def _found(engine_name: str, kind: str, way: str, zero_stage: int, rank: int) -> dict[str, Tensor]:
+def _found(
+    engine_name: str, kind: str, way: str, zero_stage: int, rank: int, *, compiles: bool = False
+) -> dict[str, Tensor]:
     model, engine = _model(kind), None
+    unit_calls.apply(model, None, checkpointing=None, compiles=compiles)
     before = list(model.parameters())
     module: nn.Module = model
     if engine_name == "ddp":
@@ -178,7 +187,7 @@ def _found(engine_name: str, kind: str, way: str, zero_stage: int, rank: int) ->
             tokens, labels = _batch(step, micro, rank)
             is_local = micro == 0 and zero_stage == 3 and engine is not None
             with engine.no_sync() if is_local else torch.enable_grad():
-                step_of = functools.partial(WAYS[way], model, linear_cross_entropy)
+                step_of = functools.partial(WAYS[way], model, chunked_loss)
                 loss = run(step_of, tokens, labels)
                 if engine:
                     engine.before_backward()
@@ -225,6 +234,37 @@ def _compare(rank, world_size, engine, stages):
 )
 def test_a_function_reads_whole_parameters_and_trains_them(engine, stages, world_size):
     run_on_ranks(_compare, world_size, engine, stages)
+
+
+def _with_compiled_units(rank, world_size, engine):
+    with pytest.MonkeyPatch.context() as patch:
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return aot_eager(graph, inputs)
+
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+        for stage, kind, way in COMPILED:
+            torch.testing.assert_close(
+                _found(engine, kind, way, stage, rank, compiles=True),
+                _expected(kind, way, world_size),
+                atol=1e-6,
+                rtol=1e-5,
+                msg=lambda text, case=(stage, kind, way): f"{case}: {text}",
+            )
+        assert graphs
+
+
+COMPILED = [
+    *((3, "tied", way) for way in ("plainly", "beside a forward", "computed again")),
+    *((2, kind, "plainly") for kind in ("untied", "frozen")),
+]
+
+
+@pytest.mark.parametrize("engine", ["scratch", "fsdp1", "fsdp2"])
+def test_a_function_reads_parameters_of_compiled_units(engine):
+    run_on_ranks(_with_compiled_units, 2, engine, timeout_s=200)
 
 
 # --- outside of every forward ---

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fsdp import ShardedEMA
-from lightning_fsdp.strategies.frozen_base import LEFT_OUT
+from lightning_fsdp.checkpoint.contents import LEFT_OUT
 from tests.support.adapters import Adapted, adapted_loader
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.ranks import run_on_ranks

@@ -1,37 +1,44 @@
-"""Adapters of peft, out of shards: in peft's own files, or merged into the weights under them.
+"""Adapters of peft: to and from peft's own files, or merged into the weights under them.
 
 peft itself says which tensors there are and what they are called, and it merges; so that files are
 the ones that it writes. It is shown the model as it was before sharding, with outlines (tensors
 without memory) in the place of parameters, and with values where it needs them:
 
-    adapters     names of outlines -> those are gathered -> peft writes them, on rank 0
+    saved        names of outlines -> those are gathered -> peft writes them, on rank 0
+    loaded       names of outlines -> each rank reads what it keeps of those
     merged       outlines, merged and unloaded by peft -> names of the base model;
                  then one layer after the other with values, merged on rank 0
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
+from lightning_fsdp.checkpoint.adapted import (
+    adapted_model_in,
+    as_plain,
+    first_names,
+    names_of,
+    refuse_merged,
+)
+from lightning_fsdp.checkpoint.matching import Names, read_matching, targets_in
 from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_fsdp.checkpoint.weights import Weight, weights_in
-from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.engines.base import owner_of
-from lightning_fsdp.engines.native import NativeEngine
-from lightning_fsdp.engines.native_state import outlined
+
+_FILE = "adapter_model.safetensors"
+_CONFIG = "adapter_config.json"
 
 
 def save_adapters(
@@ -56,14 +63,7 @@ def save_adapters(
         ValueError: No model of peft, several, or none with such an adapter.
         NotImplementedError: An adapter whose files hold other tensors than its modules.
     """
-    adapted = adapted_model_in(model)
-    if adapter_name not in adapted.peft_config:
-        raise ValueError(
-            f"save_adapters: expected the name of an adapter, one of "
-            f"{sorted(adapted.peft_config)}, got {adapter_name!r}. Say adapter_name=."
-        )
-    if adapted.peft_config[adapter_name].is_prompt_learning:  # peft saves what a forward makes
-        raise _computed(adapted, adapter_name, "embeddings of prompts")
+    adapted = _adapted_with(model, adapter_name, "save_adapters")
     weights = weights_in(adapted, model)
     ranks = Ranks()
     doing = f"save_adapters {os.fspath(directory)!r}"
@@ -72,8 +72,9 @@ def save_adapters(
 
         def begin() -> list[str]:
             folders.append(opened.enter_context(NewFolder(Path(directory))))
-            with _as_plain(adapted, model, weights) as outlines:
-                return _names_of(adapted, adapter_name, outlines)
+            with as_plain(adapted, model, weights) as outlines:
+                found = _names_in_files("save_adapters", adapted, adapter_name, outlines)
+                return list(dict.fromkeys(found.values()))
 
         names = ranks.on_first(doing, begin)
         wholes = {}
@@ -83,7 +84,7 @@ def save_adapters(
                 wholes[name] = whole.cpu()
 
         def finish() -> None:
-            with _as_plain(adapted, model, weights) as outlines:
+            with as_plain(adapted, model, weights) as outlines:
                 adapted.save_pretrained(
                     str(folders[0].beside),
                     state_dict={**outlines, **wholes},
@@ -94,31 +95,184 @@ def save_adapters(
         ranks.on_first(doing, finish)
 
 
-def _names_of(adapted: Any, adapter_name: str, outlines: Mapping[str, Tensor]) -> list[str]:
-    """Names in the model of what peft would write.
+def load_adapters(
+    model: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    adapter_name: str = "default",
+    cast: bool = False,
+) -> None:
+    """Take adapters that peft or :func:`save_adapters` wrote. Collective: every rank calls.
+
+    A rank reads the elements that it keeps. The base stays as it is. Nothing is written before
+    configuration, names, shapes and dtypes were compared.
+
+    Args:
+        model: As for :func:`save_adapters`; parameters have memory (they are plain, or sharded).
+        directory: With ``adapter_model.safetensors`` and ``adapter_config.json``. On every rank.
+        adapter_name: Which of the model's adapters; any may have been saved.
+        cast: Convert where the dtypes differ.
+
+    Raises:
+        OSError: The directory or a file is not there.
+        ValueError: No model of peft, several, or none with such an adapter; one that is merged into
+            its base; a damaged file; adapters of another kind, rank, scale or other targets, or
+            other names, shapes or dtypes. The model is unchanged.
+        NotImplementedError: An adapter whose files hold other tensors than its modules.
+    """
+    adapted = _adapted_with(model, adapter_name, "load_adapters")
+    refuse_merged(adapted)
+    with as_plain(adapted, model, weights_in(adapted, model)) as outlines:
+        needed, known = (
+            _names_in_files("load_adapters", adapted, adapter_name, outlines, embeddings=also)
+            for also in (False, _has_embeddings(adapted))
+        )
+    places = set(known.values())
+    path, config = Path(directory), adapted.peft_config[adapter_name]
+    targets = {name: t for name, t in targets_in(adapted, model).items() if name in places}
+
+    def names_of_keys(keys: Collection[str]) -> Names:
+        other = f"the adapters belong to a model with other targets{_compare(path, config)}"
+        cures = {"missing": other, "without": other, "of another shape": "their base is another"}
+        in_module = {key: known.get(key, key) for key in keys}
+        return Names(in_module, places - set(needed.values()), cures=cures)
+
+    doing = f"load_adapters {os.fspath(directory)!r}"
+    read_matching(
+        doing, targets, lambda: SafetensorsFolder(path, single=_FILE), names_of_keys, cast=cast
+    )
+
+
+def _adapted_with(model: nn.Module, adapter_name: str, what: str) -> Any:
+    adapted = adapted_model_in(model)
+    if adapter_name not in adapted.peft_config:
+        raise ValueError(
+            f"{what}: expected the name of an adapter, one of {sorted(adapted.peft_config)}, got "
+            f"{adapter_name!r}. Say adapter_name=."
+        )
+    if adapted.peft_config[adapter_name].is_prompt_learning:  # peft saves what a forward makes
+        raise _computed(what, adapted, adapter_name, "embeddings of prompts")
+    return adapted
+
+
+def _names_in_files(
+    what: str,
+    adapted: Any,
+    adapter_name: str,
+    outlines: Mapping[str, Tensor],
+    *,
+    embeddings: bool | Literal["auto"] = "auto",
+) -> dict[str, str]:
+    """Names in the model of what peft would write, by their names in the file.
 
     Raises:
         NotImplementedError: It would compute something.
     """
     from peft import get_peft_model_state_dict
 
-    name_of = {id(outline): name for name, outline in outlines.items()}
+    first = first_names(outlines)
     written = get_peft_model_state_dict(
-        adapted, state_dict=dict(outlines), adapter_name=adapter_name
+        adapted, dict(outlines), adapter_name, save_embedding_layers=embeddings
     )
-    computed = [key for key, tensor in written.items() if id(tensor) not in name_of]
+    computed = [key for key, tensor in written.items() if id(tensor) not in first]
     if computed:
-        raise _computed(adapted, adapter_name, repr(computed[0]))
-    return list(dict.fromkeys(name_of[id(tensor)] for tensor in written.values()))
+        raise _computed(what, adapted, adapter_name, repr(computed[0]))
+    return {key: first[id(tensor)] for key, tensor in written.items()}
 
 
-def _computed(adapted: Any, adapter_name: str, what: str) -> NotImplementedError:
+def _has_embeddings(adapted: Any) -> bool:
+    """Whether peft may have written embeddings beside the adapters; it does where they grew."""
+    return hasattr(adapted.get_base_model(), "get_input_embeddings")
+
+
+def _computed(doing: str, adapted: Any, adapter_name: str, what: str) -> NotImplementedError:
     kind = adapted.peft_config[adapter_name].peft_type
     return NotImplementedError(
-        f"save_adapters: expected an adapter whose files hold the tensors of its modules, got "
-        f"{what} of {kind!s}, which peft computes. Save after the fit, when the model is whole, "
-        "with its own save_pretrained."
+        f"{doing}: expected an adapter whose files hold the tensors of its modules, got {what} of "
+        f"{kind!s}, which peft computes. Save after the fit, when the model is whole, with its own "
+        "save_pretrained; load before sharding, with its own from_pretrained."
     )
+
+
+# -- configuration ---------------------------------------------------------------------------------
+
+# Which modules have adapters: may be said in several ways, so that names of tensors decide.
+_WHERE = {
+    "target_modules",
+    "exclude_modules",
+    "target_parameters",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+}
+# What a forward in evaluation does not depend on.
+_ELSE = {
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "runtime_config",
+    "megatron_core",
+    "lora_dropout",
+    "init_ia3_weights",
+    "eva_config",
+}
+# Initial values that leave the base as it is; others (PiSSA, LoftQ) subtract from it.
+_BESIDE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+def _compare(path: Path, config: Any) -> str:
+    """Compare a folder's configuration with that of an adapter.
+
+    Returns:
+        How they choose modules, where that differs: for an error about names.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: They differ.
+    """
+    from peft import PeftConfig
+
+    if not (path / _CONFIG).is_file():
+        raise FileNotFoundError(
+            f"{path}: expected a folder with {_FILE} and {_CONFIG}, got no {_CONFIG} there. Give "
+            "the folder that save_adapters or save_pretrained of peft wrote."
+        )
+    stored = PeftConfig.from_pretrained(str(path))
+    if stored.peft_type != config.peft_type:
+        others = [
+            f"peft_type: {stored.peft_type.value} in the files, {config.peft_type.value} here"
+        ]
+        where = []
+    else:
+        both = [_fields(each) for each in (stored, config)]
+        differing = [
+            (name, f"{name}: {value!r} in the files, {both[1][name]!r} here")
+            for name, value in both[0].items()
+            if value != both[1][name]
+        ]
+        where = [text for name, text in differing if name in _WHERE]
+        others = [text for name, text in differing if name not in _WHERE]
+    if others:
+        raise ValueError(
+            f"expected the adapters of the model, got others: {'; '.join(others)}. Build the model "
+            "with the configuration in the folder (PeftConfig.from_pretrained)."
+        )
+    return f", {'; '.join(where)}" if where else ""
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    """What of a configuration says which function an adapter computes, and where."""
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    if fields.get("init_lora_weights") in _BESIDE_BASE:
+        fields["init_lora_weights"] = True
+    return {
+        name: sorted(value) if isinstance(value, set) else value
+        for name, value in fields.items()
+        if name not in _ELSE
+    }
 
 
 # -- merged ----------------------------------------------------------------------------------------
@@ -148,26 +302,16 @@ def merged(root: nn.Module) -> Iterator[Merged]:
     """
     adapted = adapted_model_in(root)
     weights = weights_in(adapted, root)
-    with _as_plain(adapted, root, weights) as outlines:
-        name_of: dict[int, str] = {}
-        for name, outline in outlines.items():
-            name_of.setdefault(id(outline), name)
-        layers = _layers_over(adapted, name_of)
+    with as_plain(adapted, root, weights) as outlines:
+        layers = _layers_over(adapted, first_names(outlines))
         base = adapted.merge_and_unload()
         state = base.state_dict(keep_vars=True)
         found: dict[str, Weight] = {}
-        for key, outline in state.items():
-            if id(outline) not in name_of:
-                raise NotImplementedError(
-                    f"{type(adapted).__name__}: expected adapters that are merged into the weights "
-                    f"under them, got {key!r}, which peft makes anew. Merge after the fit, when "
-                    "the model is whole (merge_and_unload), and save that."
-                )
-            name = name_of[id(outline)]
+        for key, name in names_of(base, adapted, outlines).items():
             whole = weights[name].whole
             if name in layers:
                 whole = partial(_merge, adapted, root, weights, name, layers[name])
-            found[key] = Weight(weights[name].outline, id(outline), whole)
+            found[key] = Weight(weights[name].outline, id(state[key]), whole)
         yield Merged(base, found, _are_untied(base, state))
 
 
@@ -193,7 +337,7 @@ def _merge(
         return wholes[weights[name].identity]
     # Plain tensors, and sharded ones of a single rank, are the model's own, and peft adds in place.
     copies = {identity: whole.clone() for identity, whole in wholes.items()}
-    with _as_plain(adapted, root, weights, copies) as values, torch.no_grad():
+    with as_plain(adapted, root, weights, copies) as values, torch.no_grad():
         for layer in layers:
             adapted.get_submodule(layer).merge()
         return values[name].detach()
@@ -202,84 +346,3 @@ def _merge(
 def _are_untied(base: Any, state: Mapping[str, Tensor]) -> bool:
     tied = getattr(base, "all_tied_weights_keys", {})
     return any(a in state and b in state and state[a] is not state[b] for a, b in tied.items())
-
-
-# -- the model -------------------------------------------------------------------------------------
-
-
-def adapted_model_in(root: nn.Module) -> Any:
-    """The one model of peft that this is or that is inside.
-
-    Raises:
-        ValueError: None, or several.
-    """
-    peft = sys.modules.get("peft")  # who has such a model has imported it
-    found = [
-        (name, module)
-        for name, module in root.named_modules()
-        if peft is not None and isinstance(module, peft.PeftModel)
-    ]
-    if len(found) != 1:
-        raise ValueError(
-            f"{type(root).__name__}: expected one model of peft (get_peft_model) inside, got "
-            f"{[name for name, _ in found] or 'none'}. Give the PeftModel, or a module with one."
-        )
-    return found[0][1]
-
-
-@contextmanager
-def _as_plain(
-    adapted: nn.Module,
-    root: nn.Module,
-    weights: Mapping[str, Weight],
-    values: Mapping[int, Tensor] | None = None,
-) -> Iterator[dict[str, Tensor]]:
-    """Inside, the model is as before sharding. What is done to its modules is undone.
-
-    Args:
-        adapted: The model.
-        root: It, or the module that was sharded.
-        weights: Of the model.
-        values: By their identities, those that shall have values; all others are outlines.
-
-    Yields:
-        Its state dict: parameters without memory, or with those values, and its buffers.
-    """
-    engine = owner_of(root)
-    values = values or {}
-    with ExitStack() as undone:
-        if isinstance(engine, NativeEngine) and engine.parameters:
-            undone.enter_context(outlined(engine))
-        parameters: dict[int, nn.Parameter] = {}
-        for module in list(adapted.modules()):
-            undone.callback(_restore, module, type(module), dict(module.__dict__))
-            # Also what peft appends to: which adapters are merged.
-            containers = (dict, list, set)
-            module.__dict__.update(
-                {k: copy.copy(v) for k, v in module.__dict__.items() if isinstance(v, containers)}
-            )
-            # Sharding gives a module another class; files name the one that it was made of.
-            module.__class__ = own_class(module)
-        for name, parameter in list(adapted.named_parameters(remove_duplicate=False)):
-            known = weights[name]
-            if known.identity not in parameters:
-                value = values.get(known.identity)
-                if value is None:
-                    value = torch.empty(
-                        known.outline.shape, dtype=known.outline.dtype, device="meta"
-                    )
-                parameters[known.identity] = nn.Parameter(value, parameter.requires_grad)
-            owner, _, attribute = name.rpartition(".")
-            setattr(adapted.get_submodule(owner), attribute, parameters[known.identity])
-        yield adapted.state_dict(keep_vars=True)
-
-
-def own_class(module: nn.Module) -> type[Any]:
-    """The class that a module was made of."""
-    return next(c for c in type(module).__mro__ if not issubclass(c, ShardedModule | FSDPModule))
-
-
-def _restore(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
-    module.__class__ = cls
-    module.__dict__.clear()
-    module.__dict__.update(attributes)

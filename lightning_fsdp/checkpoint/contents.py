@@ -29,6 +29,9 @@ from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 
 FORMS = ("full", "sharded", "safetensors")
+LEFT_OUT = "parameters_left_out"
+"""Key of a checkpoint: by name, the shapes of the parameters that it does not hold."""
+
 NAMES = "optimizer_parameter_names"
 """Key of a full checkpoint: of each optimizer, the names of the parameters of each group."""
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fsdp.checkpoint import folder, torch_internals
-from lightning_fsdp.checkpoint.contents import FORMS, NAMES, Contents, open_checkpoint
+from lightning_fsdp.checkpoint.contents import FORMS, LEFT_OUT, NAMES, Contents, open_checkpoint
 from lightning_fsdp.checkpoint.files import write_for_torch
 from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF
@@ -70,7 +70,8 @@ def convert(
     Raises:
         OSError: There is nothing at ``source``, or something at ``target``.
         ValueError: ``source`` is no checkpoint, or a damaged one, or has that form already.
-        NotImplementedError: Weights of a model with adapters (peft), to safetensors.
+        NotImplementedError: To safetensors, weights of a model with adapters (peft), or without
+            its base (``checkpoint_base=False``).
     """
     source, target = Path(source), Path(target)
     max_bytes = bytes_of(max_shard_size)
@@ -215,6 +216,13 @@ def _write_safetensors(
     if not names:
         first = list(contents.state_dict)[:3]
         raise ValueError(f"prefix: expected the beginning of names as {first}, got {prefix!r}.")
+    left_out = next((n for n in contents.extra.get(LEFT_OUT, ()) if n.startswith(prefix)), None)
+    if left_out is not None:
+        raise NotImplementedError(
+            f"{left_out}: expected all weights of a model, got a checkpoint without this one, of a "
+            "run with checkpoint_base=False. Load it into the model over its base, and use "
+            "save_pretrained, or save_adapters."
+        )
     adapted = next((name for name in names if "base_layer" in name.split(".")), None)
     if adapted is not None:
         raise NotImplementedError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,39 +18,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint import transformers_internals as conventions
-from lightning_fsdp.checkpoint.adapters import merged, own_class
+from lightning_fsdp.checkpoint.adapted import (
+    adapted_model_over,
+    names_under,
+    own_class,
+    refuse_merged,
+    warn_of_what_peft_made,
+)
+from lightning_fsdp.checkpoint.adapters import merged
 from lightning_fsdp.checkpoint.files import naming
+from lightning_fsdp.checkpoint.matching import Differences, Names, read_matching, targets_in
 from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.safetensors_folder import (
-    Outline,
     SafetensorsFolder,
     SafetensorsWriter,
     bytes_of,
 )
-from lightning_fsdp.checkpoint.weights import Weight, refuse_values, tensors_in, weights_in
-from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks
-from lightning_fsdp.engines.base import owner_of
-from lightning_fsdp.engines.fsdp1 import FSDP1Engine
-
-_MAX_SHOWN = 5  # names of a kind in a message
-
-
-@dataclass(frozen=True)
-class Differences:
-    """What :func:`load_pretrained` left out, where it was not strict.
-
-    Attributes:
-        missing: Names of the module that keep the values they had.
-        unexpected: Names in the files that the module has no place for.
-    """
-
-    missing: list[str]
-    unexpected: list[str]
+from lightning_fsdp.checkpoint.weights import Weight, weights_in
 
 
 def save_pretrained(
@@ -131,10 +118,12 @@ def load_pretrained(
     """Take the weights of a folder that transformers wrote. Collective: every rank calls.
 
     A rank reads the elements that it keeps, from the file to where they belong. Nothing is written
-    before all names, shapes and dtypes were compared.
+    before all names, shapes and dtypes were compared. Of a model of peft, the weights under its
+    adapters are read, by the names that they have without; adapters stay as they are.
 
     Args:
-        module: As for :func:`save_pretrained`; parameters have memory (they are plain, or sharded).
+        module: As for :func:`save_pretrained`, or with a model of peft; parameters have memory
+            (they are plain, or sharded).
         directory: With ``model.safetensors``, or an index and the files that it names.
         strict: Every name of the module is in the folder and the other way round; but for those
             that ``from_pretrained`` does not mind.
@@ -145,31 +134,31 @@ def load_pretrained(
 
     Raises:
         OSError: The directory or a file is not there.
-        ValueError: A damaged file; or names, shapes or dtypes that differ. The module is unchanged.
+        ValueError: A damaged file; names, shapes or dtypes that differ; adapters that are merged
+            into the weights. The module is unchanged.
         NotImplementedError: Weights that are stored in another form than the module's.
     """
-    model = _model_in(module)
-    targets = _targets_in(model, module)
-    ranks = Ranks()
-    doing = f"load_pretrained {os.fspath(directory)!r}"
-    with ExitStack() as stack:
+    model, targets = _to_load(module)
+    is_pretrained = conventions.is_pretrained_model(model)
 
-        def compare() -> _Match:
-            folder = stack.enter_context(SafetensorsFolder(Path(directory)))
-            found = _match(model, targets, folder, cast=cast, strict=strict)
-            folders.append(folder)
-            return found
+    def names_of(keys: Collection[str]) -> Names:
+        if not is_pretrained:
+            return Names({key: key for key in keys})
+        in_module = conventions.names_in_module(model, keys, targets)
+        return Names(
+            in_module,
+            [name for name in targets if conventions.may_be_missing(model, name)],
+            [name for name in in_module.values() if conventions.may_be_left_over(model, name)],
+        )
 
-        def read() -> None:
-            with torch.no_grad():
-                for name, key in match.sources:
-                    for box, piece in _pieces_of(targets[name]):
-                        folders[0].read_into(key, box, piece)
-
-        folders: list[SafetensorsFolder] = []
-        match = ranks.on_each(doing, compare)[ranks.rank]
-        ranks.on_each(doing, read)
-    return match.differences
+    return read_matching(
+        f"load_pretrained {os.fspath(directory)!r}",
+        targets,
+        lambda: SafetensorsFolder(Path(directory)),
+        names_of,
+        strict=strict,
+        cast=cast,
+    )
 
 
 # -- the module ------------------------------------------------------------------------------------
@@ -192,17 +181,23 @@ def _model_in(module: nn.Module) -> nn.Module:
             f"{type(module).__name__}: expected one model of transformers inside, got "
             f"{list(outermost)}. Give one of them."
         )
-    model = next(iter(outermost.values()), module)
-    conventions.refuse_what_is_stored_otherwise(model, module)
-    return model
+    return next(iter(outermost.values()), module)
 
 
-def _targets_in(model: nn.Module, root: nn.Module) -> dict[str, Tensor]:
-    """What weights are read into: slices of what is sharded."""
-    engine = owner_of(root)
-    if isinstance(engine, FSDP1Engine) and engine.parameters:
-        return refuse_values(engine.state_dict_of_pieces(model))
-    return {name: tensor for name, (tensor, _) in tensors_in(model, root).items()}
+def _to_load(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model that is loaded, and by its own names what its weights are read into."""
+    model = _model_in(module)
+    adapted = adapted_model_over(model, module)
+    if adapted is None:
+        conventions.refuse_adapters(model, module)
+        conventions.refuse_quantized(model)
+        return model, targets_in(model, module)
+    base: nn.Module = adapted.get_base_model()
+    conventions.refuse_quantized(base)
+    refuse_merged(adapted)
+    targets, names = targets_in(adapted, module), names_under(adapted, module)
+    warn_of_what_peft_made(targets.keys() - set(names.values()))
+    return base, {own: targets[name] for own, name in names.items()}
 
 
 # -- saving ----------------------------------------------------------------------------------------
@@ -229,6 +224,8 @@ class _Plan:
 
 def _plan_of(root: nn.Module) -> _Plan:
     model = _model_in(root)
+    conventions.refuse_adapters(model, root)
+    conventions.refuse_quantized(model)
     weights = weights_in(model, root)
     return _Plan(model, weights, *_layout_of(model, weights))
 
@@ -236,6 +233,7 @@ def _plan_of(root: nn.Module) -> _Plan:
 def _plan_of_merged(root: nn.Module) -> _Plan:
     with merged(root) as found:
         base = _model_in(found.base)
+        conventions.refuse_quantized(base)
         layout = _layout_of(base, found.weights)
         return _Plan(base, found.weights, *layout, is_untied=found.is_untied)
 
@@ -282,124 +280,3 @@ def _write_configuration(plan: _Plan, tokenizer: Any, path: Path) -> None:
     if model.can_generate() and model.generation_config is not None:
         with naming("generation_config.json"):
             model.generation_config.save_pretrained(path)
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Match:
-    """What goes where.
-
-    Attributes:
-        sources: Names in the module, and in the files; each tensor of the module once.
-        differences: What was left out.
-    """
-
-    sources: list[tuple[str, str]]
-    differences: Differences
-
-
-def _match(
-    model: nn.Module,
-    targets: Mapping[str, Tensor],
-    folder: SafetensorsFolder,
-    *,
-    strict: bool,
-    cast: bool,
-) -> _Match:
-    """Compare names, shapes and dtypes.
-
-    Raises:
-        ValueError: They differ; all differences are named.
-    """
-    is_pretrained = conventions.is_pretrained_model(model)
-    name_of = {key: key for key in folder.outlines}
-    if is_pretrained:
-        name_of = conventions.names_in_module(model, list(folder.outlines), targets)
-    keys_of: dict[int, list[tuple[str, str]]] = {}  # per tensor of the module
-    for key, name in name_of.items():
-        if name in targets:
-            keys_of.setdefault(id(targets[name]), []).append((name, key))
-    missing = [
-        name
-        for name, tensor in targets.items()
-        if id(tensor) not in keys_of
-        and not (is_pretrained and conventions.may_be_missing(model, name))
-    ]
-    unexpected = [
-        key
-        for key, name in name_of.items()
-        if name not in targets and not (is_pretrained and conventions.may_be_left_over(model, name))
-    ]
-    problems: dict[str, list[str]] = {}
-    if strict:
-        problems |= {"missing in the files": missing, "without a place in the module": unexpected}
-    for found in keys_of.values():
-        for name, key in found:
-            target, outline = targets[name], folder.outlines[key]
-            if target.is_meta:
-                problems.setdefault("on the meta device in the module", []).append(name)
-            elif tuple(target.shape) != outline.shape:
-                shapes = f"{name}: {outline.shape} in the files, {tuple(target.shape)} here"
-                problems.setdefault("of another shape", []).append(shapes)
-            elif target.dtype != outline.dtype and not cast:
-                dtypes = f"{name}: {outline.dtype} in the files, {target.dtype} here"
-                problems.setdefault("of another dtype", []).append(dtypes)
-    _raise(problems)
-    for (_, first), *others in keys_of.values():
-        for name, key in others:
-            if not _are_equal(targets[name], folder, first, key):
-                problems.setdefault("one weight here, two with other values there", []).append(
-                    f"{first} and {key}"
-                )
-    _raise(problems)
-    return _Match([found[0] for found in keys_of.values()], Differences(missing, unexpected))
-
-
-def _raise(problems: Mapping[str, list[str]]) -> None:
-    parts = [
-        f"{what}: {', '.join(names[:_MAX_SHOWN])}"
-        + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
-        for what, names in problems.items()
-        if names
-    ]
-    if not parts:
-        return
-    cures = {
-        "missing": "strict=False leaves out what only one side has",
-        "without": "strict=False leaves out what only one side has",
-        "of another dtype": "cast=True converts",
-        "of another shape": "the folder belongs to a model with another config",
-        "on the meta": "load after sharding, which computes initial values",
-        "one weight": "build the model without the tie (tie_word_embeddings=False)",
-    }
-    found = [cure for start, cure in cures.items() if any(p.startswith(start) for p in parts)]
-    raise ValueError(
-        f"expected the weights of the module, got {'; '.join(parts)} "
-        f"({'; '.join(dict.fromkeys(found))})."
-    )
-
-
-def _are_equal(target: Tensor, folder: SafetensorsFolder, first: str, second: str) -> bool:
-    """Whether two stored tensors have the same values where this rank keeps them."""
-    for box, piece in _pieces_of(target):
-        one, other = torch.empty_like(piece), torch.empty_like(piece)
-        folder.read_into(first, box, one)
-        folder.read_into(second, box, other)
-        if not torch.equal(one, other):
-            return False
-    return True
-
-
-def _pieces_of(tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
-    """The parts of a tensor that this rank holds, each a view of the memory that holds it."""
-    if not isinstance(tensor, DTensor | FlatChunks):
-        yield Outline(tuple(tensor.shape), tensor.dtype).box, tensor.detach()
-        return
-    sharded: Any = tensor
-    for chunk in sharded.__create_chunk_list__():
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        if 0 not in box.sizes:
-            piece = sharded.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
-            yield box, piece.detach()

@@ -72,6 +72,7 @@ class SafetensorsFolder:
 
     Args:
         path: The folder.
+        single: The name of the file, if all fits into one.
 
     Attributes:
         outlines: Of the tensors in all files, by name, in the order of the files.
@@ -82,13 +83,13 @@ class SafetensorsFolder:
         ValueError: A file is damaged or holds what torch does not know; named.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, single: str = SINGLE) -> None:
         self.outlines: dict[str, Outline] = {}
         self.aliases: dict[str, str] = {}
         self._files: dict[str, Any] = {}
         self._stack = ExitStack()
         try:
-            for file in _files_in(path):
+            for file in _files_in(path, single):
                 self._open(file)
         except BaseException:
             self._stack.close()
@@ -288,24 +289,26 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and any(path.glob("*.safetensors*"))
 
 
-def _files_in(path: Path) -> Sequence[Path]:
+def _files_in(path: Path, single: str) -> Sequence[Path]:
     if not path.is_dir():
         what = "a file" if path.exists() else "nothing"
-        raise FileNotFoundError(f"{path}: expected a folder with {SINGLE}, got {what} there.")
-    if not (path / INDEX).exists():
-        if (path / SINGLE).exists():
-            return [path / SINGLE]
+        raise FileNotFoundError(f"{path}: expected a folder with {single}, got {what} there.")
+    index = path / f"{single}.index.json"
+    if not index.exists():
+        if (path / single).exists():
+            return [path / single]
         others = sorted(file.name for file in path.iterdir())
         raise FileNotFoundError(
-            f"{path}: expected {SINGLE} or {INDEX}, got {others}. A folder with pytorch_model.bin "
-            "has to be saved again by transformers, which writes safetensors."
+            f"{path}: expected {single} or {index.name}, got {others}. A folder with "
+            "adapter_model.bin or pytorch_model.bin has to be saved again by peft or transformers, "
+            "which write safetensors."
         )
     try:
-        weight_map: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
         files = [path / file for file in dict.fromkeys(weight_map.values())]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{path / INDEX}: expected an index with a weight_map, got a damaged one ({error!r}). "
+            f"{index}: expected an index with a weight_map, got a damaged one ({error!r}). "
             "Copy or download it again."
         ) from error
     missing = [file.name for file in files if not file.exists()]

@@ -21,15 +21,15 @@ def is_pretrained_model(module: nn.Module) -> bool:
     return library is not None and isinstance(module, library.PreTrainedModel)
 
 
-def refuse_what_is_stored_otherwise(model: Any, root: nn.Module) -> None:
-    """Refuse models whose files hold other tensors than their modules.
+def refuse_adapters(model: nn.Module, root: nn.Module) -> None:
+    """Refuse models whose weights have other names than in files.
 
     Args:
         model: What is saved or loaded.
         root: It, or a module that it is inside of.
 
     Raises:
-        NotImplementedError: Adapters, or quantized weights.
+        NotImplementedError: Adapters of peft.
     """
     adapter = next(filter(_is_of_peft, _inside_and_around(model, root)), None)
     if adapter is not None:
@@ -38,8 +38,17 @@ def refuse_what_is_stored_otherwise(model: Any, root: nn.Module) -> None:
             f"({type(adapter).__name__}): from_pretrained would not know their names, nor those "
             "that peft gave to the weights under them. save_adapters saves a PeftModel's, and "
             "save_pretrained(merge_adapters=True) the model with what they add to its weights; or "
-            "save a checkpoint of the Trainer."
+            "save a checkpoint of the Trainer. load_pretrained takes a PeftModel, or a module "
+            "around one."
         )
+
+
+def refuse_quantized(model: Any) -> None:
+    """Refuse models whose files hold other tensors than their modules.
+
+    Raises:
+        NotImplementedError: Quantized weights.
+    """
     if getattr(model, "hf_quantizer", None) is not None:
         raise NotImplementedError(
             f"{type(model).__name__}: expected plain weights, got quantized ones. Save a "

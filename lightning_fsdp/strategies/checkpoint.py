@@ -24,12 +24,11 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import mapped
 from lightning_fsdp.checkpoint import state as folder_state
-from lightning_fsdp.checkpoint.contents import NAMES
+from lightning_fsdp.checkpoint.contents import LEFT_OUT, NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
 from lightning_fsdp.strategies.frozen_base import (
-    LEFT_OUT,
     FrozenBase,
     check_left_out,
     check_names,

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-LEFT_OUT = "parameters_left_out"
-"""Key of a checkpoint: by name, the shapes of the parameters that it does not hold."""
+from lightning_fsdp.checkpoint.contents import LEFT_OUT
 
 _MAX_SHOWN = 5  # names in a message
 

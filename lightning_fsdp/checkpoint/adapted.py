@@ -1,0 +1,193 @@
+"""A model of peft, shown as it was before sharding.
+
+peft itself says which tensors there are and what they are called; it is shown outlines (tensors
+without memory) in the place of parameters, and values where it needs them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.checkpoint.weights import Weight, weights_in
+from lightning_fsdp.core.sharded_module import ShardedModule
+from lightning_fsdp.engines.base import owner_of
+from lightning_fsdp.engines.native import NativeEngine
+from lightning_fsdp.engines.native_state import outlined
+
+
+def adapted_model_in(root: nn.Module) -> Any:
+    """The one model of peft that this is or that is inside.
+
+    Raises:
+        ValueError: None, or several.
+    """
+    peft = sys.modules.get("peft")  # who has such a model has imported it
+    found = [
+        (name, module)
+        for name, module in root.named_modules()
+        if peft is not None and isinstance(module, peft.PeftModel)
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(root).__name__}: expected one model of peft (get_peft_model) inside, got "
+            f"{[name for name, _ in found] or 'none'}. Give the PeftModel, or a module with one."
+        )
+    return found[0][1]
+
+
+def adapted_model_over(model: nn.Module, root: nn.Module) -> Any:
+    """The model of peft that is this one, or is around it, and inside ``root``; or ``None``."""
+    peft = sys.modules.get("peft")
+    if peft is not None:
+        for module in root.modules():
+            if isinstance(module, peft.PeftModel) and model in (module, module.get_base_model()):
+                return module
+    return None
+
+
+def refuse_merged(adapted: nn.Module) -> None:
+    """See that weights under adapters are without them.
+
+    Raises:
+        ValueError: peft has merged them, and will subtract again what it added.
+    """
+    for name, module in adapted.named_modules():
+        if getattr(module, "merged_adapters", None):
+            raise ValueError(
+                f"{name!r}: expected adapters beside the weights under them, got merged ones, "
+                "which would be subtracted from other weights. Call unmerge_adapter() first."
+            )
+
+
+def names_under(adapted: Any, root: nn.Module) -> dict[str, str]:
+    """What the weights under adapters are called in the model and in its base alone.
+
+    Args:
+        adapted: The model.
+        root: It, or the module that was sharded.
+
+    Returns:
+        Names in the model, by those of the base.
+
+    Raises:
+        NotImplementedError: Of what peft would compute.
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    with as_plain(adapted, root, weights_in(adapted, root)) as outlines:
+        for name, module in list(adapted.named_modules()):
+            if isinstance(module, ModulesToSaveWrapper):  # unloaded, it would be the trained one
+                adapted.set_submodule(name, module.original_module)
+        is_around = adapted.active_peft_config.is_prompt_learning
+        base = adapted.get_base_model() if is_around else adapted.unload()
+        return names_of(base, adapted, outlines)
+
+
+def warn_of_what_peft_made(names: Collection[str]) -> None:
+    """Say which of these names of adapters hold what peft made of the weights under them.
+
+    Norms of DoRA, whole modules and rows of embeddings are copies: another base leaves them.
+    """
+    parts = (".lora_magnitude_vector.", ".modules_to_save.", ".trainable_tokens_delta.")
+    made = [name for name in sorted(names) if any(part in name for part in parts)]
+    if made and Ranks().rank == 0:
+        warnings.warn(
+            f"load_pretrained: {len(made)} tensors of the adapters, such as {made[0]!r}, stay what "
+            "peft made of the weights before. Call load_adapters too; to start anew, load the base "
+            "before get_peft_model.",
+            stacklevel=3,
+        )
+
+
+def names_of(base: nn.Module, adapted: nn.Module, outlines: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names in the adapted model, by those of its base, which peft has freed of adapters.
+
+    Raises:
+        NotImplementedError: peft has made a tensor anew.
+    """
+    first = first_names(outlines)
+    state = base.state_dict(keep_vars=True)
+    for key, outline in state.items():
+        if id(outline) not in first:
+            raise NotImplementedError(
+                f"{type(adapted).__name__}: expected adapters that leave the weights under them in "
+                f"their place, got {key!r}, which peft makes anew. Merge after the fit, when the "
+                "model is whole (merge_and_unload), and save that; load before sharding."
+            )
+    return {key: first[id(outline)] for key, outline in state.items()}
+
+
+def first_names(outlines: Mapping[str, Tensor]) -> dict[int, str]:
+    """The first name of each tensor, by its ``id``."""
+    names: dict[int, str] = {}
+    for name, outline in outlines.items():
+        names.setdefault(id(outline), name)
+    return names
+
+
+@contextmanager
+def as_plain(
+    adapted: nn.Module,
+    root: nn.Module,
+    weights: Mapping[str, Weight],
+    values: Mapping[int, Tensor] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Inside, the model is as before sharding. What is done to its modules is undone.
+
+    Args:
+        adapted: The model.
+        root: It, or the module that was sharded.
+        weights: Of the model.
+        values: By their identities, those that shall have values; all others are outlines.
+
+    Yields:
+        Its state dict: parameters without memory, or with those values, and its buffers.
+    """
+    engine = owner_of(root)
+    values = values or {}
+    with ExitStack() as undone:
+        if isinstance(engine, NativeEngine) and engine.parameters:
+            undone.enter_context(outlined(engine))
+        parameters: dict[int, nn.Parameter] = {}
+        for module in list(adapted.modules()):
+            undone.callback(_restore, module, type(module), dict(module.__dict__))
+            # Also what peft appends to: which adapters are merged.
+            containers = (dict, list, set)
+            module.__dict__.update(
+                {k: copy.copy(v) for k, v in module.__dict__.items() if isinstance(v, containers)}
+            )
+            # Sharding gives a module another class; files name the one that it was made of.
+            module.__class__ = own_class(module)
+        for name, parameter in list(adapted.named_parameters(remove_duplicate=False)):
+            known = weights[name]
+            if known.identity not in parameters:
+                value = values.get(known.identity)
+                if value is None:
+                    value = torch.empty(
+                        known.outline.shape, dtype=known.outline.dtype, device="meta"
+                    )
+                parameters[known.identity] = nn.Parameter(value, parameter.requires_grad)
+            owner, _, attribute = name.rpartition(".")
+            setattr(adapted.get_submodule(owner), attribute, parameters[known.identity])
+        yield adapted.state_dict(keep_vars=True)
+
+
+def own_class(module: nn.Module) -> type[Any]:
+    """The class that a module was made of."""
+    return next(c for c in type(module).__mro__ if not issubclass(c, ShardedModule | FSDPModule))
+
+
+def _restore(module: nn.Module, cls: type[nn.Module], attributes: dict[str, Any]) -> None:
+    module.__class__ = cls
+    module.__dict__.clear()
+    module.__dict__.update(attributes)
