@@ -182,12 +182,10 @@ CASES: dict[str, Callable[[], object]] = {
 # step meets both.
 TRANSPORTS_OF: dict[str, Sequence[str]] = {
     **dict.fromkeys(
-        (
-            *("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),
-            *("HSDP", "hosts"),
-        ),
+        (*("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),),
         ("late", "early", "mixed"),
     ),
+    "HSDP": ("late", "early"),
     # Each happens once.
     **{case: ("late", "early") for case in CASES if case.startswith("an exception: ")},
 }
