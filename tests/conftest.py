@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-seconds", action="store_true", help="write tests/seconds.json after all tests"
     )
-    parser.addoption("--programs", type=int, default=55, help="how many random programs to run")
+    parser.addoption("--programs", type=int, default=33, help="how many random programs to run")
     parser.addoption("--first-program", type=int, default=0, help="seed of the first")
     parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
     parser.addoption(
@@ -56,6 +56,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
+        if config.option.file_or_dir or config.option.keyword or config.getoption("--once"):
+            raise pytest.UsageError("--write-seconds: expected all tests. Leave out what selects")
         config.pluginmanager.register(selection.Record())
     if config.pluginmanager.hasplugin("hypothesispytest"):  # not on every machine with a GPU
         import hypothesis
@@ -76,13 +78,23 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("--device cuda: expected a CUDA device, found none")
 
 
+ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selection.mark_and_sort(items)
+    config.stash[ALL_ITEMS] = list(items)
     if config.getoption("--once"):
         kept = selection.each_value_once(items)
         ids = set(map(id, kept))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in ids])
         items[:] = [item for item in items if id(item) in ids]
+
+
+@pytest.fixture
+def all_items(pytestconfig: pytest.Config) -> list[pytest.Item]:
+    """What was collected, also what ``--once`` leaves out."""
+    return pytestconfig.stash[ALL_ITEMS]
 
 
 @pytest.fixture(autouse=True)

@@ -77,7 +77,7 @@ def _trained(strategy, precision, folder, callbacks):
 
 
 # Where each callback is tried alone as well.
-ALONE = {"32-true": ("scratch_fsdp_zero3", "fsdp1_zero2"), "16-mixed": ("scratch_fsdp_zero2",)}
+ALONE = {"32-true": ("scratch_fsdp_zero3",), "16-mixed": ("scratch_fsdp_zero2",)}
 
 
 def _observed(rank, world_size, strategy, precision, folder):

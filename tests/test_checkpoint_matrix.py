@@ -77,6 +77,7 @@ def _read(rank, world_size, root, kind):
             assert_equal(found, expected["later"], what)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_engine_continues_what_any_other_saved(saved, kind, world_size):

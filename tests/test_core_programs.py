@@ -24,7 +24,7 @@ from tests.support.programs.running import NotAProgram, run_program
 from tests.support.programs.shrinking import shrink
 from tests.support.ranks import PLAIN, RanksFailed, run_on_ranks
 
-PER_RUN = 5
+PER_RUN = 3
 WAYS = [
     *((2, "gloo"), (2, "mixed"), (3, "late"), (2, "early"), (1, "gloo")),
     *((2, "late"), (4, "gloo"), (2, PLAIN), (3, "gloo"), (2, "mixed"), (4, "mixed")),

@@ -188,10 +188,11 @@ TRANSPORTS_OF: dict[str, Sequence[str]] = {
     **dict.fromkeys(
         (
             *("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),
-            *("HSDP", "hosts", "functions as forwards"),
+            "functions as forwards",
         ),
         ("late", "early", "mixed"),
     ),
+    "HSDP": ("late", "early"),
     # Each happens once.
     **{case: ("late", "early") for case in CASES if case.startswith("an exception: ")},
 }

@@ -133,6 +133,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
 
 
+@pytest.mark.quick
 def test_the_first_example_of_the_readme_trains_where_no_checkout_is(
     python, recipes_extra, tmp_path
 ):
@@ -160,28 +161,45 @@ def test_the_version_is_that_of_the_metadata_and_of_a_checkout(python, tmp_path)
     assert plain.stdout.strip() == VERSION
 
 
-@pytest.mark.parametrize("command", ["bench", "bench optimizer", "compare", "convert", "plan"])
-def test_every_command_has_its_help_without_extras(python, command, tmp_path):
-    told = run(python, "-m", *f"lightning_fsdp.{command} --help".split(), cwd=tmp_path).stdout
-    assert told.startswith(f"usage: python -m lightning_fsdp.{command} ")
+# All of them, with torch imported once; after each its exit status.
+COMMANDS = """
+import os, runpy, sys
+import torch
+
+for command in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        module, *sys.argv[1:] = command.split()
+        runpy.run_module(f"lightning_fsdp.{module}", run_name="__main__", alter_sys=True)
+        sys.exit()
+    _, status = os.waitpid(pid, 0)
+    print(f"ended: {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+"""
 
 
-@pytest.mark.parametrize(
-    ("command", "extra", "missing"),
-    [
-        ("bench", "bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
-        ("bench optimizer", "bench", "matplotlib, psutil, pydantic, transformers"),
-        ("bench plot .", "bench", "matplotlib, pydantic, tensorboard"),
-        ("plan --model gpt2-nano --world 2", "recipes", "transformers"),
-    ],
-)
-def test_a_command_names_the_extra_that_is_missing(python, command, extra, missing, tmp_path):
+def test_every_command_has_its_help_without_extras(python, tmp_path):
+    commands = ["bench", "bench optimizer", "compare", "convert", "plan"]
+    asked = [f"{command} --help" for command in commands]
+    told = run(python, "-c", COMMANDS, *asked, cwd=tmp_path).stdout
+    for command in commands:
+        assert f"usage: python -m lightning_fsdp.{command} " in told
+
+
+MISSING = {
+    "bench": ("bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
+    "bench optimizer": ("bench", "matplotlib, psutil, pydantic, transformers"),
+    "bench plot .": ("bench", "matplotlib, pydantic, tensorboard"),
+    "plan --model gpt2-nano --world 2": ("recipes", "transformers"),
+}
+
+
+def test_a_command_names_the_extra_that_is_missing(python, tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
-    done = run(python, "-m", *f"lightning_fsdp.{command}".split(), cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: expected the extra {extra!r}, got no {missing}")
-    assert done.stderr.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'\n")
-    assert done.stderr.count("\n") == 1
+    lines = run(python, "-c", COMMANDS, *MISSING, cwd=tmp_path).stderr.splitlines()
+    assert lines[1::2] == ["ended: 1"] * len(MISSING), lines
+    for line, (extra, missing) in zip(lines[::2], MISSING.values(), strict=True):
+        assert line.startswith(f"error: expected the extra {extra!r}, got no {missing}")
+        assert line.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'")
 
 
 def test_the_benchmark_asks_for_a_checkout(python, tmp_path):

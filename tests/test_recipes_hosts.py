@@ -63,33 +63,27 @@ def _environment(**more: str) -> dict[str, str]:
     return own | {"PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"} | more
 
 
-def _finish(commands: list[list[str]], folders: list[Path], env: dict[str, str]) -> list[str]:
-    """Run commands at the same time, each in its folder; gives what they printed."""
-    jobs = []
+def _finish(command: list[str], folder: Path, env: dict[str, str]) -> str:
+    """Run a command to its end; gives what it printed."""
+    path = folder / "output.txt"
+    with path.open("w") as output:
+        job = subprocess.Popen(
+            command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
     try:
-        for command, folder in zip(commands, folders, strict=True):
-            folder.mkdir(exist_ok=True)
-            with (folder / "output.txt").open("w") as output:
-                jobs.append(
-                    subprocess.Popen(
-                        command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )  # fmt: skip
-        codes = [job.wait(TIME_LIMIT_S) for job in jobs]
+        code = job.wait(TIME_LIMIT_S)
     finally:
-        for job in jobs:
-            if job.poll() is None:
-                # torchrun ends its ranks, which have sessions of their own, when it is asked to.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(job.pid, signal.SIGTERM)
-                watchdog = threading.Timer(20.0, os.killpg, (job.pid, signal.SIGKILL))
-                watchdog.start()
-                job.wait()
-                watchdog.cancel()
-    printed = [(folder / "output.txt").read_text() for folder in folders]
-    assert not any(codes), "\n".join(printed)
-    return printed
+        if job.poll() is None:
+            # torchrun ends its ranks, which have sessions of their own, when it is asked to.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGTERM)
+            watchdog = threading.Timer(20.0, os.killpg, (job.pid, signal.SIGKILL))
+            watchdog.start()
+            job.wait()
+            watchdog.cancel()
+    assert code == 0, path.read_text()
+    return path.read_text()
 
 
 def _losses(folder: Path) -> dict[str, list[float]]:
@@ -126,7 +120,7 @@ def _free_port() -> int:
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_two_hosts_train_like_one_process_and_slurm_goes_on(tmp_path: Path) -> None:
-    """By hand what the script starts; then by the script, which finds the checkpoint of before."""
+    """Begun on one host; then the script starts two, which find the checkpoint of before."""
     write_folder(tmp_path / "corpus")
     expected = _of_one_process(tmp_path / "one", "qwen_zero3")
     config = str(REPOSITORY / "recipes" / "qwen_zero3.yaml")
@@ -137,14 +131,11 @@ def test_two_hosts_train_like_one_process_and_slurm_goes_on(tmp_path: Path) -> N
         '{"class_path": "recipes.sample.SampleText"}]'
     )
     options = _options(tmp_path, f"--trainer.callbacks={keep}")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{_free_port()}"]
-    command += ["-m", "recipes.train", "fit", f"--config={config}"]
-    command += ["--trainer.num_nodes=2", "--trainer.devices=1", "--ckpt_path=last", *options]
-    hosts = [tmp_path / "host0", tmp_path / "host1"]
-    text = "".join(_finish([command, command], hosts, _environment(OMP_NUM_THREADS="1")))
-    assert "MEMBER: 2/2" in text
-    assert "Sample of rank 1: 'import " in text
+    log = tmp_path / "begun.txt"
+    command = [sys.executable, "-m", "recipes.train", "fit", f"--config={config}"]
+    command += ["--trainer.devices", "2", *options]
+    failure = warm.run_command(command, log=log, timeout_s=TIME_LIMIT_S, cwd=tmp_path)
+    assert failure is None, log.read_text()
     found = _losses(tmp_path)
     assert len(found["train/loss"]) == 4
     for name, losses in expected.items():
@@ -155,8 +146,11 @@ def test_two_hosts_train_like_one_process_and_slurm_goes_on(tmp_path: Path) -> N
     (kept / "last.ckpt").unlink()
     (kept / "last.ckpt").symlink_to("step2.ckpt")
     env = _slurm(tmp_path / "bin")
-    (printed,) = _finish([["bash", str(SCRIPT), config, *options]], [tmp_path], env)
+    for host in ("host0", "host1"):
+        (tmp_path / host).mkdir()
+    printed = _finish(["bash", str(SCRIPT), config, *options], tmp_path, env)
     assert "MEMBER: 2/2" in printed
+    assert "Sample of rank 1: 'import " in printed
     assert _losses(tmp_path)["train/loss"] == pytest.approx(expected["train/loss"][2:], abs=2e-5)
 
 

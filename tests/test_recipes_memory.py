@@ -13,28 +13,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-# Of a large corpus: what a process takes for any, and less than a fifth of what it reads.
+# Less than two thirds of what it reads, where that is large.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("what", "megabytes", "most_megabytes"),
+    ("what", "has_own_tokenizer", "megabytes", "most_megabytes"),
     [
-        pytest.param(".txt", 250, 85, id="text, a token a line"),
-        pytest.param(".txt", 10, 200, id="text, with a tokenizer trained on it"),
-        pytest.param(".json", 250, 130, id="a list"),
-        pytest.param(".jsonl", 250, 120, id="lines"),
-        pytest.param(".csv", 250, 120, id="rows"),
-        pytest.param(".parquet", 250, 150, id="one group of rows"),
-        pytest.param("tokens", 1000, 130, id="a shuffled epoch of a gigabyte of tokens"),
+        pytest.param(".txt", True, 100, 60, id="text, a token a line"),
+        pytest.param(".txt", False, 5, 100, id="text, with a tokenizer trained on it"),
+        pytest.param(".json", False, 100, 60, id="a list"),
+        pytest.param(".jsonl", False, 100, 60, id="lines"),
+        pytest.param(".csv", False, 100, 60, id="rows"),
+        pytest.param(".parquet", True, 100, 60, id="one group of rows"),
+        pytest.param("tokens", False, 300, 45, id="a shuffled epoch of 300 megabytes of tokens"),
     ],
 )
-def test_a_process_grows_by_at_most_200_megabytes(
-    tmp_path: Path, what: str, megabytes: int, most_megabytes: int
+def test_a_process_grows_by_little_however_large_the_corpus(
+    tmp_path: Path, what: str, has_own_tokenizer: bool, megabytes: int, most_megabytes: int
 ) -> None:
     log, out = tmp_path / "printed", tmp_path / "found.json"
     num_bytes = round(megabytes * 1e6)
-    code = run_forked(corpus_memory.main, tmp_path, what, num_bytes, out, log=log, timeout_s=390)
+    arguments = (tmp_path, what, has_own_tokenizer, num_bytes, out)
+    code = run_forked(corpus_memory.main, *arguments, log=log, timeout_s=390)
     assert code == 0, log.read_text()
     found = json.loads(out.read_text())
     print(found)
-    assert found["tokens"] > 100_000
+    assert found["tokens"] > 10_000
     assert found["bytes"] < most_megabytes * 1e6

@@ -171,12 +171,15 @@ def is_predicted(step_s, predicted_s):
 MOST_TRIES = 12  # a busy machine makes a step longer, never shorter: sleeps have no upper bound
 
 
+def one_step_s(engine, network):
+    return later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)[1]
+
+
 def best_step_s(engine, network, predicted_s):
     """The shortest of some steps; no more of them than it takes to come near the prediction."""
     best_s = math.inf
     for _ in range(MOST_TRIES):
-        _, step_s = later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)
-        best_s = min(best_s, step_s)
+        best_s = min(best_s, one_step_s(engine, network))
         if best_s < 1.15 * predicted_s:
             break
     return best_s
@@ -186,7 +189,7 @@ def test_a_step_that_waits_at_once_takes_computation_and_all_transfers():
     predicted_s = 6 * 3 * COMPUTE_S + 6 * 3 * TRANSFER_S
     network, slower = (kind(world_size=4, **SLOW) for kind in (Network, TwiceTheBytes))
     assert is_predicted(best_step_s(fsdp2, network, predicted_s), predicted_s)
-    assert not is_predicted(best_step_s(fsdp2, slower, predicted_s), predicted_s)
+    assert one_step_s(fsdp2, slower) > 1.15 * predicted_s  # one is enough: it is never shorter
 
 
 def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
@@ -203,7 +206,7 @@ def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
         return work
 
     monkeypatch.setattr(SimulatedGroup, "_start", start_and_wait)
-    assert not is_predicted(best_step_s(scratch, network, predicted_s), predicted_s)
+    assert one_step_s(scratch, network) > 1.15 * predicted_s
 
 
 def test_exposed_time_is_what_the_program_waited_for():

@@ -212,8 +212,7 @@ def test_compiled_units_train_as_with_ddp(tmp_path, scenario, torchs):
 
 
 @needs_inductor
-def test_units_compiled_to_machine_code_train_as_with_ddp(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+def test_units_compiled_to_machine_code_train_as_with_ddp(tmp_path):
     sharded = ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3")
     assert_like_ddp(_to_machine_code, tmp_path, sharded=sharded, timeout_s=280)
 

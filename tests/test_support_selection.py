@@ -44,6 +44,7 @@ def known(monkeypatch, tmp_path):
     path = tmp_path / "seconds.json"
     seconds = {"test_b.py::test_slow": 9.0, "test_b.py::test_quick": 1.5}
     seconds |= {"test_c.py::test_long": 8.0, "test_c.py::test_longer": 9.0}
+    seconds |= {selection.OTHERS: 0.5, selection.START: 9.0, selection.AT_ONCE: 2.5}
     path.write_text(json.dumps(seconds))
     monkeypatch.setattr(selection, "SECONDS", path)
 
@@ -64,10 +65,32 @@ def test_of_a_file_in_which_all_is_slow_the_shortest_stays(known):
     assert selection.each_value_once(items) == [items[2]]
 
 
-def test_seconds_are_written_per_case_of_a_test(known):
+def test_what_is_marked_quick_stays_though_it_is_slow(known):
+    items = [_Item(f"tests/test_b.py::test_{name}") for name in ("quick", "slow")]
+    selection.mark_and_sort(items)
+    assert selection.each_value_once(items) == items[:1]
+    items[1].marks.append("quick")
+    assert selection.each_value_once(items) == items
+
+
+def test_minutes_are_those_of_the_cases_at_once(known):
+    names = ["b.py::test_slow[x]", "b.py::test_slow[y]", "b.py::test_quick", "a.py::test_new"]
+    items = [_Item(f"tests/test_{name}") for name in names]
+    assert selection.minutes_of(items) == pytest.approx((9 + (9 + 9 + 1.5 + 0.5) / 2.5) / 60)
+
+
+def test_the_tests_take_8_minutes_once_and_25_in_all(all_items):
+    """On two cores that do nothing else, by the last run that was written."""
+    assert selection.minutes_of(selection.each_value_once(all_items)) < 8
+    assert selection.minutes_of(all_items) < 25
+
+
+def test_seconds_are_written_per_case_of_a_test(known, monkeypatch):
+    monkeypatch.setattr(selection.time, "monotonic", iter([10.0, 11.5, 15.75]).__next__)
     record = selection.Record()
     for nodeid, seconds in (("test_x[a]", 1.0), ("test_x[a]", 2.0), ("test_x[b]", 5.0), ("t", 0.5)):
         report = SimpleNamespace(nodeid=f"tests/test_c.py::{nodeid}", duration=seconds)
         record.pytest_runtest_logreport(report)
     record.pytest_sessionfinish()
-    assert json.loads(selection.SECONDS.read_text()) == {"test_c.py::test_x": 4.0}
+    of_run = {selection.OTHERS: 0.5, selection.START: 1.5, selection.AT_ONCE: 2.0}
+    assert json.loads(selection.SECONDS.read_text()) == {**of_run, "test_c.py::test_x": 4.0}

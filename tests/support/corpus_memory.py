@@ -71,45 +71,60 @@ class Growth:
         return int(line.split()[1]) * 1024
 
 
-def main(folder: Path, what: str, num_bytes: int, out: Path) -> int:
-    """Write bytes and tokens to ``out``; ``what`` is the suffix of the corpus, or ``tokens``."""
-    if what == "tokens":
-        with (folder / "tokens.bin").open("wb") as file:
-            file.truncate(num_bytes)
-        growth = Growth()
-        tokens = TokenFile(
-            folder=folder,
-            num_documents=1,
-            num_empty=0,
-            num_skipped=0,
-            num_tokens=num_bytes // 2,
-            vocab_size=300,
-            end_of_text=0,
-            dtype="uint16",
-        )
-        packed = PackedSequences(tokens.read, 0, tokens.num_tokens, 8192)
-        loader = ResumableLoader(packed, batch_size=8)
-        num_tokens = sum(batch["input_ids"].numel() for batch in loader)
-    else:
-        (folder / "corpus").mkdir()
-        # By another process, whose memory is its own.
-        arguments = (folder / "corpus" / f"x{what}", num_bytes)
-        writer = multiprocessing.get_context("fork").Process(target=write_corpus, args=arguments)
-        writer.start()
-        writer.join()
-        own = None
-        if what in (".txt", ".parquet") and num_bytes > 100e6:
-            own = str(folder / "tokenizer.json")
-            write_line_tokenizer(Path(own))
-        growth = Growth()
-        data = TextData(
-            path=folder / "corpus",
-            tokenizer=own,
-            cache_dir=folder / "cache",
-            seq_len=256,
-            batch_size=16,
-        )
-        data.setup("fit")
-        num_tokens = sum(batch["input_ids"].numel() for batch in data.train_dataloader())
-    out.write_text(json.dumps({"bytes": growth.bytes(), "tokens": num_tokens}))
+def main(folder: Path, what: str, has_own_tokenizer: bool, num_bytes: int, out: Path) -> int:
+    """Write bytes and tokens to ``out``; ``what`` is the suffix of the corpus, or ``tokens``.
+
+    A tenth of it is read first, as what a process takes for any corpus is not this one's.
+    """
+    for part, size in (("tenth", num_bytes // 10), ("whole", num_bytes)):
+        (folder / part).mkdir()
+        if what == "tokens":
+            found = _read_tokens(folder / part, size)
+        else:
+            found = _prepare(folder / part, what, has_own_tokenizer, size)
+    out.write_text(json.dumps(found))
     return 0
+
+
+def _read_tokens(folder: Path, num_bytes: int) -> dict[str, int]:
+    with (folder / "tokens.bin").open("wb") as file:
+        file.truncate(num_bytes)
+    growth = Growth()
+    tokens = TokenFile(
+        folder=folder,
+        num_documents=1,
+        num_empty=0,
+        num_skipped=0,
+        num_tokens=num_bytes // 2,
+        vocab_size=300,
+        end_of_text=0,
+        dtype="uint16",
+    )
+    packed = PackedSequences(tokens.read, 0, tokens.num_tokens, 8192)
+    num_tokens = sum(batch["input_ids"].numel() for batch in ResumableLoader(packed, batch_size=8))
+    return {"bytes": growth.bytes(), "tokens": num_tokens}
+
+
+def _prepare(folder: Path, suffix: str, has_own_tokenizer: bool, num_bytes: int) -> dict[str, int]:
+    (folder / "corpus").mkdir()
+    # By another process, whose memory is its own.
+    arguments = (folder / "corpus" / f"x{suffix}", num_bytes)
+    writer = multiprocessing.get_context("fork").Process(target=write_corpus, args=arguments)
+    writer.start()
+    writer.join()
+    own = None
+    if has_own_tokenizer:
+        own = str(folder / "tokenizer.json")
+        write_line_tokenizer(Path(own))
+    growth = Growth()
+    data = TextData(
+        path=folder / "corpus",
+        tokenizer=own,
+        cache_dir=folder / "cache",
+        seq_len=256,
+        batch_size=16,
+        val_fraction=0.1,  # so that a tenth has some
+    )
+    data.setup("fit")
+    num_tokens = sum(batch["input_ids"].numel() for batch in data.train_dataloader())
+    return {"bytes": growth.bytes(), "tokens": num_tokens}
