@@ -125,8 +125,13 @@ def _go_on(rank, world_size, folder):
         found.append(weights_of(model))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], atol=0, rtol=0)
-    with pytest.raises(Exception, match=r"base_layer|lm_head|embed_tokens"):
-        load_sharded(Path(folder) / "sharded", Adapted("bf16", seed=3))
+    model, base = Adapted("bf16", seed=3), Adapted("bf16").state_dict()
+    with pytest.raises(RuntimeError, match=r"missing: \['model\.base_model\.\S+\.weight'"):
+        load_sharded(Path(folder) / "sharded", model)
+    load_sharded(Path(folder) / "sharded", model, strict=False)
+    saved = torch.load(Path(folder) / "full", weights_only=True)["state_dict"]
+    expected = {**base, **saved}
+    torch.testing.assert_close(dict(model.state_dict()), expected, atol=0, rtol=0)
 
 
 def test_checkpoints_without_a_base_are_converted_into_each_other_and_not_to_safetensors(tmp_path):
