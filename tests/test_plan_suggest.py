@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import GPT2Config
 
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
@@ -20,7 +21,7 @@ from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.plan.suggest import suggest, worth_trying
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
-from tests.support.planned import SEQ_LEN, folder_with
+from tests.support.planned import SEQ_LEN, SHAPES, folder_with
 from tests.test_simulate_groups import MOST_TRIES, is_predicted
 
 HOSTS = Network(
@@ -34,13 +35,20 @@ def folder(tmp_path):
     return folder_with("gpt2", tmp_path)
 
 
+@pytest.fixture
+def shallow(tmp_path):
+    """For what many settings are planned for."""
+    GPT2Config.from_dict(SHAPES["gpt2"].to_dict() | {"n_layer": 1}).save_pretrained(tmp_path)
+    return tmp_path
+
+
 def _suggested(folder, device_bytes, network=HOSTS, run=RUN):
     config = config_of(str(folder))
     return suggest(config, run, network=network, flops_per_s=1e11, device_bytes=device_bytes)
 
 
-def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(folder):
-    found = _suggested(folder, 40_000_000).fitting
+def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(shallow):
+    found = _suggested(shallow, 40_000_000).fitting
     runs = [each.plan.run for each in found]
     assert {(r.zero_stage, r.shard_size, r.state_over) for r in runs if r.units is None} == {
         (stage, *size)
@@ -52,7 +60,9 @@ def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(folder):
     assert times == sorted(times)
     for each in found:
         run = each.plan.run
-        assert dry_run(config_of(str(folder)), run).peak_bytes == each.plan.peak_bytes <= 40_000_000
+        assert (
+            dry_run(config_of(str(shallow)), run).peak_bytes == each.plan.peak_bytes <= 40_000_000
+        )
         assert run.batch_size * run.grad_accum == 8
         assert each.tokens_per_s == pytest.approx(8 * SEQ_LEN / each.timing.step_s)
         assert each.share == pytest.approx(each.timing.compute_s / each.timing.step_s)
@@ -139,9 +149,9 @@ def test_other_units_are_tried_of_what_is_worth_trying_and_where_nothing_fits(mo
     assert (found.fitting, found.nearest.plan.peak_bytes) == ([], 106)
 
 
-def test_links_that_are_as_fast_between_hosts_leave_stage_2_first(folder):
+def test_links_that_are_as_fast_between_hosts_leave_stage_2_first(shallow):
     fast = replace(HOSTS, host_bandwidth_gb_s=None, latency_us=0.0)
-    first, *_ = _suggested(folder, 10**9, network=fast).fitting
+    first, *_ = _suggested(shallow, 10**9, network=fast).fitting
     assert first.plan.run.zero_stage == 2
 
 
@@ -231,8 +241,8 @@ def test_the_command_prints_the_best_first_and_what_it_assumes(folder, tmp_path,
     assert all(f"* {line}" in printed for line in document["assumptions"])
 
 
-def test_where_nothing_fits_the_command_says_how_much_is_missing(folder, capsys):
-    assert main(_words(folder, **{"--device-memory": "1MB"})) == 1
+def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys):
+    assert main(_words(shallow, **{"--device-memory": "1MB"})) == 1
     printed = capsys.readouterr().out
     assert re.search(
         r"Nothing fits. The nearest setting takes ([\d.]+) MB, ([\d.]+) MB more", printed
