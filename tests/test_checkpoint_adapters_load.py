@@ -278,3 +278,25 @@ def _from_meta(rank, world_size, shard, folder):
 def test_a_base_on_the_meta_device_gets_its_values_after_sharding(tmp_path):
     _saved(tmp_path, "tied")
     each_on_ranks(_from_meta, 2, [_core_zero3, _zero2], str(tmp_path))
+
+
+def _fresh(rank, world_size, shard):
+    for kind in ("linear", "embedding"):
+        targets = {"linear": ("q_proj", "down_proj"), "embedding": ("embed_tokens",)}[kind]
+        with torch.device("meta"):
+            model = peft.get_peft_model(qwen2(), lora(*targets))
+        model = shard(model)
+        values = wholes(model)
+        factors = {name: value for name, value in values.items() if "lora_" in name}
+        zero = {name for name, value in factors.items() if not value.any()}
+        made = peft.get_peft_model(qwen2(), lora(*targets)).state_dict()
+        assert zero == {n for n in factors if not made[n].any()}
+        for name in factors.keys() - zero:  # as widely spread as where peft makes them
+            torch.testing.assert_close(factors[name].std(), made[name].std(), rtol=0.3, atol=0)
+        adapted = logits_of(model)
+        with model.disable_adapter():
+            assert torch.equal(logits_of(model), adapted)
+
+
+def test_fresh_adapters_over_a_meta_base_change_nothing_at_first():
+    each_on_ranks(_fresh, 2, [_core_zero3, _zero2])

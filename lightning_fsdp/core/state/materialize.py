@@ -7,7 +7,8 @@ do not depend on the number of ranks. Per unit, on the host:
     1. its parameters and the buffers beside them are put in place, filled with a mark
     2. initialisers run, children first: ``reset_parameters()`` of its modules and of those that
        enclose them; then ``_init_weights(module)`` of the nearest enclosing model that has one
-       (transformers' models do, and call it after their constructor in this order, too)
+       (transformers' models do, and call it after their constructor in this order, too); then
+       what peft's layers have for LoRA, whose product is to be zero
     3. where the mark is still found nothing was computed: an error that names it, never noise
     4. each parameter is handed over whole, and freed
 
@@ -22,6 +23,7 @@ What a constructor does to its tensors outside of these methods cannot be repeat
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,6 +249,11 @@ class _Stage:
                     "initial values come from its model's _init_weights. Call shard_model on the "
                     "whole model, or build it on a real device."
                 )
+        for module in cast:
+            reset: Any = getattr(module, "reset_lora_parameters", None)
+            adapters: Any = () if reset is None else module.r
+            for adapter in adapters:
+                self._call(module, "reset_lora_parameters", functools.partial(reset, adapter, True))
 
     def _call(self, module: nn.Module, name: str, initialiser: Any, *arguments: nn.Module) -> None:
         try:
