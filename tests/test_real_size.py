@@ -70,3 +70,4 @@ def test_the_record_holds_what_a_plan_says_of_a_process():
             expected = planned[run["arm"]] + rank["started_bytes"]
             assert expected < rank["trained_peak_bytes"] < 1.1 * expected
             assert rank["initialised_peak_bytes"] < 1.1 * (rank["started_bytes"] + initial)
+            assert rank["tensors_peak_bytes"] == pytest.approx(planned[run["arm"]], rel=0.005)
