@@ -50,7 +50,7 @@ def format_table(rows: Sequence[Row]) -> str:
             UNKNOWN if row.collectives is None else listed(row.collectives)
         ),
         "MB per step": lambda row: number(row.payload_bytes, ".1f", unit=1e6),
-        "by": lambda row: row.comm or UNKNOWN,
+        "by": lambda row: row.comm or (listed({}) if row.collectives == {} else UNKNOWN),
     }
     return table_of(rows, columns, has_failed=lambda row: not has_run(row), num_names=2)
 
