@@ -4,31 +4,28 @@
     python -m benchmarks.core_step --batch-size 1 --seq-len 32 --arms scratch_zero3 fsdp2_zero3
 
 Two gloo ranks with one thread each train the same GPT-2 (6 layers, width 512, V=8192) on the same
-random tokens. All arms live in the same processes and take turns, a round of one step each, so that
-a slow moment of the machine falls on all of them. Reported per arm: median and quartiles over the
-rounds, and the median of the per-round ratios to FSDP2 of the same stage.
+random tokens. Each arm has processes of its own, as a training program has, and they take turns, a
+round of one step each, so that a slow moment of the machine falls on all of them. Reported per arm:
+median and quartiles over the rounds, and the median of the per-round ratios to FSDP2 of the same
+stage.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.command import BenchmarkParser, write_record
+from benchmarks.turns import take_turns
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.plan.models import block_classes
@@ -101,42 +98,34 @@ ARMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def measure(
-    rank: int, world_size: int, rendezvous: str, args: argparse.Namespace, out: str
-) -> None:
-    """Run all arms of all cases on one rank; rank 0 writes seconds per step and losses."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-    )
-    models = {name: ARMS[name]() for name in args.arms}
-    optimizers = {
-        name: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        for name, model in models.items()
-    }
-    # Python's collector would otherwise walk every module ever imported, now and then, in the
-    # middle of whichever arm allocates the object that is one too many.
-    gc.collect()
-    gc.freeze()
+def prepare(arm: str, rank: int) -> Callable[[tuple[int, int]], tuple[float, float]]:
+    """One arm on one rank: what it does at a turn, given sequences and tokens of each."""
+    model = ARMS[arm]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    generator = torch.Generator().manual_seed(rank)  # the same tokens in every arm
+
+    def take_turn(shape: tuple[int, int]) -> tuple[float, float]:
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        start = time.perf_counter()
+        loss = train_one_step(model, optimizer, tokens)
+        return time.perf_counter() - start, loss
+
+    return take_turn
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All arms in all cases; of rank 0 seconds per step and losses."""
+    turns = [case for case in args.cases for _ in range(args.warmup + args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = take_turns(prepare, args.arms, args.ranks, turns, folder)
     results = []
-    for batch, seq in args.cases:
-        generator = torch.Generator().manual_seed(rank)
-        seconds: dict[str, list[float]] = {name: [] for name in args.arms}
-        losses: dict[str, list[float]] = {name: [] for name in args.arms}
-        for round_index in range(args.warmup + args.rounds):
-            tokens = torch.randint(VOCABULARY, (batch, seq), generator=generator)
-            for name, model in models.items():
-                dist.barrier()
-                start = time.perf_counter()
-                loss = train_one_step(model, optimizers[name], tokens)
-                if round_index >= args.warmup:
-                    seconds[name].append(time.perf_counter() - start)
-                    losses[name].append(loss)
+    for number, (batch, seq) in enumerate(args.cases):
+        stop = (number + 1) * (args.warmup + args.rounds)
+        timed = {arm: steps[stop - args.rounds : stop] for arm, steps in found.items()}
+        seconds = {arm: [step[0] for step in steps] for arm, steps in timed.items()}
+        losses = {arm: [step[1] for step in steps] for arm, steps in timed.items()}
         results.append({"batch": batch, "seq": seq, "seconds": seconds, "losses": losses})
-    if rank == 0:
-        Path(out).write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+    return results
 
 
 def train_one_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> float:
@@ -185,10 +174,7 @@ def main() -> None:
     if (args.batch_size is None) != (args.seq_len is None):
         parser.error("--batch-size and --seq-len: expected both or neither. Give the other one.")
     args.cases = ((args.batch_size, args.seq_len),) if args.batch_size else CASES
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "seconds.json"
-        mp.spawn(measure, (args.ranks, f"{folder}/rendezvous", args, str(out)), nprocs=args.ranks)
-        results = json.loads(out.read_text())
+    results = measure(args)
     rows = summarize(results)
     show(rows)
     document = {"rows": rows, "world_size": args.ranks, "rounds": results}

@@ -26,25 +26,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 import itertools
-import json
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import CASES, SHARD, VOCABULARY, build_model, train_one_step
+from benchmarks.turns import take_turns
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.harness.command_line import at_least
@@ -97,54 +93,42 @@ ARMS: dict[str, Callable[[], Trained]] = {
 }
 
 
-def measure(rank: int, num_ranks: int, folder: str, args: argparse.Namespace, threads: int) -> None:
-    """Run all arms of all cases on one rank; rank 0 writes what a step took."""
-    torch.set_num_threads(threads)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks
-    )
-    trained = {name: ARMS[name]() for name in args.arms}
-    gc.collect()  # or it would walk all that was imported in the middle of some arm's step
-    gc.freeze()
+def prepare(arm: str, rank: int) -> Callable[[tuple[int, int]], dict[str, float]]:
+    """One arm on one rank: what it does at a turn, given sequences and tokens of each."""
+    model, optimizer = ARMS[arm]()
+    generator = torch.Generator().manual_seed(rank)  # the same tokens in every arm
+
+    def take_turn(shape: tuple[int, int]) -> dict[str, float]:
+        tokens = torch.randint(VOCABULARY, shape, generator=generator)
+        start = time.perf_counter(), time.process_time()
+        loss = train_one_step(model, optimizer, tokens)
+        wall_s, processor_s = time.perf_counter() - start[0], time.process_time() - start[1]
+        return {"wall_s": wall_s, "processor_s": processor_s, "loss": loss}
+
+    return take_turn
+
+
+def measure(
+    num_ranks: int, threads: int, variables: Mapping[str, str], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """All arms in all cases; of rank 0 what each step took, and the last losses."""
+    shapes = [tuple(map(int, case.split("x"))) for case in args.cases]
+    turns = [shape for shape in shapes for _ in range(args.warmup + args.rounds)]
+    with tempfile.TemporaryDirectory() as folder:
+        found = take_turns(
+            prepare, args.arms, num_ranks, turns, folder, threads=threads, variables=variables
+        )
     results = []
-    for batch, seq in (map(int, case.split("x")) for case in args.cases):
-        generator = torch.Generator().manual_seed(rank)
-        wall: dict[str, list[float]] = {name: [] for name in args.arms}
-        processor: dict[str, list[float]] = {name: [] for name in args.arms}
-        losses: dict[str, float] = {}
-        for number in range(args.warmup + args.rounds):
-            tokens = torch.randint(VOCABULARY, (batch, seq), generator=generator)
-            for name, (model, optimizer) in trained.items():
-                dist.barrier()
-                start = time.perf_counter(), time.process_time()
-                losses[name] = train_one_step(model, optimizer, tokens)
-                if number >= args.warmup:
-                    wall[name].append(time.perf_counter() - start[0])
-                    processor[name].append(time.process_time() - start[1])
-        results.append({
-            "batch": batch, "seq": seq, "wall_s": wall, "processor_s": processor, "losses": losses,
-        })  # fmt: skip
-    if rank == 0:
-        (Path(folder) / "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def launch(num_ranks: int, threads: int, variables: dict[str, str], args: Any) -> list[Any]:
-    """All arms in new processes, which the C library's variables must be set for at their start."""
-    with tempfile.TemporaryDirectory() as folder, _environment(variables, threads):
-        mp.spawn(measure, (num_ranks, folder, args, threads), nprocs=num_ranks)
-        found: list[Any] = json.loads((Path(folder) / "results.json").read_text())
-        return found
-
-
-@contextmanager
-def _environment(variables: dict[str, str], threads: int) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables, OMP_NUM_THREADS=str(threads))
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    for number, (batch, seq) in enumerate(shapes):
+        stop = (number + 1) * (args.warmup + args.rounds)
+        timed = {arm: steps[stop - args.rounds : stop] for arm, steps in found.items()}
+        taken = {
+            what: {arm: [step[what] for step in steps] for arm, steps in timed.items()}
+            for what in ("wall_s", "processor_s")
+        }
+        losses = {arm: steps[-1]["loss"] for arm, steps in timed.items()}
+        results.append({"batch": batch, "seq": seq, **taken, "losses": losses})
+    return results
 
 
 def summarize(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +176,7 @@ def main() -> None:
     launches = []
     for ranks, threads, huge in itertools.product(args.ranks, args.threads, args.huge_pages):
         setting = {"ranks": ranks, "threads": threads, "huge_pages": huge == "yes"}
-        cases = launch(ranks, threads, HUGE_PAGES if huge == "yes" else {}, args)
+        cases = measure(ranks, threads, HUGE_PAGES if huge == "yes" else {}, args)
         new = [{**setting, **row} for row in summarize(cases)]
         print(table(new), flush=True)
         rows += new
