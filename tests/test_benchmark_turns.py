@@ -19,6 +19,7 @@ def _note_turns(arm, rank):
         begin = time.monotonic()  # of the machine, so that processes can be compared
         everybody = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, os.getpid())
+        time.sleep(0.1)  # in which another arm's turn would begin
         return {"number": number, "pids": everybody, "begin": begin, "end": time.monotonic()}
 
     return take_turn
