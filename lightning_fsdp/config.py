@@ -38,12 +38,28 @@ class ShardingPlan:
     reshard_after_backward: bool
 
     def __post_init__(self) -> None:
+        check_reshard_after_forward(self.reshard_after_forward)
         if self.reshard_after_forward and not self.reshard_after_backward:
             raise ValueError(
                 "ShardingPlan: expected reshard_after_backward=True with "
                 "reshard_after_forward=True, got False: a copy gathered for the backward would "
                 "outlive it. Set both, or neither."
             )
+
+
+def check_reshard_after_forward(value: object) -> None:
+    """Refuse torch's number of ranks, which would be taken for ``True``.
+
+    Raises:
+        NotImplementedError: It is neither a bool nor ``None``.
+    """
+    if not isinstance(value, bool | None):
+        raise NotImplementedError(
+            f"reshard_after_forward: expected True, False or None, got {value!r}. For a second "
+            "copy of the weights in each host (ZeRO++'s hpZ), pass state_over='all' and a mesh of "
+            "2 dimensions (replicate, shard): a rank keeps 1/shard of the weights, which all "
+            "gathers read."
+        )
 
 
 ZERO2 = ShardingPlan(reshard_after_forward=False, reshard_after_backward=False)

@@ -8,8 +8,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_fsdp import MixedPrecisionPolicy, load_sharded, save_sharded, shard_model
+from lightning_fsdp import (
+    ZERO2,
+    ZERO3,
+    MixedPrecisionPolicy,
+    load_sharded,
+    save_sharded,
+    shard_model,
+)
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
@@ -51,6 +59,38 @@ def test_a_run_may_be_moved_again_and_into_optimizers_that_have_state(tmp_path, 
     steps = {float(values["step"]) for values in expected["optimizers"][0]["state"].values()}
     assert steps == {2 * NUM_STEPS}
     run_on_ranks(_read, 3, kind, tmp_path / "second", expected)
+
+
+# -- into a module in use --------------------------------------------------------------------------
+
+
+def _few():
+    """Two units of fewer elements than a shard has, so that some ranks have none of them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+
+
+def _load_in_use(rank, world_size, path, plan, options):
+    if options:
+        options = {"mesh": init_device_mesh("cpu", (2, 2)), **options}
+    model, x = shard_model(_few(), plan, units=["Linear"], **options), torch.ones(1, 2)
+    numels = [parameter.to_local().numel() for parameter in model.parameters()]
+    save_sharded(path, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not model(x).any()  # with a graph: ZeRO-2 keeps the zeros
+    load_sharded(path, model)
+    torch.testing.assert_close(model(x), _few()(x), atol=0, rtol=0)
+    return numels
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"), [(ZERO2, {}), (ZERO3, {"state_over": "all"})], ids=["kept whole", "hosts"]
+)
+def test_a_module_in_use_gathers_what_was_read_on_all_ranks(tmp_path, plan, options):
+    numels = run_on_ranks(_load_in_use, 4, tmp_path / "saved", plan, options)
+    assert sorted(numels) == [[0, 0]] * 3 + [[4, 4]]
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ def _backward(model, micro_batch, rank, *, averages=None):
     task.loss(model, task.make_batch(0, micro_batch, rank)).backward()
 
 
-def _waiting(rank, world_size):
-    model = shard_model(mlp(), mesh=mesh_of((2, 2)))
+def _waiting(rank, world_size, state_over):
+    model = shard_model(mlp(), mesh=mesh_of((2, 2)), state_over=state_over)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     access, name = gradients(model), "first.weight"
     _backward(model, 0, rank, averages=False)
@@ -185,17 +185,18 @@ def _waiting(rank, world_size):
     return messages, states, dict(access.full())
 
 
-def test_what_waits_for_the_mean_is_refused_by_name_and_lost_nowhere():
-    for messages, states, found in run_on_ranks(_waiting, 4):
+@pytest.mark.parametrize("state_over", ["replica", "all"])
+def test_what_waits_for_the_mean_is_refused_by_name_and_lost_nowhere(state_over):
+    for messages, states, found in run_on_ranks(_waiting, 4, state_over):
         for words, message in messages:
             assert words in message
         assert states == [{"replica"}, {"local"}]
         _assert_close(found, 0, 1, 2)
 
 
-def _ended_otherwise(rank, world_size):
+def _ended_otherwise(rank, world_size, state_over):
     """Steps that do not end as they began, each with what it leaves."""
-    model = shard_model(mlp(), units=["Linear"], mesh=mesh_of((2, 2)))
+    model = shard_model(mlp(), units=["Linear"], mesh=mesh_of((2, 2)), state_over=state_over)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     access, found = gradients(model), {}
 
@@ -231,8 +232,9 @@ def _raise(*_):
     raise RuntimeError("stop")
 
 
-def test_what_waits_can_be_dropped_and_need_not_be_entered_again():
-    for found in run_on_ranks(_ended_otherwise, 4):
+@pytest.mark.parametrize("state_over", ["replica", "all"])
+def test_what_waits_can_be_dropped_and_need_not_be_entered_again(state_over):
+    for found in run_on_ranks(_ended_otherwise, 4, state_over):
         _assert_close(found["dropped, set_to_none=True"], 1)
         _assert_close(found["dropped, set_to_none=False"], 1)
         _assert_close(found["the last micro-batch enters one unit"], 0)

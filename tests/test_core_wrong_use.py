@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_fsdp import (
+    ShardingPlan,
     fully_shard,
     shard_model,
     share_comm_ctx,
@@ -73,9 +74,7 @@ def test_wrong_arguments_are_named(what, types, words):
 
 def _unsupported(rank, world_size, name):
     model = mlp()
-    if name == "reshard_after_forward":
-        fully_shard(model, reshard_after_forward=2)
-    elif name == "shard_placement_fn":
+    if name == "shard_placement_fn":
         fully_shard(model, shard_placement_fn=lambda parameter: None)
     elif name == "mesh":
         names = ("pipe", "replicate", "shard")
@@ -83,11 +82,28 @@ def _unsupported(rank, world_size, name):
         fully_shard(model, mesh=shape)
 
 
-@pytest.mark.parametrize("name", ["reshard_after_forward", "shard_placement_fn", "mesh"])
+@pytest.mark.parametrize("name", ["shard_placement_fn", "mesh"])
 def test_arguments_of_fsdp2_that_do_not_exist_here_are_refused_by_name(name):
     assert_errors(
         errors_on_ranks(_unsupported, 2, name), "NotImplementedError ValueError TypeError", name
     )
+
+
+def _a_number_of_ranks(rank, world_size, what):
+    """What torch takes for the size of a smaller group, and Python for ``True``."""
+    model = mlp()
+    if what == "argument":
+        fully_shard(model, reshard_after_forward=2)
+    elif what == "plan":
+        shard_model(model, ShardingPlan(reshard_after_forward=1, reshard_after_backward=True))
+    elif what == "method":
+        fully_shard(model).set_reshard_after_forward(2)
+
+
+@pytest.mark.parametrize("what", ["argument", "plan", "method"])
+def test_a_group_to_reshard_to_is_refused_with_what_keeps_a_copy_in_a_host(what):
+    words = ["reshard_after_forward: expected True, False or None", "state_over='all'"]
+    assert_errors(errors_on_ranks(_a_number_of_ranks, 2, what), "NotImplementedError", *words)
 
 
 def _names_of_fsdp2(rank, world_size):

@@ -116,6 +116,10 @@ NAMES = (
         (["--confg=1"], "--confg: expected one of config, .*model, .* got 'confg'"),
         (["--trainer.accelerator=nope"], "--trainer: .* Available names are: .*cpu"),
         (["--trainer.profiler=nope"], "--trainer: .*'simple', 'advanced'"),
+        (
+            ["--trainer.strategy=lightning_fsdp.FSDP2Strategy", "--trainer.strategy.shard_size=3"],
+            "--trainer: shard_size: expected a divisor of the 2 ranks of the run, got 3",
+        ),
     ],
 )
 def test_a_name_that_does_not_exist_is_one_line_with_the_choices(

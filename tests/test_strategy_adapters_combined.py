@@ -49,8 +49,10 @@ CHECKPOINTS = {
 
 
 def _fit(model, case, folder, ckpt_path=None, **options):
-    strategy, kind, _, shard_size = case
+    strategy, kind, _, shard_size, *state_over = case
     saved = {**CHECKPOINTS[kind], "checkpoint_base": False, "shard_size": shard_size}
+    if state_over:
+        saved["state_over"] = state_over[0]
     options = {"max_epochs": 2, "max_steps": -1, **options}
     trainer = make_trainer(with_options(strategy, **saved), folder, **options)
     trainer.fit(model, adapted_loader(4 * dist.get_world_size()), ckpt_path=ckpt_path)
@@ -106,6 +108,7 @@ def test_merged_in_a_run_whose_checkpoints_hold_no_base(tmp_path):
 def test_and_with_replicas(tmp_path):
     cases = [(name, "async", "AdamW", 2) for name in ENGINES]
     cases += [("scratch_fsdp_zero2", "full", "Muon", 2)]
+    cases += [("scratch_fsdp_zero3", "async", "Muon", 2, "all")]
     each_on_trainer_ranks(_same, 4, cases, str(tmp_path), timeout_s=280)
 
 

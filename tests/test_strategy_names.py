@@ -161,11 +161,10 @@ def test_every_option_can_be_given_in_a_configuration_file(tmp_path, monkeypatch
     assert by_size.engine.units == 100
     for size in (2, "host"):
         with_replicas = f"--trainer.strategy.init_args.shard_size={size}"
-        strategy = _configured(["--config", str(config), with_replicas])
+        strategy = _configured(["--config", str(config), "--trainer.devices=2", with_replicas])
         assert strategy._grid_choice == GridChoice(shard_size=size)
-    by_mesh = _configured(
-        ["--config", str(config), "--trainer.strategy.init_args.device_mesh=[2,4]"]
-    )
+    sizes = ["--trainer.devices=8", "--trainer.strategy.init_args.device_mesh=[2,4]"]
+    by_mesh = _configured(["--config", str(config), *sizes])
     assert by_mesh._grid_choice.sizes == (2, 4)
     named = _configured(["--config", str(config), "--trainer.strategy=scratch_fsdp_zero2"])
     assert type(named) is ScratchFSDPStrategy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
-from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from tests.support.trainer import SHARDED, make_trainer
 
@@ -33,6 +33,34 @@ STRATEGY = SHARDED[0]
 def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error, message):
     with pytest.raises(error, match=message):
         ScratchFSDPStrategy(**options)
+
+
+@pytest.mark.parametrize("cls", [ScratchFSDPStrategy, FSDP2Strategy, FSDP1Strategy])
+@pytest.mark.parametrize("value", [8, True, False])
+def test_how_torch_says_when_weights_are_freed_is_refused_with_what_says_it_here(cls, value):
+    cures = r"zero_stage=3 .*zero_stage=2 .*shard_size='host', state_over='all'\)"
+    words = rf"reshard_after_forward: .*got {value}\..*{cures}"
+    with pytest.raises(NotImplementedError, match=words):
+        cls(reshard_after_forward=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard_size": 4}, "shard_size: expected a divisor of the 6 ranks of the run, got 4"),
+        (
+            {"device_mesh": (2, 4)},
+            r"device_mesh: .*product is the 6 ranks .*, got \(2, 4\)",
+        ),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused_before_a_process_is_started(
+    tmp_path, options, message
+):
+    strategy = ScratchFSDPStrategy(**options)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(strategy, tmp_path, devices=3, num_nodes=2)
+    make_trainer(ScratchFSDPStrategy(shard_size="host"), tmp_path, devices=3, num_nodes=2)
 
 
 @pytest.mark.parametrize(

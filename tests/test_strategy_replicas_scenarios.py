@@ -1,8 +1,12 @@
-"""What other tests train under flat strategies, with two replicas on two ranks each."""
+"""What other tests train under flat strategies, with two replicas on two ranks each.
+
+And with optimizer state over all four, under the core.
+"""
 
 import pytest
 
 from tests.support.trainer import (
+    SHARDED,
     WithReplicas,
     assert_like_ddp,
     fit,
@@ -13,7 +17,7 @@ from tests.support.trainer import (
 from tests.test_strategy_batches import _evaluate_stream
 from tests.test_strategy_fp16 import _accumulating, _plain
 from tests.test_strategy_manual_optimization import _ByHand, _forgets_half
-from tests.test_strategy_unit_calls import _compiled
+from tests.test_strategy_unit_calls import _compiled, _recomputed_offloaded
 from tests.test_strategy_whole_tensors import _muon
 
 
@@ -23,20 +27,31 @@ def _by_hand(strategy, folder, rank):
     return {"weights": weights_of(model), "losses": model.losses}
 
 
-@pytest.mark.parametrize(
-    ("scenario", "atol"),
-    [
-        (_plain, 5e-3),  # fp16 with a scaler, whose scales are equal
-        (_accumulating, 5e-3),
-        (_muon, 1e-3),  # beside AdamW, by hand
-        (_by_hand, 1e-6),
-        (_forgets_half, 1e-6),
-        (_evaluate_stream, 1e-6),  # uneven numbers of batches
-        (_compiled, 1e-6),
-    ],
-)
-def test_with_replicas_it_is_that_of_ddp(tmp_path, scenario, atol):
+SCENARIOS = [
+    (_plain, 5e-3),  # fp16 with a scaler, whose scales are equal
+    (_accumulating, 5e-3),
+    (_muon, 1e-3),  # beside AdamW, by hand
+    (_by_hand, 1e-6),
+    (_forgets_half, 1e-6),
+    (_evaluate_stream, 1e-6),  # uneven numbers of batches
+    (_compiled, 1e-6),
+    (_recomputed_offloaded, 1e-6),
+]
+# Under each engine; and with state over all ranks, under the two stages of the core.
+CHOICES = {"replicas": ("replica", None), "state over all": ("all", SHARDED[:2])}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize(("scenario", "atol"), SCENARIOS)
+def test_with_replicas_it_is_that_of_ddp(tmp_path, scenario, atol, choice):
     rtol = 5e-3 if atol == 5e-3 else 1e-4
+    state_over, sharded = CHOICES[choice]
     assert_like_ddp(
-        WithReplicas(scenario), tmp_path, world_size=4, atol=atol, rtol=rtol, timeout_s=240.0
+        WithReplicas(scenario, state_over),
+        tmp_path,
+        sharded=sharded,
+        world_size=4,
+        atol=atol,
+        rtol=rtol,
+        timeout_s=240.0,
     )

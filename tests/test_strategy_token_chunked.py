@@ -30,14 +30,14 @@ class _Chunked(Tokens):
         return {"loss": loss, "num_tokens": (labels != -100).sum()}
 
 
-def _compare(rank, world_size, folder, names, accumulation, options):
-    expected, losses = reference(world_size, accumulation, batch_size=BATCH_SIZE)
+def _compare(rank, world_size, folder, names, accumulation, options, batch_size=BATCH_SIZE):
+    expected, losses = reference(world_size, accumulation, batch_size=batch_size)
     for name in names:
         _, model = fit(
             with_options(name, **options),
             folder,
             seeded(_Chunked),
-            loader(BATCH_SIZE),
+            loader(batch_size),
             accumulate_grad_batches=accumulation,
             use_distributed_sampler=False,
         )
@@ -57,3 +57,17 @@ def test_windows_of_two_and_a_shorter_last_one(tmp_path, options):
 def test_three_ranks(tmp_path):
     names = ("scratch_fsdp_zero3", "fsdp2_zero2")
     on_trainer_ranks(_compare, 3, tmp_path, names, 2, {}, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (("scratch_fsdp_zero2", "scratch_fsdp_zero3"), {"state_over": "all"}),
+        (("scratch_fsdp_zero3", "fsdp2_zero3"), {}),
+    ],
+    ids=["state over all", "replicas"],
+)
+def test_two_hosts_whose_shards_add_up(tmp_path, names, options):
+    options = {"shard_size": 2, "accumulation": "sum", **options}
+    assert len(LENGTHS) // 4 // 2 == 3  # the second step gathers what the first wrote
+    on_trainer_ranks(_compare, 4, tmp_path, names, 2, options, 2, timeout_s=120)

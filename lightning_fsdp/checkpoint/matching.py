@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_fsdp.checkpoint.ranks import Ranks
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder
 from lightning_fsdp.checkpoint.weights import refuse_values, tensors_in
-from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks
+from lightning_fsdp.core.tensors.flat_chunks import Box, FlatChunks, note_writing
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 
@@ -120,6 +120,7 @@ def read_matching(
                 for name, key in match.sources:
                     for box, piece in _pieces_of(targets[name]):
                         folders[0].read_into(key, box, piece)
+            note_writing(targets.values())
 
         folders: list[SafetensorsFolder] = []
         match = ranks.on_each(doing, compare)[ranks.rank]

@@ -35,7 +35,7 @@ from lightning_fsdp.checkpoint.torch_internals import EXTRA_STATE
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.state.flat_piece import FlatPiece
-from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in
 
 TENSORS_OF = "tensors_of"
@@ -262,6 +262,7 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
         while any(by_key.values()):  # once, unless a tied tensor goes into several
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
             opened.read(batch, partial=True)
+    note_writing(targets.values())
     return others
 
 

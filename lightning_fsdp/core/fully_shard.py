@@ -86,7 +86,7 @@ def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | None = None,
     shard_placement_fn: None = None,
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
@@ -139,11 +139,6 @@ def fully_shard(
             raise NotImplementedError(
                 f"fully_shard: expected None for shard_placement_fn, got {shard_placement_fn!r}. "
                 "Parameters are cut as one flat region, whatever their dimensions; leave it out."
-            )
-        if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-            raise NotImplementedError(
-                f"fully_shard: reshard_after_forward={reshard_after_forward} (to a smaller group) "
-                "is not offered. Use True, False or None."
             )
         return replace(ZERO3, reshard_after_forward=reshard_after_forward)
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
+from lightning_fsdp.config import check_reshard_after_forward
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -159,7 +160,11 @@ class ShardedModule(nn.Module):
         Args:
             reshard_after_forward: ``False`` keeps it.
             recurse: Also for the units of inner modules.
+
+        Raises:
+            NotImplementedError: It is a number of ranks.
         """
+        check_reshard_after_forward(reshard_after_forward)
         for unit in self._units(recurse):
             unit.reshard_after_forward = reshard_after_forward
 

@@ -148,7 +148,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
                 f"shard_size, device_mesh: expected the same on every rank, got {every[0][0]} on "
                 f"rank 0 and {theirs} on rank {rank}. Give all ranks the same options."
             )
-    rows = _rows(choice, [host for _, host in every])
+    rows = rows_of(choice, [host for _, host in every])
     if len(rows) == 1:
         return RankGrid()
     if _is_mesh(choice.device_mesh):
@@ -168,8 +168,16 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
     return RankGrid(mesh, choice.state_over)
 
 
-def _rows(choice: GridChoice, hosts: Sequence[int]) -> list[list[int]]:
-    """The ranks of each replica."""
+def rows_of(choice: GridChoice, hosts: Sequence[int]) -> list[list[int]]:
+    """The ranks of each replica.
+
+    Args:
+        choice: What a user chose.
+        hosts: Of each rank, the number of its host.
+
+    Raises:
+        ValueError: What was chosen does not divide them.
+    """
     world_size, size = len(hosts), choice.shard_size
     if _is_mesh(choice.device_mesh):
         rows: list[list[int]] = choice.device_mesh.mesh.tolist()

@@ -124,6 +124,7 @@ def refuse_unsupported_options(
     on_nonfinite: object,
     weigh_by: object,
     timeout: object,
+    reshard_after_forward: object,
 ) -> None:
     """Refuse constructor options that do not work yet.
 
@@ -173,6 +174,13 @@ def refuse_unsupported_options(
         raise TypeError(
             "weigh_by: expected the key of training_step's dictionary or of the batch that holds "
             f"the number of tokens, got {weigh_by!r}."
+        )
+    if reshard_after_forward is not None:
+        raise NotImplementedError(
+            f"reshard_after_forward: expected it left out, got {reshard_after_forward!r}. Say "
+            "zero_stage=3 for True and zero_stage=2 for False. For a second copy of the weights in "
+            "each host (ZeRO++'s hpZ), use ScratchFSDPStrategy(shard_size='host', "
+            "state_over='all'): a rank keeps its part of them, which all gathers read."
         )
     if not isinstance(timeout, timedelta | None):
         raise TypeError(

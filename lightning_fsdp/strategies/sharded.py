@@ -52,7 +52,7 @@ from lightning_fsdp.checkpoint import background
 from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
-from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
+from lightning_fsdp.engines.rank_grid import GridChoice, open_grid, rows_of
 from lightning_fsdp.strategies import (
     lightning_internals,
     random_states,
@@ -121,6 +121,8 @@ class ShardedStrategy(ProcessStrategy):
             if it is there.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Time limit of the process group.
+        reshard_after_forward: ``None``: ``zero_stage`` says it. What torch's ``fully_shard`` takes
+            is refused, by what to say instead.
 
     Raises:
         NotImplementedError: An option that does not work yet.
@@ -162,6 +164,7 @@ class ShardedStrategy(ProcessStrategy):
         weigh_by: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        reshard_after_forward: bool | int | None = None,
     ) -> None:
         refuse_unsupported_options(
             checkpoint=checkpoint,
@@ -174,6 +177,7 @@ class ShardedStrategy(ProcessStrategy):
             on_nonfinite=on_nonfinite,
             weigh_by=weigh_by,
             timeout=timeout,
+            reshard_after_forward=reshard_after_forward,
         )
         self._grid_choice = GridChoice(shard_size, device_mesh, state_over)
         if state_over == "all" and not self.engine_class.offers_state_over_all:
@@ -301,6 +305,13 @@ class ShardedStrategy(ProcessStrategy):
             self._precision.scaler = self.engine.agreeing(self._precision.scaler)
         # Where the Trainer looks for a plugin that the user gave to the strategy.
         self._precision_plugin = None if plugin is None else self._precision
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The Trainer has said how many processes there will be; none is started for a mistake.
+        hosts = [host for host in range(self.num_nodes) for _ in range(self.num_processes)]
+        rows_of(self._grid_choice, hosts)
+        super()._configure_launcher()
 
     # -- fit, validate, test, predict: before the first batch --------------------------------------
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fsdp
+from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.engines.rank_grid import GridChoice, RankGrid, open_grid
 from lightning_fsdp.strategies import sharded as sharded_module
 from lightning_fsdp.strategies.registry import NAMES
@@ -87,6 +88,7 @@ class WithReplicas:
     """A scenario whose sharded strategies hold two replicas, each on half of the ranks."""
 
     scenario: Scenario
+    state_over: StateOver = "replica"
 
     @property
     def not_under(self) -> tuple[str, ...]:
@@ -99,7 +101,8 @@ class WithReplicas:
             nonlocal num_opened
             num_opened += 1
             assert choice == GridChoice(), "the scenario chooses by itself"
-            return open_grid(GridChoice(dist.get_world_size() // 2), **where)
+            half = dist.get_world_size() // 2
+            return open_grid(GridChoice(half, state_over=self.state_over), **where)
 
         with mock.patch.object(sharded_module, "open_grid", open_half):
             found = self.scenario(strategy, folder, rank)

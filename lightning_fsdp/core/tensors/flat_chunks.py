@@ -14,7 +14,7 @@ Names in the checkpoint are whole tensors, so whoever reads may cut them in any 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,15 @@ class FlatChunks:
         if math.prod(piece.shape) == 0:  # nobody holds an element, but it is to be there
             yield Box((0,) * len(piece.shape), piece.shape)
         yield from boxes(piece.shape, piece.start, piece.stop)
+
+
+def note_writing(tensors: Iterable[Tensor]) -> None:
+    """Say that tensors were written to, box by box: also on a rank that has no box of them.
+
+    All ranks then gather anew, or none.
+    """
+    local = [tensor.to_local() for tensor in tensors if isinstance(tensor, FlatChunks)]
+    torch.autograd.graph.increment_version(local)
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
