@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision
 
-from lightning_fsdp import ScratchFSDPStrategy
+from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from tests.support.trainer import SHARDED, make_trainer
 
@@ -33,6 +33,26 @@ STRATEGY = SHARDED[0]
 def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error, message):
     with pytest.raises(error, match=message):
         ScratchFSDPStrategy(**options)
+
+
+@pytest.mark.parametrize("strategy", [ScratchFSDPStrategy, FSDP1Strategy, FSDP2Strategy])
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, r"='FULL_SHARD'. Use zero_stage=3 for FULL_SHARD, "),
+        ({"reshard_after_forward": True}, "=True. Use zero_stage=3 for True, zero_stage=2 for F"),
+        ({"mixed_precision": "bf16"}, r"='bf16'. Use Trainer\(precision='bf16-mixed'\)\."),
+        ({"auto_wrap_policy": {int}}, r"=.* Use units, such as units=\['Block'\]\."),
+        ({"limit_all_gathers": True}, "=True. Leave it out."),
+    ],
+)
+def test_an_option_of_another_strategy_is_refused_with_what_takes_its_place(
+    strategy, options, cure
+):
+    (name,) = options
+    expected = f"^{strategy.__name__}: expected an option of its own, got {name}{cure}"
+    with pytest.raises(TypeError, match=expected):
+        strategy(**options)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,34 @@ def _weights_by_hand(what: str) -> NotImplementedError:
     )
 
 
+# Of Lightning's FSDPStrategy and torch's engines -> what takes its place here.
+_ELSEWHERE = {
+    "sharding_strategy": (
+        "zero_stage=3 for FULL_SHARD, zero_stage=2 for SHARD_GRAD_OP, shard_size for HYBRID_SHARD"
+    ),
+    "reshard_after_forward": "zero_stage=3 for True, zero_stage=2 for False",
+    "mixed_precision": "Trainer(precision='bf16-mixed')",
+    "mp_policy": "Trainer(precision='bf16-mixed')",
+    "auto_wrap_policy": "units, such as units=['Block']",
+    "activation_checkpointing_policy": "activation_checkpointing",
+    "offload_policy": "cpu_offload=True",
+    "state_dict_type": "checkpoint='full' or checkpoint='sharded'",
+    "save_distributed_checkpoint": "checkpoint='sharded'",
+    "data_parallel_size": "device_mesh=(replicas, shards)",
+}
+
+
+def refuse_other_options(strategy: str, others: Mapping[str, object]) -> None:
+    """Refuse constructor options that there are not.
+
+    Raises:
+        TypeError: There is one.
+    """
+    for name, value in others.items():
+        cure = f"Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else "Leave it out."
+        raise TypeError(f"{strategy}: expected an option of its own, got {name}={value!r}. {cure}")
+
+
 def refuse_unsupported_options(
     *,
     checkpoint: str,
