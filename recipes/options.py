@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
@@ -53,6 +54,8 @@ class OptionParser(LightningArgumentParser):
         """End the process with exit code 2."""
         if not self.exit_on_error:  # the parser of a class, inside of the command's
             super().error(message, ex)
+        if (broken := _broken_config(self.args)) is not None:
+            message = broken
         given = [parser for name, parser in self.subcommands.items() if name in self.args]
         known = chain.from_iterable(parser.get_defaults().keys() for parser in given or [self])
         self.exit(2, f"error: {in_one_line(message, list(known))}\n")
@@ -104,6 +107,24 @@ def in_one_line(message: str, known: Iterable[str] = ()) -> str:
         return f"{option}: expected {simple[1]}, got {simple[2]!r}. Correct it."
     unknown = _unknown_option(option, message, known) or _unknown_class(option, message)
     return unknown or " ".join(message.split())
+
+
+def _broken_config(args: Sequence[str]) -> str | None:
+    """What to say of the first file after ``--config`` that holds no options."""
+    for option, following in pairwise([*args, ""]):
+        name, _, value = option.partition("=")
+        path = Path(value or following)
+        if name not in ("--config", "-c") or not path.is_file():
+            continue
+        try:
+            found = yaml.safe_load(path.read_text())
+        except yaml.MarkedYAMLError as error:
+            line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
+            return f"{path}{line}: expected YAML, got: {error.problem}. Correct it."
+        if not isinstance(found, dict):
+            shown = " ".join(str(found).split())
+            return f"{path}: expected options, such as `trainer:`, got {shown!r}. Correct it."
+    return None
 
 
 def _unknown_option(option: str, message: str, known: Iterable[str]) -> str | None:

@@ -24,7 +24,7 @@ from recipes.packing import TokenFile
 class SampleText(L.Callback):
     """Shows at the end of training how the model goes on from a prompt: a text from each rank.
 
-    Printed, and logged to TensorBoard. The random states of the run are left alone.
+    Printed, and logged to TensorBoard as ``train/sample``. The run's random states are left alone.
 
     Args:
         prompt: The beginning of a document; may be empty.
@@ -90,7 +90,7 @@ class SampleText(L.Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 shown = "\n\n".join(f"    {text}".replace("\n", "\n    ") for text in self.texts)
-                logger.experiment.add_text("sample", shown, trainer.global_step)
+                logger.experiment.add_text("train/sample", shown, trainer.global_step)
 
     @torch.no_grad()
     def _write(self, trainer: L.Trainer, module: CausalLM, tokens: TokenFile) -> Tensor:

@@ -67,23 +67,26 @@ def test_a_killed_peer_is_noticed_at_once_and_named(world_size):
     assert ends == ["done", "died", *["done"] * (world_size - 2)]
 
 
-def killed_with_a_child(rank, world_size):
+def killed_with_a_child(rank, world_size, folder):
     """The child has copies of all descriptors, and so keeps the lines open."""
     group = dist.new_group(timeout=timedelta(seconds=120))
     gather_on(group).wait()
     if rank == 1:
-        if os.fork() == 0:
+        if (child := os.fork()) == 0:
             time.sleep(AT_ONCE_S + 5)
             os._exit(0)
+        (folder / "child").write_text(str(child))
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="expected rank 1 to take part"):
         gather_on(group).wait()
     assert time.monotonic() - start < AT_ONCE_S
+    # It lived on until now; and the parent of the ranks sees that rank 1 has ended once it is gone.
+    os.kill(int((folder / "child").read_text()), signal.SIGKILL)
 
 
-def test_a_killed_peer_is_noticed_though_its_child_lives_on():
-    assert ends_on_ranks(killed_with_a_child, 2) == ["done", "died"]
+def test_a_killed_peer_is_noticed_though_its_child_lives_on(tmp_path):
+    assert ends_on_ranks(killed_with_a_child, 2, tmp_path) == ["done", "died"]
 
 
 def stopped_for_too_long(rank, world_size):

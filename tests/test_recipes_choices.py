@@ -167,6 +167,35 @@ def test_a_name_in_a_config_that_does_not_exist_is_one_line_with_the_choices(
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "trainer:\n  max_steps: 1\nmodel: a: b\n",
+            r", line 3: expected YAML, got: mapping values",
+        ),
+        ("trainer:\n  max_steps: 1\n devices: 2\n", r", line 3: expected YAML, got: expected "),
+        ("trainer:\n\tmax_steps: 1\n", r", line 2: expected YAML, got: found character "),
+        ("- 1\n", r": expected options, such as `trainer:`, got '\[1\]'"),
+    ],
+)
+@pytest.mark.parametrize("option", [["--config=wrong.yaml"], ["--config", "wrong.yaml"]])
+def test_a_config_that_is_broken_is_one_line_with_the_place(
+    text: str,
+    message: str,
+    option: list[str],
+    command_line: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "wrong.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        command_line(["fit", *option])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"error: wrong.yaml{message}.* Correct it.\n", said), said
+
+
+@pytest.mark.parametrize(
     "cls", [GPT2, Qwen, QwenLora, TextData, SampleText, SaveAdapters, ScratchFSDPStrategy]
 )
 def test_the_help_of_an_option_is_a_phrase_that_stands_alone(cls: type) -> None:

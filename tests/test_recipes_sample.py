@@ -213,7 +213,7 @@ def test_a_model_with_few_positions_writes_less_and_random_states_stay(tmp_path:
     (text,) = writing.texts
     assert writing.num_drawn == 19, "one position is taken by what precedes a document"
     events = EventAccumulator(str(tmp_path / "log")).Reload()
-    (logged,) = events.Tensors("sample/text_summary")
+    (logged,) = events.Tensors("train/sample/text_summary")
     assert logged.step == 3
     assert text.splitlines()[0].strip() in logged.tensor_proto.string_val[0].decode()
 

@@ -35,15 +35,6 @@ def test_an_option_that_does_not_work_is_refused_when_it_is_given(options, error
         ScratchFSDPStrategy(**options)
 
 
-@pytest.mark.parametrize("cls", [ScratchFSDPStrategy, FSDP2Strategy, FSDP1Strategy])
-@pytest.mark.parametrize("value", [8, True, False])
-def test_how_torch_says_when_weights_are_freed_is_refused_with_what_says_it_here(cls, value):
-    cures = r"zero_stage=3 .*zero_stage=2 .*shard_size='host', state_over='all'\)"
-    words = rf"reshard_after_forward: .*got {value}\..*{cures}"
-    with pytest.raises(NotImplementedError, match=words):
-        cls(reshard_after_forward=value)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -61,6 +52,27 @@ def test_replicas_that_do_not_fit_are_refused_before_a_process_is_started(
     with pytest.raises(ValueError, match=message):
         make_trainer(strategy, tmp_path, devices=3, num_nodes=2)
     make_trainer(ScratchFSDPStrategy(shard_size="host"), tmp_path, devices=3, num_nodes=2)
+
+
+@pytest.mark.parametrize("strategy", [ScratchFSDPStrategy, FSDP1Strategy, FSDP2Strategy])
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, r"='FULL_SHARD'. Use zero_stage=3 for FULL_SHARD, "),
+        ({"reshard_after_forward": True}, "=True. Use zero_stage=3 for True, zero_stage=2 for F"),
+        ({"reshard_after_forward": 8}, "=8. Use .*shard_size='host', state_over='all' for a numb"),
+        ({"mixed_precision": "bf16"}, r"='bf16'. Use Trainer\(precision='bf16-mixed'\)\."),
+        ({"auto_wrap_policy": {int}}, r"=.* Use units, such as units=\['Block'\]\."),
+        ({"limit_all_gathers": True}, "=True. Leave it out."),
+    ],
+)
+def test_an_option_of_another_strategy_is_refused_with_what_takes_its_place(
+    strategy, options, cure
+):
+    (name,) = options
+    expected = f"^{strategy.__name__}: expected an option of its own, got {name}{cure}"
+    with pytest.raises(TypeError, match=expected):
+        strategy(**options)
 
 
 @pytest.mark.parametrize(

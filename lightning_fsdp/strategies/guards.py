@@ -112,6 +112,37 @@ def _weights_by_hand(what: str) -> NotImplementedError:
     )
 
 
+# Of Lightning's FSDPStrategy and torch's engines -> what takes its place here.
+_ELSEWHERE = {
+    "sharding_strategy": (
+        "zero_stage=3 for FULL_SHARD, zero_stage=2 for SHARD_GRAD_OP, shard_size for HYBRID_SHARD"
+    ),
+    "reshard_after_forward": (
+        "zero_stage=3 for True, zero_stage=2 for False, shard_size='host', state_over='all' for a "
+        "number (ZeRO++'s hpZ)"
+    ),
+    "mixed_precision": "Trainer(precision='bf16-mixed')",
+    "mp_policy": "Trainer(precision='bf16-mixed')",
+    "auto_wrap_policy": "units, such as units=['Block']",
+    "activation_checkpointing_policy": "activation_checkpointing",
+    "offload_policy": "cpu_offload=True",
+    "state_dict_type": "checkpoint='full' or checkpoint='sharded'",
+    "save_distributed_checkpoint": "checkpoint='sharded'",
+    "data_parallel_size": "device_mesh=(replicas, shards)",
+}
+
+
+def refuse_other_options(strategy: str, others: Mapping[str, object]) -> None:
+    """Refuse constructor options that there are not.
+
+    Raises:
+        TypeError: There is one.
+    """
+    for name, value in others.items():
+        cure = f"Use {_ELSEWHERE[name]}." if name in _ELSEWHERE else "Leave it out."
+        raise TypeError(f"{strategy}: expected an option of its own, got {name}={value!r}. {cure}")
+
+
 def refuse_unsupported_options(
     *,
     checkpoint: str,
@@ -124,7 +155,6 @@ def refuse_unsupported_options(
     on_nonfinite: object,
     weigh_by: object,
     timeout: object,
-    reshard_after_forward: object,
 ) -> None:
     """Refuse constructor options that do not work yet.
 
@@ -174,13 +204,6 @@ def refuse_unsupported_options(
         raise TypeError(
             "weigh_by: expected the key of training_step's dictionary or of the batch that holds "
             f"the number of tokens, got {weigh_by!r}."
-        )
-    if reshard_after_forward is not None:
-        raise NotImplementedError(
-            f"reshard_after_forward: expected it left out, got {reshard_after_forward!r}. Say "
-            "zero_stage=3 for True and zero_stage=2 for False. For a second copy of the weights in "
-            "each host (ZeRO++'s hpZ), use ScratchFSDPStrategy(shard_size='host', "
-            "state_over='all'): a rank keeps its part of them, which all gathers read."
         )
     if not isinstance(timeout, timedelta | None):
         raise TypeError(

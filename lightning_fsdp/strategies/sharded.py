@@ -63,6 +63,7 @@ from lightning_fsdp.strategies.batches import Lockstep
 from lightning_fsdp.strategies.checkpoint import Checkpoints, read_folder
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from lightning_fsdp.strategies.guards import (
+    refuse_other_options,
     refuse_unsupported,
     refuse_unsupported_options,
     refuse_weights,
@@ -121,13 +122,12 @@ class ShardedStrategy(ProcessStrategy):
             if it is there.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Time limit of the process group.
-        reshard_after_forward: ``None``: ``zero_stage`` says it. What torch's ``fully_shard`` takes
-            is refused, by what to say instead.
+        others: None are taken; those of other FSDP strategies are refused by the name to use.
 
     Raises:
         NotImplementedError: An option that does not work yet.
         ValueError: A value that no option has.
-        TypeError: A kind of value that no option has.
+        TypeError: A kind of value that no option has, or an option that there is not.
     """
 
     engine_class: ClassVar[type[Engine]]
@@ -164,8 +164,9 @@ class ShardedStrategy(ProcessStrategy):
         weigh_by: str | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        reshard_after_forward: bool | int | None = None,
+        **others: Any,
     ) -> None:
+        refuse_other_options(type(self).__name__, others)
         refuse_unsupported_options(
             checkpoint=checkpoint,
             checkpoint_base=checkpoint_base,
@@ -177,7 +178,6 @@ class ShardedStrategy(ProcessStrategy):
             on_nonfinite=on_nonfinite,
             weigh_by=weigh_by,
             timeout=timeout,
-            reshard_after_forward=reshard_after_forward,
         )
         self._grid_choice = GridChoice(shard_size, device_mesh, state_over)
         if state_over == "all" and not self.engine_class.offers_state_over_all:
