@@ -13,15 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfer import Transfer, Usage
-
-_Future = torch.futures.Future[list[Tensor]]
 
 
 @dataclass
