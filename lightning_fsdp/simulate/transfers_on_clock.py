@@ -48,8 +48,7 @@ class ClockedTransfers:
 
     def start(self, transfer: Transfer) -> dist.Work:
         """Begin it when those before it have ended."""
-        cost = transfer.cost_on(self.network)
-        self.usage.count(transfer.kind, cost)
+        cost = self.usage.count(transfer, self.network)
         self._end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
         return _Work(self, self._end_s, transfer)
 
