@@ -139,11 +139,14 @@ def test_an_outcome_survives_its_file(tmp_path):
 
 
 def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
-    def run(arm, num_ranks, num_steps, folder, timeout_s):
+    def run(module, folder, *, timeout_s):
+        name, arm, num_ranks, num_steps, given = module
+        assert name == "lightning_fsdp.bench.optimizer_arms"
+        assert (num_ranks, num_steps, given, timeout_s) == ("1", "2", str(folder), 1.0)
         folder.mkdir(parents=True)
         documents.write(folder / "rank0.json", _outcome(arm, phases=[Phase("build", [3, 1], [2])]))
 
-    monkeypatch.setattr(optimizer, "_run", run)
+    monkeypatch.setattr(optimizer, "run_module", run)
     args = argparse.Namespace(engines=["scratch"], ranks=1, steps=2, timeout=1.0, out=tmp_path)
     optimizer.compare(args, {"command": "optimizer", **environment()})
     (outcome,) = json.loads((tmp_path / "results.json").read_text())["arms"]["scratch_after"]

@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import shutil
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -23,16 +20,17 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
 from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
+from lightning_fsdp.bench.runner import run_module
 from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.processes import run_command
 from lightning_fsdp.harness.tables import number, table_of
 
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
 PEER = "fsdp2_accelerate"
 NOT_FIXED = "fsdp2_before_not_fixed"
 """The arm that trains nothing; it shows why the others are needed."""
+_MODULE = "lightning_fsdp.bench.optimizer_arms"
 _MOST_POINTS = 300  # of a phase in the picture
 _DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
 
@@ -70,12 +68,13 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     failures: dict[str, str] = {}
     for arm in tqdm(arms, unit="arm", disable=None):
         folder = args.out / "arms" / arm
-        failure = _run(arm, args.ranks, args.steps, folder, args.timeout)
+        module = [_MODULE, arm, str(args.ranks), str(args.steps), str(folder)]
+        failure = run_module(module, folder, timeout_s=args.timeout)
         if failure is None:
             files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
             outcomes[arm] = [load(Outcome, file) for file in files]
         else:
-            failures[arm] = f"{failure}; see {folder / 'log.txt'}"
+            failures[arm] = f"{failure.says}; see {folder / 'log.txt'}"
     failures |= judge(outcomes)
     table = format_table(arms, outcomes, failures)
     arms_found = {arm: [asdict(outcome) for outcome in ranks] for arm, ranks in outcomes.items()}
@@ -165,15 +164,6 @@ def _likeness(ranks: Sequence[Outcome], reference: Sequence[Outcome] | None) -> 
     losses = all(a.losses == b.losses for a, b in pairs)
     weights = all(a.weights == b.weights for a, b in pairs)
     return " ".join("same," if same else "other," for same in (losses, weights)).rstrip(",")
-
-
-def _run(arm: str, num_ranks: int, num_steps: int, folder: Path, timeout_s: float) -> str | None:
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
-    folder.mkdir(parents=True)
-    module = "lightning_fsdp.bench.optimizer_arms"
-    command = [sys.executable, "-m", module, arm, str(num_ranks), str(num_steps), str(folder)]
-    failure = run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
-    return None if failure is None else failure.says
 
 
 def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.records import RankFailure, RankMeasurement, Run
-from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.processes import Failure, run_command
 
 # Runs are few and long: the mean pace of all of them, not that of the last ones.
 _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| {elapsed}, about {remaining} left"
@@ -59,6 +59,23 @@ def in_turns(
     return made, len(rounds) - len(made)
 
 
+def run_module(module: Sequence[str], folder: Path, *, timeout_s: float) -> Failure | None:
+    """Run a module in processes of its own, with a new folder for its ``log.txt``.
+
+    Args:
+        module: Its name and its arguments.
+        folder: Emptied first.
+        timeout_s: Wall time after which it is ended, with all its processes.
+
+    Returns:
+        Why it failed, or ``None``.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", *module]
+    return run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
+
+
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
     """Run an arm once, in processes of its own.
 
@@ -70,14 +87,10 @@ def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: 
         timeout_s: Wall time after which it is ended, with all its processes.
     """
     folder = out / f"{arm.name}_r{repeat}"
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
-    folder.mkdir(parents=True)
-    log = folder / "log.txt"
-    recipe = ["recipes.train", *arm.recipe_arguments(workload, folder)]
-    command = [sys.executable, "-m", *workload.launcher, *recipe]
+    module = [*workload.launcher, "recipes.train", *arm.recipe_arguments(workload, folder)]
     start = time.perf_counter()
-    failure = run_command(command, log=log, timeout_s=timeout_s)
-    run = Run(arm.name, repeat, time.perf_counter() - start, log)
+    failure = run_module(module, folder, timeout_s=timeout_s)
+    run = Run(arm.name, repeat, time.perf_counter() - start, folder / "log.txt")
     files = [folder / f"rank{rank}.json" for rank in range(arm.num_processes(workload))]
     missing = [file.name for file in files if not file.exists()]
     if failure is not None:

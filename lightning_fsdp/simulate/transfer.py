@@ -45,10 +45,6 @@ class Transfer:
         """Whether other hosts take part."""
         return self.per_host is not None and self.per_host < self.group_size
 
-    def cost_on(self, network: Network) -> Cost:
-        """What it takes there."""
-        return network.cost(self.kind, self.nbytes, self.group_size, self.per_host)
-
 
 class StepUsage(TypedDict):
     """What a step took of a network; ``waited_s`` is ``None`` where waits went unseen."""
@@ -82,11 +78,13 @@ class Usage:
     sees_waits: bool = True
     late_s: float = 0.0
 
-    def count(self, kind: str, cost: Cost) -> None:
-        """A collective was started."""
-        self.calls[kind] += 1
+    def count(self, transfer: Transfer, network: Network) -> Cost:
+        """A collective was started; returns what it takes of the network."""
+        cost = network.cost(transfer.kind, transfer.nbytes, transfer.group_size, transfer.per_host)
+        self.calls[transfer.kind] += 1
         self.sent_bytes += cost.sent_bytes
         self.busy_s += cost.duration_s
+        return cost
 
     def copy(self) -> Usage:
         """As it is now."""

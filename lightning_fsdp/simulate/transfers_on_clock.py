@@ -13,15 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfer import Transfer, Usage
-
-_Future = torch.futures.Future[list[Tensor]]
 
 
 @dataclass
@@ -52,8 +48,7 @@ class ClockedTransfers:
 
     def start(self, transfer: Transfer) -> dist.Work:
         """Begin it when those before it have ended."""
-        cost = transfer.cost_on(self.network)
-        self.usage.count(transfer.kind, cost)
+        cost = self.usage.count(transfer, self.network)
         self._end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
         return _Work(self, self._end_s, transfer)
 

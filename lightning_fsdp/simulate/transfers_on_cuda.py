@@ -76,8 +76,7 @@ class CudaTransfers:
 
     def start(self, transfer: Transfer) -> dist.Work:
         """Queue it behind what is queued on the current stream."""
-        cost = transfer.cost_on(self.network)
-        self.usage.count(transfer.kind, cost)
+        cost = self.usage.count(transfer, self.network)
         spun_s = max(0.0, cost.duration_s - transfer.written_bytes / self.pace.bytes_per_s)
         began, ended = _event(), _event()
         self._stream.wait_stream(cuda.current_stream(self.device))

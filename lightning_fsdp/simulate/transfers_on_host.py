@@ -74,8 +74,7 @@ class HostTransfers:
 
     def start(self, transfer: Transfer) -> _Work:
         """Put it into the queue."""
-        cost = transfer.cost_on(self.network)
-        self.usage.count(transfer.kind, cost)
+        cost = self.usage.count(transfer, self.network)
         future = _Future()
         self._queue.put((transfer, cost, time.perf_counter(), future))
         return _Work(future, self.usage)
