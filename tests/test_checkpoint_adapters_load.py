@@ -263,6 +263,19 @@ def test_what_cannot_be_read_into_is_refused(tmp_path):
             load(model, tmp_path / "qwen2" / name)
 
 
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_a_base_that_peft_subtracted_adapters_from_is_not_loaded(tmp_path, initial):
+    qwen2().save_pretrained(tmp_path)
+    config = lora()
+    config.init_lora_weights = initial
+    model = peft.get_peft_model(qwen2(), config)
+    before = wholes(model)
+    message = rf"'default' \(init_lora_weights='{initial}'\).*Load the base before get_peft_model"
+    with pytest.raises(NotImplementedError, match=message):
+        load_pretrained(model, tmp_path)
+    torch.testing.assert_close(wholes(model), before, atol=0, rtol=0)
+
+
 def _from_meta(rank, world_size, shard, folder):
     where = Path(folder) / "tied"
     with torch.device("meta"):

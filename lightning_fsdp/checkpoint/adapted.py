@@ -24,6 +24,9 @@ from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.native import NativeEngine
 from lightning_fsdp.engines.native_state import outlined
 
+# Initial values that leave the base as it is; others (PiSSA, LoftQ) subtract from it.
+BESIDE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
+
 
 def adapted_model_in(root: nn.Module) -> Any:
     """The one model of peft that this is or that is inside.
@@ -66,6 +69,22 @@ def refuse_merged(adapted: nn.Module) -> None:
             raise ValueError(
                 f"{name!r}: expected adapters beside the weights under them, got merged ones, "
                 "which would be subtracted from other weights. Call unmerge_adapter() first."
+            )
+
+
+def refuse_subtracted(adapted: Any) -> None:
+    """See that weights under adapters are those of a base, as files hold them.
+
+    Raises:
+        NotImplementedError: peft subtracted initial adapters from them (PiSSA, LoftQ).
+    """
+    for name, config in adapted.peft_config.items():
+        initial = getattr(config, "init_lora_weights", True)
+        if initial not in BESIDE_BASE:
+            raise NotImplementedError(
+                f"adapter {name!r} (init_lora_weights={initial!r}): expected adapters that leave "
+                "the weights under them as they are, got some that peft made from them, and may "
+                "have subtracted. Load the base before get_peft_model."
             )
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.checkpoint.adapted import (
+    BESIDE_BASE,
     adapted_model_in,
     as_plain,
     first_names,
@@ -219,8 +220,6 @@ _ELSE = {
     "init_ia3_weights",
     "eva_config",
 }
-# Initial values that leave the base as it is; others (PiSSA, LoftQ) subtract from it.
-_BESIDE_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 def _compare(path: Path, config: Any) -> str:
@@ -266,7 +265,7 @@ def _compare(path: Path, config: Any) -> str:
 def _fields(config: Any) -> dict[str, Any]:
     """What of a configuration says which function an adapter computes, and where."""
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    if fields.get("init_lora_weights") in _BESIDE_BASE:
+    if fields.get("init_lora_weights") in BESIDE_BASE:
         fields["init_lora_weights"] = True
     return {
         name: sorted(value) if isinstance(value, set) else value

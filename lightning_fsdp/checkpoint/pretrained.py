@@ -25,6 +25,7 @@ from lightning_fsdp.checkpoint.adapted import (
     names_under,
     own_class,
     refuse_merged,
+    refuse_subtracted,
     warn_of_what_peft_made,
 )
 from lightning_fsdp.checkpoint.adapters import merged
@@ -136,7 +137,8 @@ def load_pretrained(
         OSError: The directory or a file is not there.
         ValueError: A damaged file; names, shapes or dtypes that differ; adapters that are merged
             into the weights. The module is unchanged.
-        NotImplementedError: Weights that are stored in another form than the module's.
+        NotImplementedError: Weights that are stored in another form than the module's; adapters
+            whose initial values were subtracted from the weights (PiSSA, LoftQ).
     """
     model, targets = _to_load(module)
     is_pretrained = conventions.is_pretrained_model(model)
@@ -195,6 +197,7 @@ def _to_load(module: nn.Module) -> tuple[nn.Module, dict[str, Tensor]]:
     base: nn.Module = adapted.get_base_model()
     conventions.refuse_quantized(base)
     refuse_merged(adapted)
+    refuse_subtracted(adapted)
     targets, names = targets_in(adapted, module), names_under(adapted, module)
     warn_of_what_peft_made(targets.keys() - set(names.values()))
     return base, {own: targets[name] for own, name in names.items()}

@@ -256,7 +256,8 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
         raise RuntimeError(
             "sharded checkpoint: expected the names and shapes of the module; "
             f"{'; '.join(problems)}. Load it into the module that was saved, or set "
-            "strict_loading = False for other names."
+            "strict_loading = False (load_sharded: strict=False) for other names, and for a "
+            "checkpoint without its base (checkpoint_base=False)."
         )
     for opened, by_key in to_read.items():
         while any(by_key.values()):  # once, unless a tied tensor goes into several
