@@ -51,6 +51,18 @@ def test_every_rank_raises_and_names_where_it_began(tmp_path, where, clips):
     on_trainer_ranks(raised_on_ranks, 2, tmp_path, where, clips)
 
 
+def _in_one_replica(rank, world_size, folder):
+    for name in ("scratch_fsdp_zero3", "scratch_fsdp_zero2", "fsdp2_zero3"):
+        with pytest.raises(NonfiniteGradient, match=_MESSAGES["reduced"]) as caught:
+            run_broken(name, folder, "reduced", "raise", shard_size=1)
+        assert ("got others in another replica" in str(caught.value)) == (rank == 0)
+
+
+def test_what_one_replica_alone_has_is_found_on_every_rank(tmp_path):
+    """As the norm is one replica's, the other would go on, and wait for the first."""
+    on_trainer_ranks(_in_one_replica, 2, tmp_path)
+
+
 def _two_ranks(rank, world_size, folder):
     """Rank 0 breaks one gradient that comes late in the backward, rank 1 one that comes early."""
 

@@ -124,10 +124,19 @@ class NonfiniteGuard:
             NonfiniteGradient: They may not, and that is to raise; on every rank.
         """
         was_finite = self._is_finite.get(id(optimizer), True)
-        self._is_finite[id(optimizer)] = is_finite = was_finite and bool(norm.isfinite())
+        is_finite = was_finite and self._is_finite_everywhere(norm)
+        self._is_finite[id(optimizer)] = is_finite
         if was_finite and not is_finite:  # once, however often they are clipped
-            self._refuse(f"got a norm of {norm.item()}")
+            got = "others in another replica" if norm.isfinite() else f"a norm of {norm.item()}"
+            self._refuse(f"got {got}")
         return is_finite
+
+    def _is_finite_everywhere(self, norm: Tensor) -> bool:
+        """The norm is that of one replica, and a callback may have edited what one alone holds."""
+        is_finite = norm.isfinite().int()
+        if self._engine.grid.num_replicas > 1:
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
 
     def allows_clipping(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> bool:
         """Likewise, of the gradients of an optimizer's own parameters. Collective."""

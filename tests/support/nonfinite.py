@@ -85,9 +85,9 @@ class Broken(AdamwRegressor):
         return bits, {name: dict(values) for name, values in state.items()}
 
 
-def run_broken(strategy, folder, where, mode, **options):
+def run_broken(strategy, folder, where, mode, *, shard_size=None, **options):
     model = seeded(lambda: Broken(where))
-    strategy = with_options(strategy, on_nonfinite=mode)
+    strategy = with_options(strategy, on_nonfinite=mode, shard_size=shard_size)
     options.setdefault("accumulate_grad_batches", 2)
     loader = make_loader(96)
     return model, fit(strategy, folder, model, loader, **options)
