@@ -43,6 +43,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--write-seconds", action="store_true", help="write tests/seconds.json after all tests"
     )
+    parser.addoption(
+        "--replicas",
+        action="store_true",
+        help="let strategies of the Trainer hold two replicas where a test says nothing of them",
+    )
     parser.addoption("--programs", type=int, default=33, help="how many random programs to run")
     parser.addoption("--first-program", type=int, default=0, help="seed of the first")
     parser.addoption("--seed", type=int, default=0, help="of --transport mixed")
@@ -68,6 +73,7 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks.active_fault = config.getoption("--fault")
     ranks.active_transport = config.getoption("--transport")
     ranks.active_seed = config.getoption("--seed")
+    ranks.active_replicas = config.getoption("--replicas")
     ranks.active_device = config.getoption("--device")
     if ranks.active_device == "cuda":
         if ranks.active_transport is not None:
@@ -84,6 +90,9 @@ ALL_ITEMS = pytest.StashKey[list[pytest.Item]]()
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selection.mark_and_sort(items)
     config.stash[ALL_ITEMS] = list(items)
+    for item in items if config.getoption("--replicas") else ():
+        if (flat := item.get_closest_marker("flat")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"--replicas: {flat.args[0]}"))
     if config.getoption("--once"):
         kept = selection.each_value_once(items)
         ids = set(map(id, kept))

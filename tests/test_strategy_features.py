@@ -140,6 +140,7 @@ def _count_reductions(rank, world_size, folder, names):
             assert counts[1] == expected * counts[0], (name, accumulation, counts)
 
 
+@pytest.mark.flat("counts what a group of all ranks reduces")
 @pytest.mark.parametrize("engine", ["scratch", "fsdp1", "fsdp2"])
 def test_accumulation_skips_communication_unless_told_to_sum(tmp_path, engine):
     names = [name for name in SHARDED if name.startswith(engine)]
@@ -157,6 +158,7 @@ def _choose_comm(rank, world_size, folder):
     return [message for message in said if "Ranks exchange" in message]
 
 
+@pytest.mark.flat("one rank alone exchanges nothing")
 def test_comm_says_how_data_moves_and_one_line_tells_it(tmp_path):
     said, nothing = on_trainer_ranks(_choose_comm, 2, tmp_path)
     assert not nothing

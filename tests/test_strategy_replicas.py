@@ -41,6 +41,8 @@ from tests.support.trainer import (
     with_options,
 )
 
+pytestmark = pytest.mark.flat("chooses replicas itself")
+
 MAX_NORM = 0.05
 NUM_STEPS = 4  # in two epochs of four batches on each of four ranks, two to a step
 

@@ -14,6 +14,8 @@ from tests.support.models import tiny_gpt2
 from tests.support.resumed import Dropping, keep_checkpoints, run_dropping
 from tests.support.trainer import make_trainer, on_trainer_ranks, seeded, weights_of, with_options
 
+pytestmark = pytest.mark.flat("chooses replicas itself")
+
 STEPS = (1, 2, 3)  # in the first of two epochs, at its end, in the second
 FORMS = {
     "sharded": {"checkpoint": "sharded"},

@@ -20,6 +20,8 @@ from tests.test_strategy_manual_optimization import _ByHand, _forgets_half
 from tests.test_strategy_unit_calls import _compiled, _recomputed_offloaded
 from tests.test_strategy_whole_tensors import _muon
 
+pytestmark = pytest.mark.flat("chooses replicas itself")
+
 
 def _by_hand(strategy, folder, rank):
     trainer, model = fit(strategy, folder, seeded(_ByHand), make_loader(64))

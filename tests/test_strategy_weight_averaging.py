@@ -199,6 +199,7 @@ def _counted(rank, world_size, folder):
         make_trainer(strategy, folder, callbacks=[_Counting(0.9)]).fit(model, make_loader())
 
 
+@pytest.mark.flat("a share of one is the whole")
 def test_averaging_takes_a_share_of_the_memory_and_no_communication(tmp_path):
     on_trainer_ranks(_counted, 2, tmp_path)
 

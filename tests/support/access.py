@@ -67,6 +67,7 @@ class Watch(pl.Callback):
         self.checked = []
 
     def on_train_start(self, trainer, module):
+        self.num_replicas = trainer.strategy.engine.grid.num_replicas
         strategy = trainer.strategy
         assert strategy.gradients.names() == strategy.weights.names()
         assert sorted(strategy.gradients.names()) == sorted(NAMES)
@@ -127,7 +128,8 @@ class Watch(pl.Callback):
         pieces = sum(shard.numel() for shard in gradients.shards().values())
         total = torch.tensor(pieces)
         dist.all_reduce(total)
-        assert int(total) == sum(g.numel() for g in expected.values())
+        once = int(total) // self.num_replicas
+        assert once == sum(g.numel() for g in expected.values())
         norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected.values()]))
         self.close(gradients.norm(), norm, "norm")
         self.close(gradients.dot(None).float(), norm**2, "dot")

@@ -50,6 +50,9 @@ active_transport: str | None = None
 active_seed = 0
 """Of the transport ``mixed``; set by ``pytest --seed``."""
 
+active_replicas = False
+"""Whether strategies hold two replicas where a test says nothing of them; ``pytest --replicas``."""
+
 active_device = "cpu"
 """Where ranks compute, all on one device; set by ``pytest --device``, on the ranks as well."""
 

@@ -1,9 +1,10 @@
 """Runs of Lightning's Trainer on ranks, for comparing a strategy with DDP on the same run."""
 
+import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.engines.rank_grid import GridChoice, RankGrid, open_grid
 from lightning_fsdp.strategies import sharded as sharded_module
 from lightning_fsdp.strategies.registry import NAMES
+from lightning_fsdp.strategies.sharded import ShardedStrategy
+from tests.support import ranks
 from tests.support.ranks import run_on_ranks
 
 SHARDED = (
@@ -114,12 +117,32 @@ def on_trainer_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
     """``run_on_ranks``, with an environment in which Lightning sees torchrun."""
-    return run_on_ranks(_with_environment, world_size, fn, args, timeout_s=timeout_s)
+    told = fn, args, ranks.active_replicas
+    return run_on_ranks(_with_environment, world_size, *told, timeout_s=timeout_s)
 
 
-def _with_environment(rank: int, world_size: int, fn: Callable[..., Any], args: Any) -> Any:
+def _with_environment(
+    rank: int, world_size: int, fn: Callable[..., Any], args: Any, has_replicas: bool
+) -> Any:
     as_torchrun(rank, world_size)
-    return fn(rank, world_size, *args)
+    with _in_replicas() if has_replicas else contextlib.nullcontext():
+        return fn(rank, world_size, *args)
+
+
+@contextlib.contextmanager
+def _in_replicas() -> Iterator[None]:
+    """Strategies that say nothing of replicas have two, as far as their engine can."""
+    open_chosen = ShardedStrategy._open_grid
+
+    def open_half(strategy: ShardedStrategy) -> None:
+        half = dist.get_world_size() // 2
+        is_possible = half >= (2 if isinstance(strategy, lightning_fsdp.FSDP1Strategy) else 1)
+        if strategy._grid_choice == GridChoice() and is_possible:
+            strategy._grid_choice = GridChoice(half)
+        open_chosen(strategy)
+
+    with mock.patch.object(ShardedStrategy, "_open_grid", open_half):
+        yield
 
 
 def _compare(
