@@ -148,35 +148,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts: Tensor,
         needs: _Needs,
     ) -> Tensor:
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         of_hidden = torch.empty_like(hidden) if needs.hidden else None
         of_weight = _zeros(weight) if needs.weight else None
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
-        # One memory for the logits of all chunks: fresh memory of this size costs page faults, and
-        # that of the chunk before would still be alive.
-        shape = min(needs.chunk_size, len(hidden)), len(weight)
-        in_fp32 = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-        products = in_fp32 if hidden.dtype is torch.float32 else hidden.new_empty(shape)
-        for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
-            num = len(labels[part])
-            product, logits = products[:num], in_fp32[:num]
-            _linear(hidden[part], weight, bias, out=product)
-            logits.copy_(product)  # nothing to do where both are one memory
-            logits -= logits.amax(1, keepdim=True)
-            of_label = logits.gather(1, labels[part])
-            sums = logits.exp_().sum(1, keepdim=True)
-            loss += ((sums.log() - of_label) * counts[part]).sum()
-            if not (needs.hidden or needs.weight or needs.bias):
-                continue
-            logits *= counts[part] / sums
-            logits.scatter_add_(1, labels[part], -counts[part].float())
-            if of_bias is not None:
-                of_bias += logits.sum(0)
-            product.copy_(logits)
-            if of_hidden is not None:
-                torch.mm(product, weight, out=of_hidden[part])
-            if of_weight is not None:
-                _add_product(of_weight, product.T, hidden[part])
+        gradients = of_hidden, of_weight, of_bias
+        loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs.chunk_size)
+        # After the memory of the chunks has been freed, as this is another copy.
         if of_weight is not None and weight.dtype is torch.bfloat16:  # fp16 waits for a scaler
             of_weight = of_weight.to(weight.dtype)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -196,6 +173,46 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scaled = (None if g is None else g.mul_(of_loss) for g in gradients)
         pairs = zip(scaled, ctx.dtypes, strict=True)
         return *(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None
+
+
+def _sum_over_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    counts: Tensor,
+    gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
+    chunk_size: int,
+) -> Tensor:
+    """The sum of the losses; its gradients are written to hidden's, added to the others."""
+    of_hidden, of_weight, of_bias = gradients
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    # One memory for the logits of all chunks: fresh memory of this size costs page faults, and
+    # that of the chunk before would still be alive.
+    shape = min(chunk_size, len(hidden)), len(weight)
+    in_fp32 = torch.empty(shape, dtype=torch.float32, device=hidden.device)
+    products = in_fp32 if hidden.dtype is torch.float32 else hidden.new_empty(shape)
+    for part in islice(_parts(len(hidden), chunk_size), _most_chunks.get()):
+        num = len(labels[part])
+        product, logits = products[:num], in_fp32[:num]
+        _linear(hidden[part], weight, bias, out=product)
+        logits.copy_(product)  # nothing to do where both are one memory
+        logits -= logits.amax(1, keepdim=True)
+        of_label = logits.gather(1, labels[part])
+        sums = logits.exp_().sum(1, keepdim=True)
+        loss += ((sums.log() - of_label) * counts[part]).sum()
+        if all(gradient is None for gradient in gradients):
+            continue
+        logits *= counts[part] / sums
+        logits.scatter_add_(1, labels[part], -counts[part].float())
+        if of_bias is not None:
+            of_bias += logits.sum(0)
+        product.copy_(logits)
+        if of_hidden is not None:
+            torch.mm(product, weight, out=of_hidden[part])
+        if of_weight is not None:
+            _add_product(of_weight, product.T, hidden[part])
+    return loss
 
 
 def _zeros(like: Tensor) -> Tensor:

@@ -42,6 +42,22 @@ def _by_hand(model):
     return fully_shard(model)
 
 
+def _recomputed(model):
+    """Each block's forward runs again in its backward, and gathers for it."""
+    base, runs = model.get_base_model(), []
+    base.gradient_checkpointing_enable({"use_reentrant": False})
+    base.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *args: runs.append(1))
+    model = shard_model(model, ZERO3)
+    forward = model.forward
+
+    def checked(*args, **kwargs):
+        assert len(runs) % 2 == 0, "a block was not computed again"
+        return forward(*args, **kwargs)
+
+    model.forward = checked
+    return model
+
+
 def _tolerance(kind):
     return 2e-2 if kind.startswith("bf16") else 3e-6
 
@@ -63,7 +79,7 @@ def test_adapters_train_under_the_core_as_in_plain_torch():
     ways = [_zero3, _zero2, _by_hand]
     for world_size in (2, 1):
         cases = [(kind, ways[(i + world_size) % 3]) for i, kind in enumerate(KINDS)]
-        each_on_ranks(_train, world_size, cases, timeout_s=120)
+        each_on_ranks(_train, world_size, [*cases, ("tied", _recomputed)], timeout_s=120)
 
 
 OPTIONS = {

@@ -263,12 +263,14 @@ def test_what_cannot_be_read_into_is_refused(tmp_path):
             load(model, tmp_path / "qwen2" / name)
 
 
-@pytest.mark.parametrize("initial", ["pissa", "olora"])
+@pytest.mark.parametrize("initial", ["pissa", "olora", "loftq"])
 def test_a_base_that_peft_subtracted_adapters_from_is_not_loaded(tmp_path, initial):
     qwen2().save_pretrained(tmp_path)
     config = lora()
-    config.init_lora_weights = initial
+    if initial != "loftq":
+        config.init_lora_weights = initial
     model = peft.get_peft_model(qwen2(), config)
+    model.peft_config["default"].init_lora_weights = initial  # LoftQ itself needs scipy
     before = wholes(model)
     message = rf"'default' \(init_lora_weights='{initial}'\).*Load the base before get_peft_model"
     with pytest.raises(NotImplementedError, match=message):
@@ -291,6 +293,21 @@ def _from_meta(rank, world_size, shard, folder):
 def test_a_base_on_the_meta_device_gets_its_values_after_sharding(tmp_path):
     _saved(tmp_path, "tied")
     each_on_ranks(_from_meta, 2, [_core_zero3, _zero2], str(tmp_path))
+
+
+def _refused_on_meta(rank, world_size, case):
+    kind, name = case
+    make, config = KINDS[kind]
+    with torch.device("meta"):
+        model = peft.get_peft_model(make(), config())
+    message = rf"parameter '\S+\.{name}\.default\S*': .* on the meta device.* build it on a real"
+    with pytest.raises(ValueError, match=message):
+        _core_zero3(model)
+
+
+def test_adapters_that_start_from_values_of_a_meta_base_are_refused():
+    cases = [("dora", "lora_magnitude_vector"), ("ia3", "ia3_l")]
+    each_on_ranks(_refused_on_meta, 2, [*cases, ("tokens", "trainable_tokens_delta")])
 
 
 def _fresh(rank, world_size, shard):

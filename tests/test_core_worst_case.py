@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from lightning_fsdp import MixedPrecisionPolicy, shard_model
+from tests import test_adapters as adapters
 from tests import test_core_accumulation as accumulation
 from tests import test_core_accumulation_paths as accumulation_paths
 from tests import test_core_clip as clip
@@ -49,6 +50,7 @@ from tests import test_core_writes as writes
 from tests import test_engines_calls as calls
 from tests.support import offloaded, ranks
 from tests.support import parity as parity_support
+from tests.support.cases import each_on_ranks
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import PLANS, adamw, assert_traces_match
@@ -175,6 +177,12 @@ CASES: dict[str, Callable[[], object]] = {
     "functions as forwards": partial(
         calls.test_a_function_reads_whole_parameters_and_trains_them, *("scratch", (2, 3), 2)
     ),
+    "adapters": partial(
+        each_on_ranks,
+        adapters._train,
+        2,
+        [("qwen2", adapters._zero2), ("bf16", adapters._by_hand), ("tied", adapters._recomputed)],
+    ),
     "offloaded": partial(
         offload.test_training_offloaded_gives_the_same_bits,
         *("mlp", 2, PLAIN, None, offloaded.CLIP, offload.SUMMED),
@@ -188,7 +196,7 @@ TRANSPORTS_OF: dict[str, Sequence[str]] = {
     **dict.fromkeys(
         (
             *("parity", "parity on 3 ranks", "micro-batches in flight", "units left out"),
-            "functions as forwards",
+            *("functions as forwards", "adapters"),
         ),
         ("late", "early", "mixed"),
     ),

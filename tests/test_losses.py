@@ -1,5 +1,8 @@
 """The cross entropy of a head without its logits, against torch's of the logits."""
 
+import functools
+from collections.abc import Callable
+
 import peft
 import pytest
 import torch
@@ -112,21 +115,48 @@ def test_nothing_is_made_for_gradients_that_nobody_needs(is_on: bool) -> None:
     assert max(sizes) < 14_000 + is_on * hidden.nbytes  # labels, masks; of the weight 21,312
 
 
+def _peak(loss_of: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """Of a forward and a backward, beside the gradient of the weight."""
+    sizes: list[int] = []
+    with StorageTracker() as tracker:
+        tracker.track(inputs)
+        tracker.at_each_operation = lambda: sizes.append(tracker.live_bytes())
+        start = tracker.live_bytes()
+        loss_of(*inputs).backward()
+    return max(sizes) - start - inputs[1].nbytes
+
+
+def _plain_mean(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return _plain(hidden, weight, labels, None, "mean")
+
+
 def test_peak_is_a_fraction_of_that_of_the_logits() -> None:
     """Beside the gradient of the weight, for the shape of a head: a large vocabulary."""
     hidden = torch.randn(1024, 8, requires_grad=True)
     weight, labels = torch.randn(4096, 8, requires_grad=True), torch.zeros(1024, dtype=torch.long)
-    peaks = []
-    for loss_of in (linear_cross_entropy, lambda h, w, y: _plain(h, w, y, None, "mean")):
-        sizes: list[int] = []
-        with StorageTracker() as tracker:
-            tracker.track([hidden, weight, labels])
-            tracker.at_each_operation = lambda t=tracker, s=sizes: s.append(t.live_bytes())
-            start = tracker.live_bytes()
-            loss_of(hidden, weight, labels).backward()
-        peaks.append(max(sizes) - start - weight.nbytes)
-        hidden.grad = weight.grad = None
+    peaks = [_peak(loss, hidden, weight, labels) for loss in (linear_cross_entropy, _plain_mean)]
     assert peaks[0] <= 0.12 * peaks[1]  # 1 of 12: four chunks three times over, or one once
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+def test_peak_under_bf16_is_that_of_the_sum_and_one_chunk(
+    is_autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2,048 positions of Qwen2.5-0.5B's width, a quarter of each as is a chunk."""
+    num, width, vocabulary, chunk = 512, 224, 4096, 64
+    monkeypatch.setattr("lightning_fsdp.losses._NUM_ROWS", vocabulary // 16)
+    dtype = torch.float32 if is_autocast else torch.bfloat16
+    hidden = torch.randn(num, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, width, dtype=dtype, requires_grad=True)
+    labels, peaks = torch.zeros(num, dtype=torch.long), []
+    chunked = functools.partial(linear_cross_entropy, chunk_size=chunk)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        peaks = [_peak(loss, hidden, weight, labels) for loss in (chunked, _plain_mean)]
+    assert peaks[0] <= 0.25 * peaks[1]
+    if not is_autocast:
+        # In fp32, beside it in bf16; logits in both; what is of positions, or of a few rows.
+        expected = (4 - 2) * weight.numel() + (4 + 2) * chunk * vocabulary
+        assert expected <= peaks[0] <= 1.15 * expected
 
 
 def test_a_second_backward_is_refused() -> None:

@@ -13,10 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
+from transformers import GPT2Config
 
 from lightning_fsdp import ZERO2, ZERO3, MemoryProbe, shard_model
 from lightning_fsdp.core.optimizers.whole_state import kept_by
 from lightning_fsdp.engines.autocast import keep_main_dtype
+from lightning_fsdp.losses import CHUNK_SIZE
 from lightning_fsdp.plan.dry_run import PHASES
 from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.strategies.precision import POLICIES
@@ -77,7 +79,16 @@ class _CausalLM(CausalLM):
 
 
 def _measured(
-    rank, world_size, model, folder, stage, precision, grad_accum, checkpointing, optimizer
+    rank,
+    world_size,
+    model,
+    folder,
+    stage,
+    precision,
+    grad_accum,
+    checkpointing,
+    optimizer,
+    batch_size=BATCH,
 ):
     module = _CausalLM(model, optimizer)
     probe, tracks = MemoryProbe(steps=[1]), _Tracks()
@@ -93,8 +104,8 @@ def _measured(
         max_steps=2,
     )
     tokens = torch.zeros(SEQ_LEN, dtype=torch.long)
-    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * world_size * grad_accum * BATCH)
-    trainer.fit(module, DataLoader(rows, batch_size=BATCH))
+    rows = [{"input_ids": tokens, "labels": tokens}] * (2 * world_size * grad_accum * batch_size)
+    trainer.fit(module, DataLoader(rows, batch_size=batch_size))
     (report,) = probe.reports
     return report.ranks[0], tracks.peak
 
@@ -134,6 +145,18 @@ def test_two_ranks_take_what_was_planned(
     assert plan.peak_bytes == pytest.approx(tracked, rel=TOLERANCE)
     gradients = measured["step"].resting["gradients"]
     assert plan.phases["step"].resting["gradients"] == pytest.approx(gradients, rel=TOLERANCE)
+
+
+def test_several_chunks_of_the_loss_take_what_was_planned(tmp_path):
+    """The head's loss is where most memory is needed: its sum in fp32, one chunk of four."""
+    config = GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=4096, eos_token_id=0)
+    config.save_pretrained(tmp_path / "wide")
+    folder, batch_size = tmp_path / "wide", 4 * CHUNK_SIZE // SEQ_LEN
+    options = {"world_size": 2, "zero_stage": 3, "precision": "bf16-mixed", "backend": "gloo"}
+    plan = planned(folder, **options, batch_size=batch_size, activation_checkpointing=True)
+    options = (str(folder), str(tmp_path), 3, "bf16-mixed", 1, True, "adamw", batch_size)
+    _, tracked = on_trainer_ranks(_measured, 2, *options)[0]
+    assert plan.peak_bytes == pytest.approx(tracked, rel=TOLERANCE)
 
 
 def test_owners_are_those_of_a_run(folder):

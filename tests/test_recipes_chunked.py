@@ -66,7 +66,7 @@ def test_chunked_and_plain_give_the_same_loss_and_gradients(
         torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-6)
 
 
-def _train(strategy, folder, rank, *, cls, tied):
+def _train(strategy, folder, rank, *, cls, tied, precision="32-true"):
     """The same number of tokens everywhere, so that DDP's mean is the right one, too."""
     loss = "plain" if strategy == "ddp" else "chunked"
     module = _small(cls, tied=tied, loss=loss, activation_checkpointing=True)
@@ -75,7 +75,9 @@ def _train(strategy, folder, rank, *, cls, tied):
     batch = _batch(8)
     data = [{key: value[i] for key, value in batch.items()} for i in range(8)]
     loader = DataLoader(data, batch_size=1)
-    trainer = make_trainer(strategy, folder, accumulate_grad_batches=2, max_epochs=1)
+    trainer = make_trainer(
+        strategy, folder, precision=precision, accumulate_grad_batches=2, max_epochs=1
+    )
     trainer.fit(module, loader, loader)
     return {"weights": weights_of(module), "loss": trainer.callback_metrics["val/loss"]}
 
@@ -88,9 +90,17 @@ def _train_untied(strategy, folder, rank):
     return _train(strategy, folder, rank, cls=Qwen, tied=False)
 
 
+def _train_in_bf16(strategy, folder, rank):
+    return _train(strategy, folder, rank, cls=Qwen, tied=True, precision="bf16-mixed")
+
+
 @pytest.mark.parametrize("train", [_train_tied, _train_untied])
 def test_chunked_under_every_strategy_trains_as_plain_under_ddp(train, tmp_path) -> None:
     assert_like_ddp(train, tmp_path, sharded=SHARDED)
+
+
+def test_chunked_under_bf16_trains_as_plain_under_ddp(tmp_path) -> None:
+    assert_like_ddp(_train_in_bf16, tmp_path, sharded=SHARDED[::2], atol=1e-3, rtol=1e-2)
 
 
 def test_the_peak_beside_the_gradient_of_the_weight_is_a_quarter() -> None:

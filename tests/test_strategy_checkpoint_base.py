@@ -103,6 +103,14 @@ def _load(rank, world_size, folder):
             assert torch.equal(found[name], value), name
         base = _WithBuffer().state_dict()
         assert all(torch.equal(found[n], base[n]) for n in found.keys() - expected.keys())
+        again = Path(folder) / f"{kind} again.ckpt"
+        trainer.save_checkpoint(again)
+        states = [
+            torch.load(Path(folder) / file, weights_only=True)["optimizer_states"][0]["state"]
+            for file in (again, f"{SHARDED[0]} full False.ckpt")
+        ]
+        assert states[0]
+        torch.testing.assert_close(*states, atol=0, rtol=0)
 
 
 class _Other(_WithBuffer):
