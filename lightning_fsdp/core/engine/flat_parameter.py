@@ -32,7 +32,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.engine.lifecycle import FOLLOWING, Gradients, ParameterState
+from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
 from lightning_fsdp.core.engine.sharded import (
     MakeWaiting,
     Sharded,
@@ -148,7 +148,7 @@ class FlatParameter:
         self.holders.add(holder)
         if self.copy is not ParameterState.SHARDED:
             return
-        self._enter(ParameterState.GATHERING)
+        self.copy = ParameterState.GATHERING
         try:
             for call in self._watchers.before_whole:
                 call(self)
@@ -175,7 +175,7 @@ class FlatParameter:
             self.communicator.break_off()
             raise
         finally:  # whether or not it came, nothing is in flight any more
-            self._enter(ParameterState.UNSHARDED)
+            self.copy = ParameterState.UNSHARDED
 
     def reshard(self, holder: object) -> None:
         """``holder`` is done; the last one frees the whole copy."""
@@ -355,19 +355,11 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            self._enter(ParameterState.SHARDED)
-            self.buffer.free()
-            for call in self._watchers.on_freed:
-                call(self)
-
-    def _enter(self, following: ParameterState) -> None:
-        if following is not FOLLOWING[self.copy]:
-            raise RuntimeError(
-                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected to go from "
-                f"{self.copy.value} to {FOLLOWING[self.copy].value}, got {following.value}. Wait "
-                "before use, and reshard only what is whole."
-            )
-        self.copy = following
+            if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
+                self.copy = ParameterState.SHARDED
+                self.buffer.free()
+                for call in self._watchers.on_freed:
+                    call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""
