@@ -1,5 +1,6 @@
 """Gradients that wait to be reduced: refused, zeroed, or of a model that is gone."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp.core.engine.hooks import hooks_of
 from tests.support.models import (
     mlp,
     mlp_batch,
@@ -116,6 +118,24 @@ def _train_what_is_left(rank, world_size):
     first(torch.ones(2, 4)).value.square().sum().backward()
     torch.nn.functional.linear(torch.ones(2, 4), plain).square().sum().backward()
     torch.testing.assert_close(weight.grad.full_tensor(), plain.grad, rtol=0, atol=1e-4)
+
+
+def _watched_when_another_is_gone(rank, world_size):
+    weight = nn.Parameter(torch.randn(4, 4))
+    first, second = fully_shard(_Hiding(weight)), fully_shard(_Hiding(weight))
+    watchers, seen = hooks_of(first).schedule.watchers, []
+    watchers.before_whole.append(lambda flat_param: seen.append("whole"))
+    watchers.on_freed.append(lambda flat_param: seen.append("freed"))
+    of_second = weakref.ref(hooks_of(second).schedule.watchers)
+    del second
+    assert of_second() is None  # without the collector
+    first(torch.ones(2, 4)).value.sum().backward()
+    first.reshard()
+    return seen
+
+
+def test_what_hangs_on_a_model_sees_its_weight_when_another_that_shares_it_is_gone():
+    assert run_on_ranks(_watched_when_another_is_gone, 2) == [["whole", "freed"]] * 2
 
 
 def test_a_model_trains_on_when_another_that_shares_its_weight_is_gone():

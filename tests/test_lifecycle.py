@@ -1,33 +1,71 @@
-import itertools
-from types import SimpleNamespace
+"""The whole copy goes through its states as lifecycle.py draws them, whatever ends a pass."""
 
 import pytest
+import torch
 
+from lightning_fsdp import ZERO2, ZERO3, shard_model
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.lifecycle import ParameterState as P
+from lightning_fsdp.core.sharded_module import units_in
+from tests.support.models import mlp, mlp_batch, mlp_loss
+from tests.support.ranks import run_on_ranks
 
-LEGAL = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
-
-
-def _in(state):
-    flat_param = FlatParameter.__new__(FlatParameter)
-    flat_param.name, flat_param.copy = "h.0", state
-    flat_param.communicator = SimpleNamespace(mesh_rank=1)
-    return flat_param
+DRAWN = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
 
 
-def test_a_state_is_entered_exactly_if_the_table_has_it():
-    for current, following in itertools.product(P, P):
-        flat_param = _in(current)
-        if (current, following) in LEGAL:
-            flat_param._enter(following)
-            assert flat_param.copy is following
-        else:
-            with pytest.raises(RuntimeError, match=r"unit 'h\.0' \(rank 1\): expected to go from"):
-                flat_param._enter(following)
-            assert flat_param.copy is current
+class _Noted:
+    """Stands for ``FlatParameter.copy``, and notes which state follows which."""
+
+    def __init__(self):
+        self.changes = set()
+
+    def __get__(self, flat_param, owner):
+        return flat_param.__dict__["copy"]
+
+    def __set__(self, flat_param, state):
+        if "copy" in flat_param.__dict__:
+            self.changes.add((flat_param.copy, state))
+        flat_param.__dict__["copy"] = state
 
 
-def test_resharding_before_the_wait_is_refused():
-    with pytest.raises(RuntimeError, match="Wait before use"):
-        _in(P.GATHERING)._enter(P.SHARDED)
+def _run(rank, world_size, plan):
+    noted = FlatParameter.copy = _Noted()
+    model = shard_model(mlp(), plan)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(3):  # from the second on, gathers start ahead
+        mlp_loss(model, mlp_batch(step, 0, rank)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            mlp_loss(model, mlp_batch(step, 0, rank))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    return noted.changes
+
+
+@pytest.mark.parametrize("plan", [ZERO2, ZERO3], ids=["zero2", "zero3"])
+def test_each_state_is_left_for_the_one_that_is_drawn_after_it(plan):
+    assert run_on_ranks(_run, 2, plan) == [DRAWN] * 2
+
+
+def _interrupt_before_the_wait(rank, world_size):
+    model = shard_model(mlp(), ZERO3)
+    (flat_param, *_) = units_in(model)[0].flat_params
+    flat_param.unshard("a holder")
+    waiting = flat_param.wait_for_unshard
+
+    def interrupt():
+        flat_param.wait_for_unshard = waiting
+        raise KeyboardInterrupt
+
+    flat_param.wait_for_unshard = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        flat_param.reshard("a holder")
+    storage = flat_param.buffer.flat.untyped_storage()
+    states = [(flat_param.copy, storage.nbytes() > 0)]
+    flat_param.abandon(drops_gradients=True)
+    return [*states, (flat_param.copy, storage.nbytes() > 0)]
+
+
+def test_memory_that_a_gather_writes_into_is_not_freed_by_an_interrupt_before_the_wait():
+    for states in run_on_ranks(_interrupt_before_the_wait, 2):
+        assert states == [(P.GATHERING, True), (P.SHARDED, False)]

@@ -20,9 +20,8 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +31,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.engine.lifecycle import FOLLOWING, Gradients, ParameterState
+from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
 from lightning_fsdp.core.engine.sharded import (
     MakeWaiting,
     Sharded,
@@ -43,8 +42,8 @@ from lightning_fsdp.core.engine.sharded import (
 )
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
 
-Arrival = weakref.WeakMethod[Callable[["FlatParameter"], None]]
-"""A schedule's method to call before a local gradient is taken in."""
+if TYPE_CHECKING:
+    from lightning_fsdp.core.engine.schedule import Schedule
 
 
 @dataclass(eq=False)
@@ -85,8 +84,7 @@ class FlatParameter:
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
     )
-    _watchers: Watchers = field(default_factory=Watchers, init=False)
-    _on_arrival: list[Arrival] = field(default_factory=list, init=False)
+    _schedules: list[weakref.ref[Schedule]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.take_in(self.shard)
@@ -124,20 +122,23 @@ class FlatParameter:
             parameter._local = parameter.spec.part_of(shard)
         return replace(self, shard=shard, parameters=parameters)
 
-    def watch(self, watchers: Watchers, on_arrival: Callable[[FlatParameter], None]) -> None:
-        """Be watched by a schedule from now on.
+    def watch(self, schedule: Schedule) -> None:
+        """Be watched by a schedule, and by what hangs on it, from now on."""
+        self._schedules.append(weakref.ref(schedule))
+        if self.copy is ParameterState.SHARDED:
+            for call in schedule.watchers.on_freed:
+                call(self)
 
-        Args:
-            watchers: What hangs on it.
-            on_arrival: The schedule's method to call before a local gradient is taken in.
-        """
+    @property
+    def _schedule(self) -> Schedule | None:
         # A schedule owns its flat parameters, so those refer to it weakly. The last one that is
         # alive counts: of two models that share a weight and were sharded apart, one may go.
-        self._watchers = watchers
-        self._on_arrival.append(weakref.WeakMethod(on_arrival))
-        if self.copy is ParameterState.SHARDED:
-            for call in watchers.on_freed:
-                call(self)
+        alive = [schedule for known in self._schedules if (schedule := known()) is not None]
+        return alive[-1] if alive else None
+
+    @property
+    def _watchers(self) -> Watchers:
+        return Watchers() if (schedule := self._schedule) is None else schedule.watchers
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class FlatParameter:
         self.holders.add(holder)
         if self.copy is not ParameterState.SHARDED:
             return
-        self._enter(ParameterState.GATHERING)
+        self.copy = ParameterState.GATHERING
         try:
             for call in self._watchers.before_whole:
                 call(self)
@@ -175,7 +176,7 @@ class FlatParameter:
             self.communicator.break_off()
             raise
         finally:  # whether or not it came, nothing is in flight any more
-            self._enter(ParameterState.UNSHARDED)
+            self.copy = ParameterState.UNSHARDED
 
     def reshard(self, holder: object) -> None:
         """``holder`` is done; the last one frees the whole copy."""
@@ -258,9 +259,8 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        alive = [call for call in (reference() for reference in self._on_arrival) if call]
-        if alive:
-            alive[-1](self)
+        if (schedule := self._schedule) is not None:
+            schedule.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -355,19 +355,11 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            self._enter(ParameterState.SHARDED)
-            self.buffer.free()
-            for call in self._watchers.on_freed:
-                call(self)
-
-    def _enter(self, following: ParameterState) -> None:
-        if following is not FOLLOWING[self.copy]:
-            raise RuntimeError(
-                f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected to go from "
-                f"{self.copy.value} to {FOLLOWING[self.copy].value}, got {following.value}. Wait "
-                "before use, and reshard only what is whole."
-            )
-        self.copy = following
+            if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
+                self.copy = ParameterState.SHARDED
+                self.buffer.free()
+                for call in self._watchers.on_freed:
+                    call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""

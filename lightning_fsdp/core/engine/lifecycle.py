@@ -29,10 +29,3 @@ class Gradients(Enum):
     NONE = "none"
     LOCAL = "local"  # this rank's own, full shape, not reduced
     REDUCING = "reducing"  # the reduction, or a stage that follows it, is in flight
-
-
-FOLLOWING = {  # there is one way on from each
-    ParameterState.SHARDED: ParameterState.GATHERING,
-    ParameterState.GATHERING: ParameterState.UNSHARDED,
-    ParameterState.UNSHARDED: ParameterState.SHARDED,
-}

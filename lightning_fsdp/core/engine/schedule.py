@@ -76,7 +76,7 @@ class Schedule:
             self.units.append(unit)
             for flat_param in unit.sites:
                 if flat_param not in self._users:
-                    flat_param.watch(self.watchers, self._note_arrival)
+                    flat_param.watch(self)
                 self._users[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
@@ -229,7 +229,8 @@ class Schedule:
         for flat_param in unit.sites:
             backward.unsettled.setdefault(flat_param)
 
-    def _note_arrival(self, flat_param: FlatParameter) -> None:
+    def note_arrival(self, flat_param: FlatParameter) -> None:
+        """A local gradient arrives, perhaps of a unit whose outputs nobody has seen."""
         backward, users = self._open_backward(), self._users[flat_param]
         backward.unsettled.setdefault(flat_param)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
