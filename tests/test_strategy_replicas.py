@@ -1,7 +1,6 @@
 """Replicas of a model, each sharded over some of the ranks, train as all ranks together.
 
-2 x 2    ranks 0, 1 hold one model, ranks 2, 3 another; 0 and 2 hold the same shard
-"""
+2 x 2: ranks 0, 1 hold one model, ranks 2, 3 another; 0 and 2 hold the same shard."""
 
 import itertools
 import re
@@ -43,8 +42,7 @@ from tests.support.trainer import (
 
 pytestmark = pytest.mark.flat("chooses replicas itself")
 
-MAX_NORM = 0.05
-NUM_STEPS = 4  # in two epochs of four batches on each of four ranks, two to a step
+MAX_NORM, NUM_STEPS = 0.05, 4  # two epochs of four batches on each of four ranks, two to a step
 
 
 def _tokens(rank, batch_idx):
