@@ -333,8 +333,7 @@ class FlatParameter:
             if reduction is not None:
                 reduction.give_up()
         finally:
-            if self.copy is not ParameterState.SHARDED:
-                self._free()
+            self._free()
 
     def _take_local(self) -> dict[int, Tensor]:
         """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""

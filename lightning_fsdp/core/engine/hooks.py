@@ -104,19 +104,12 @@ class ModuleHooks:
             module.register_forward_hook(self._on_return, always_call=True),
         )
 
-    @property
-    def module(self) -> nn.Module:
-        """The module that was sharded, or one of the modules of a unit."""
-        module = self._module()
-        assert module is not None, "its hooks are called"
-        return module
-
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it were the module's forward; inside of that, as a part of it."""
         if self.unit is not None and self.schedule.is_inside(self.unit):
             return method(*args, **kwargs)
         try:
-            args, kwargs = self._on_call(self.module, args, kwargs)
+            args, kwargs = self._on_call(self._module.alive(), args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
             self._fail()
@@ -169,7 +162,7 @@ class ModuleHooks:
 
     def _leave(self, *, failed: bool) -> None:
         if self.unit is not None:
-            self.schedule.leave_module(self.unit, self.module)
+            self.schedule.leave_module(self.unit, self._module.alive())
         self.schedule.leave_call(failed)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
