@@ -104,5 +104,5 @@ $(READY): pyproject.toml constraints.txt
 	    echo "creating $(VENV) with $$($(PYTHON) --version)"; \
 	    $(PYTHON) -m venv --clear $(VENV); }
 	@sed $(PINS) constraints.txt > $(VENV)/constraints.txt
-	$(RUN) pip install --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
+	$(RUN) pip install --no-compile --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[dev]'
 	@touch $@

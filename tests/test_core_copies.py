@@ -146,7 +146,7 @@ def _share_nothing(rank, world_size):
         ours, theirs = ({id(part) for part in kind(m)} for m in (copied, model))
         assert len(ours) == len(theirs) > 0
         assert ours.isdisjoint(theirs)
-    assert all(hooks_of(m).module is m for m in copied.modules() if hooks_of(m))
+    assert all(hooks_of(m)._module() is m for m in copied.modules() if hooks_of(m))
     # Settings go with a copy, and stay apart.
     copied.set_reshard_after_forward(False)
     assert any(unit.reshard_after_forward for unit in units_in(model))
