@@ -9,10 +9,13 @@ import importlib
 import os
 import re
 import shlex
+from dataclasses import replace
 
 import pytest
 
 from lightning_fsdp.plan import __main__ as plan
+from lightning_fsdp.plan.dry_run import Run, dry_run
+from lightning_fsdp.plan.models import config_of
 from tests.support.pages import PAGES, ROOT, blocks, python_blocks
 from tests.support.snippets import named, runs
 from tests.support.trainer import on_trainer_ranks
@@ -57,3 +60,18 @@ def _shown_plans():
 def test_the_plan_prints_what_the_page_shows(arguments, shown, capsys):
     assert plan.main(shlex.split(arguments)) == 0
     assert capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize(
+    ("loss", "recomputes", "most"),
+    [("plain", False, 19), ("plain", True, 35), ("chunked", True, 235)],
+)
+def test_the_batches_that_pages_name_fit_and_one_more_does_not(loss, recomputes, most):
+    run = Run(world_size=8, loss=loss, activation_checkpointing=recomputes)
+    config = config_of("gpt2-small")
+    fits, too_large = (
+        dry_run(config, replace(run, batch_size=n)).peak_bytes for n in (most, most + 1)
+    )
+    assert fits <= 24e9 < too_large
+    assert re.search(rf"\b{most}\b", PAGES["docs/planning.md"])
+    assert not recomputes or re.search(rf"\b{most}\b", PAGES["README.md"])
