@@ -12,8 +12,12 @@ import importlib
 MODULES = (
     "pytest",
     "torch",
+    "torch._dynamo.testing",
+    "torch._inductor.debug",
+    "torch._inductor.pattern_matcher",  # which a first compilation imports, also by aot_eager
     "torch.distributed",
     "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
     "torch.profiler.profiler",
     "torch.testing",
     "torch.utils.checkpoint",
