@@ -29,6 +29,15 @@ def config(tmp_path):
     return config_of(str(folder_with("gpt2", tmp_path)))
 
 
+def test_a_step_sends_each_weight_twice_and_its_gradient_once_though_the_head_is_the_embedding(
+    tmp_path,
+):
+    """Embedding and head are one weight: gathered for the forward's start, and kept at its end."""
+    config = config_of(str(folder_with("qwen", tmp_path)))
+    numel = sum(parameter.numel() for parameter in build(config).parameters())
+    assert timed(config).timing.sent_bytes == pytest.approx(7 / 8 * 4 * 3 * numel, rel=1e-3)
+
+
 def test_a_step_without_a_network_computes_what_torch_counts(config):
     config._attn_implementation = "eager"  # torch does not count its own on CPU
     model = build(config)
