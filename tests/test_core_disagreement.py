@@ -1,10 +1,13 @@
 """Ranks that disagree about models, plans, the order of units or collectives: an error on each."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp import (
@@ -111,17 +114,29 @@ class _Branches(nn.Module):
         return second(torch.tanh(first(inputs)))
 
 
-def _disagree_in_order(rank, world_size, num_agreed_steps, how):
+def _mesh_of_two(rank, world_size, timeout_s):
+    """Over each two ranks: pairs wait at once."""
+    pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=timeout_s)
+    groups = [dist.new_group(pair, backend="gloo", timeout=timeout) for pair in pairs]
+    return DeviceMesh.from_group(groups[rank // 2], "cpu")
+
+
+HOWS = ["swaps", "skips one"]
+
+
+def _disagree_in_order(rank, world_size, num_agreed_steps, timeout_s):
+    """Of each two ranks, the second disagrees, in the way of the pair."""
+    mesh, how, rank = _mesh_of_two(rank, world_size, timeout_s), HOWS[rank // 2], rank % 2
     torch.manual_seed(0)
     model = _Branches()
-    fully_shard(model.left)
-    fully_shard(model.right)
-    fully_shard(model)
+    for module in (model.left, model.right, model):
+        fully_shard(module, mesh=mesh)
     values = {name: p.full_tensor() for name, p in model.named_parameters()}
     inputs = torch.ones(2, 32) * (rank + 1)
     for _ in range(num_agreed_steps):
         model(inputs).sum().backward()
         model.zero_grad()
+    dist.barrier()
     try:
         if how == "skips one":
             (model(inputs) if rank != 1 else model.left(inputs)).sum().backward()
@@ -137,18 +152,14 @@ def _disagree_in_order(rank, world_size, num_agreed_steps, how):
                 assert torch.equal(local, flat[start : start + local.numel()]), name
 
 
-@pytest.mark.parametrize("how", ["swaps", "skips one"])
-def test_ranks_that_disagree_in_the_first_step(how):
-    errors = errors_on_ranks(_disagree_in_order, 2, 0, how, timeout_s=AT_ONCE_S)
-    assert_errors(errors, "RuntimeError", "rank", "right")
+def test_ranks_that_disagree_in_the_first_step():
+    given = _disagree_in_order, 2 * len(HOWS), 0, 2 * AT_ONCE_S
+    assert_errors(errors_on_ranks(*given, timeout_s=AT_ONCE_S), "RuntimeError", "rank", "right")
 
 
-@pytest.mark.parametrize("how", ["swaps", "skips one"])
-def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout(how):
-    errors = errors_on_ranks(
-        _disagree_in_order, 2, 2, how, timeout_s=AT_ONCE_S + 5, group_timeout_s=5.0
-    )
-    assert_errors(errors, "RuntimeError", "rank 1")
+def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout():
+    given = _disagree_in_order, 2 * len(HOWS), 2, 5.0
+    assert_errors(errors_on_ranks(*given, timeout_s=AT_ONCE_S + 5), "RuntimeError", "rank 1")
 
 
 COLLECTIVES = {
@@ -170,16 +181,19 @@ def _ask_who_used(model):
     model.head.weight.spec.communicator.any_rank([False])()
 
 
-def _enter_alone(rank, world_size, what):
-    model = shard_model(causal_lm())
+def _enter_alone(rank, world_size):
+    """Of each two ranks, the first enters the collective of the pair."""
+    what, timeout_s = list(COLLECTIVES)[rank // 2], 3.0
+    model = shard_model(causal_lm(), mesh=_mesh_of_two(rank, world_size, timeout_s))
+    dist.barrier()
     lm_loss(model, token_batch(0, 0, rank)).backward()
-    if rank == 1:
-        time.sleep(4)  # past the group's timeout
+    dist.barrier()
+    if rank % 2:
+        time.sleep(timeout_s + 2)
         return
     with pytest.raises(RuntimeError, match=rf"^{what} \(rank 0 of 2\): expected every rank"):
         COLLECTIVES[what](model)
 
 
-@pytest.mark.parametrize("what", COLLECTIVES)
-def test_a_collective_that_another_rank_does_not_enter_names_itself(what):
-    run_on_ranks(_enter_alone, 2, what, group_timeout_s=2.0)
+def test_a_collective_that_another_rank_does_not_enter_names_itself():
+    run_on_ranks(_enter_alone, 2 * len(COLLECTIVES))

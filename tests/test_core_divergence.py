@@ -32,10 +32,11 @@ class Skipping(nn.Module):
         return x.sum()
 
 
-def sharded(plan):
-    # A group of its own with a short timeout, as a mesh would carry it.
-    timeout = timedelta(seconds=TIMEOUT_S)
-    return shard_over(torch.distributed.new_group(backend="gloo", timeout=timeout), plan)
+def group_of_two(rank, world_size, backend="gloo"):
+    """Of each two ranks, with a short timeout, as a mesh would carry it: pairs wait at once."""
+    pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=TIMEOUT_S)
+    groups = [torch.distributed.new_group(p, backend=backend, timeout=timeout) for p in pairs]
+    return groups[rank // 2]
 
 
 def shard_over(group, plan):
@@ -53,36 +54,43 @@ def error_of(function):
     return None, time.monotonic() - start
 
 
-def leave_the_order(rank, world_size, plan, step, order):
-    model = sharded(plan)
+ORDERS = {"skips": (0, 2), "swaps": (0, 2, 1)}
+
+
+def leave_the_order(rank, world_size, plan, step):
+    """Of each two ranks, the second, in the way of the pair."""
+    model = shard_over(group_of_two(rank, world_size), plan)
+    order = list(ORDERS.values())[rank // 2]
     for _ in range(step):
         model(torch.ones(2, 6)).backward()
         model.zero_grad()
         model.reshard()
         for unit in model.units:
             unit.reshard()
-    return error_of(lambda: model(torch.ones(2, 6), order if rank == 1 else (0, 1, 2)).backward())
+    torch.distributed.barrier()
+    return error_of(lambda: model(torch.ones(2, 6), order if rank % 2 else (0, 1, 2)).backward())
 
 
 @pytest.mark.parametrize("plan", [ZERO2, ZERO3], ids=["zero2", "zero3"])
-@pytest.mark.parametrize("order", [(0, 2), (0, 2, 1)], ids=["skips", "swaps"])
-def test_in_the_first_step_every_rank_names_both_sides_at_once(plan, order):
-    for message, seconds in run_on_ranks(leave_the_order, 2, plan, 0, order):
-        assert "ranks disagree" in message
-        assert "rank 0: order of units: gather unit 'units.1'" in message
-        assert "rank 1: order of units: gather unit 'units.2'" in message
-        assert seconds < TIMEOUT_S
+def test_in_the_first_step_every_rank_names_both_sides_at_once(plan):
+    outcomes = run_on_ranks(leave_the_order, 2 * len(ORDERS), plan, 0)
+    for rank, (message, seconds) in enumerate(outcomes):
+        how = list(ORDERS)[rank // 2]
+        assert "ranks disagree" in message, how
+        assert "rank 0: order of units: gather unit 'units.1'" in message, how
+        assert "rank 1: order of units: gather unit 'units.2'" in message, how
+        assert seconds < TIMEOUT_S, how
 
 
-@pytest.mark.parametrize("order", [(0, 2), (0, 2, 1)], ids=["skips", "swaps"])
-def test_later_the_rank_that_leaves_the_order_is_named_within_the_timeout(order):
-    (first, seconds_first), (second, seconds_second) = run_on_ranks(
-        leave_the_order, 2, ZERO3, 2, order
-    )
-    assert "order of units (rank 1 of 2): expected every rank to get here" in second
-    assert "This rank was about to: " in second
-    assert "(rank 0 of 2): expected" in first
-    assert max(seconds_first, seconds_second) < 4 * TIMEOUT_S
+def test_later_the_rank_that_leaves_the_order_is_named_within_the_timeout():
+    outcomes = run_on_ranks(leave_the_order, 2 * len(ORDERS), ZERO3, 2)
+    for rank, (message, seconds) in enumerate(outcomes):
+        how = list(ORDERS)[rank // 2]
+        assert f"(rank {rank % 2} of 2): expected" in message, how
+        if rank % 2:
+            assert "order of units (rank 1 of 2): expected every rank to get here" in message, how
+            assert "This rank was about to: " in message, how
+        assert seconds < 4 * TIMEOUT_S, how
 
 
 def shard_different_models(rank, world_size):
@@ -144,9 +152,13 @@ class Forking(nn.Module):
         return self.units[which](self.inlet(x))
 
 
-def fork_on_known_ways(rank, world_size, backend, ways):
+WAYS = [(0, 1), (0, 2)]  # after 1, which 2 and 0 have followed
+
+
+def fork_on_known_ways(rank, world_size, backend):
+    """Each two ranks in the ways of the pair."""
     torch.manual_seed(0)
-    group = torch.distributed.new_group(backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
+    group, way = group_of_two(rank, world_size, backend), WAYS[rank // 2][rank % 2]
     mesh = torch.distributed.device_mesh.DeviceMesh.from_group(group, "cpu")
     plain = Forking()
     model = Forking()
@@ -156,19 +168,20 @@ def fork_on_known_ways(rank, world_size, backend, ways):
     with torch.no_grad():
         for which in (0, 1, 2, 0, 2, 1) * 2:
             model(inputs, which)
-        message, _ = error_of(lambda: found.append(model(inputs, ways[rank])))
-        is_right = [torch.allclose(output, plain(inputs, ways[rank])) for output in found]
+        torch.distributed.barrier()
+        message, _ = error_of(lambda: found.append(model(inputs, way)))
+        is_right = [torch.allclose(output, plain(inputs, way)) for output in found]
     return message, is_right
 
 
-@pytest.mark.parametrize("ways", [(0, 1), (0, 2)])  # after 1, which 2 and 0 have followed
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
-def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes(backend, ways):
-    outcomes = run_on_ranks(fork_on_known_ways, 2, backend, ways, backend=backend)
-    messages = [message for message, _ in outcomes if message is not None]
-    assert any("order of units" in message for message in messages)
-    for message, is_right in outcomes:
-        assert message is not None or is_right == [True], "computed with mixed weights"
+def test_ranks_that_take_different_known_ways_are_named_and_nothing_mixes(backend):
+    outcomes = run_on_ranks(fork_on_known_ways, 2 * len(WAYS), backend, backend=backend)
+    for pair, ways in enumerate(WAYS):
+        of_pair = outcomes[2 * pair : 2 * pair + 2]
+        assert any("order of units" in (message or "") for message, _ in of_pair), ways
+        for message, is_right in of_pair:
+            assert message is not None or is_right == [True], f"{ways}: computed with mixed weights"
 
 
 DOINGS = {
@@ -182,10 +195,7 @@ DOINGS = {
 
 def sleep_and_go_on(rank, world_size):
     """Of each two ranks, the second is stopped for longer than the timeout, and goes on."""
-    pairs = torch.arange(world_size).view(-1, 2).tolist()
-    timeout = timedelta(seconds=TIMEOUT_S)
-    groups = [torch.distributed.new_group(p, backend="gloo", timeout=timeout) for p in pairs]
-    model = shard_over(groups[rank // 2], ZERO3)
+    model = shard_over(group_of_two(rank, world_size), ZERO3)
     for _ in range(2):
         model(torch.ones(2, 6)).backward()
     parameter = model.units[0].weight

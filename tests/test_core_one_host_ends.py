@@ -5,7 +5,9 @@ import os
 import signal
 import threading
 import time
+import traceback
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -89,8 +91,10 @@ def test_a_killed_peer_is_noticed_though_its_child_lives_on(tmp_path):
     assert ends_on_ranks(killed_with_a_child, 2, tmp_path) == ["done", "died"]
 
 
-def stopped_for_too_long(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+# Ends that are noticed after the timeout. Each has two ranks; all of them wait at the same time.
+
+
+def stopped_for_too_long(rank, group):
     gather_on(group).wait()
     dist.barrier()
     if rank == 1:
@@ -107,14 +111,10 @@ def stopped_for_too_long(rank, world_size):
     os.kill(pid, signal.SIGCONT)
 
 
-def test_a_stopped_peer_is_named_after_the_timeout_and_finds_out_when_it_wakes():
-    run_on_ranks(stopped_for_too_long, 2)
-
-
-def stopped_after_it_posted(rank, world_size):
+def stopped_after_it_posted(rank, group):
     """What it posted is read; that it does not read is noticed."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     gather_on(group).wait()
+    dist.barrier()
     if rank == 1:
         lines.Lines._take = lambda self, exchange: os.kill(os.getpid(), signal.SIGSTOP)
         with contextlib.suppress(RuntimeError):
@@ -127,30 +127,8 @@ def stopped_after_it_posted(rank, world_size):
     assert "expected it to read what is here" in str(failed.value.__cause__)
 
 
-def test_a_peer_that_does_not_read_is_named():
-    run_on_ranks(stopped_after_it_posted, 2)
-
-
-def raise_on_one_rank(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    gather_on(group).wait()
-    if rank == 1:
-        raise ValueError("of the user")
-    gather_on(group).wait()
-
-
-def test_a_peer_that_raises_is_named_by_those_that_wait():
-    first, second, third = errors_on_ranks(raise_on_one_rank, 3)
-    assert (second.type_name, second.message) == ("ValueError", "of the user")
-    for error in (first, third):
-        assert error.type_name == "RuntimeError"
-        assert "gather of unit 'u'" in error.message
-        assert "expected rank 1 to take part" in error.message
-
-
-def give_up_while_a_peer_is_to_read(rank, world_size, who_is_late):
+def give_up_while_a_peer_is_to_read(who_is_late, rank, group):
     """Rank 0 posts, gives up and changes its data; rank 1 reads late and must not believe it."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     gather_on(group).wait()
     dist.barrier()
     if rank == 1 and who_is_late == "its thread":
@@ -169,13 +147,7 @@ def give_up_while_a_peer_is_to_read(rank, world_size, who_is_late):
         time.sleep(4)  # until rank 1 has read
 
 
-@pytest.mark.parametrize("who_is_late", ["the rank", "its thread"])
-def test_data_of_a_rank_that_gave_up_is_not_taken(who_is_late):
-    run_on_ranks(give_up_while_a_peer_is_to_read, 2, who_is_late)
-
-
-def give_up_while_reading(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+def give_up_while_reading(rank, group):
     gather_on(group).wait()
     dist.barrier()
     read = process_memory.Place.read
@@ -189,8 +161,64 @@ def give_up_while_reading(rank, world_size):
     assert set(whole.tolist()) == {7.0 + rank}, "written to after the wait"
 
 
-def test_a_rank_that_gave_up_may_use_its_memory_again():
-    run_on_ranks(give_up_while_reading, 2)
+WHO_IS_LATE = ["the rank", "its thread"]
+WAITS = {
+    "stopped": stopped_for_too_long,
+    "stopped after it posted": stopped_after_it_posted,
+    **{who: partial(give_up_while_a_peer_is_to_read, who) for who in WHO_IS_LATE},
+    "gave up while it read": give_up_while_reading,
+}
+
+
+def wait_in_pairs(rank, world_size):
+    pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=TIMEOUT_S)
+    groups = [dist.new_group(pair, timeout=timeout) for pair in pairs]
+    try:
+        list(WAITS.values())[rank // 2](rank % 2, groups[rank // 2])
+    except BaseException:  # noqa: BLE001 (the test that is about it shows it)
+        return traceback.format_exc()
+    return None
+
+
+@pytest.fixture(scope="module")
+def failures():
+    """Of each two ranks, by what they did."""
+    found = run_on_ranks(wait_in_pairs, 2 * len(WAITS))
+    return {name: found[2 * n : 2 * n + 2] for n, name in enumerate(WAITS)}
+
+
+def test_a_stopped_peer_is_named_after_the_timeout_and_finds_out_when_it_wakes(failures):
+    assert failures["stopped"] == [None, None]
+
+
+def test_a_peer_that_does_not_read_is_named(failures):
+    assert failures["stopped after it posted"] == [None, None]
+
+
+@pytest.mark.parametrize("who_is_late", WHO_IS_LATE)
+def test_data_of_a_rank_that_gave_up_is_not_taken(failures, who_is_late):
+    assert failures[who_is_late] == [None, None]
+
+
+def test_a_rank_that_gave_up_may_use_its_memory_again(failures):
+    assert failures["gave up while it read"] == [None, None]
+
+
+def raise_on_one_rank(rank, world_size):
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    gather_on(group).wait()
+    if rank == 1:
+        raise ValueError("of the user")
+    gather_on(group).wait()
+
+
+def test_a_peer_that_raises_is_named_by_those_that_wait():
+    first, second, third = errors_on_ranks(raise_on_one_rank, 3)
+    assert (second.type_name, second.message) == ("ValueError", "of the user")
+    for error in (first, third):
+        assert error.type_name == "RuntimeError"
+        assert "gather of unit 'u'" in error.message
+        assert "expected rank 1 to take part" in error.message
 
 
 def interrupted(rank, world_size, when):

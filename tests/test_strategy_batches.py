@@ -15,6 +15,7 @@ from tests.support.trainer import (
     SHARDED,
     Regressor,
     as_torchrun,
+    assert_each_like_ddp,
     assert_like_ddp,
     make_data,
     make_loader,
@@ -132,11 +133,9 @@ def _evaluate_own(strategy, folder, rank):
     return _evaluate("own")(strategy, folder, rank)
 
 
-@pytest.mark.parametrize(
-    "scenario", [_evaluate_map_style, _evaluate_stream, _evaluate_lying, _evaluate_own]
-)
-def test_evaluation_uses_every_batch_of_every_rank(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+def test_evaluation_uses_every_batch_of_every_rank(tmp_path):
+    scenarios = [_evaluate_map_style, _evaluate_stream, _evaluate_lying, _evaluate_own]
+    assert_each_like_ddp(scenarios, tmp_path)
 
 
 def _frees_again(rank, world_size, folder):
@@ -261,9 +260,10 @@ def _train_own(strategy, folder, rank):
     return _train("own")(strategy, folder, rank)
 
 
-@pytest.mark.parametrize("scenario", [_train_map_style, _train_stream, _train_lying, _train_own])
-def test_training_stops_at_the_shortest_rank(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+@pytest.mark.quick
+def test_training_stops_at_the_shortest_rank(tmp_path):
+    scenarios = [_train_map_style, _train_stream, _train_lying, _train_own]
+    assert_each_like_ddp(scenarios, tmp_path)
 
 
 # -- the loader itself -----------------------------------------------------------------------------

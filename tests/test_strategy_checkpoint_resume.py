@@ -1,6 +1,5 @@
 """A run resumed from a full checkpoint is the one of DDP, whichever strategy wrote it."""
 
-import pytest
 import torch
 
 from tests.support.checkpointed import (
@@ -15,7 +14,7 @@ from tests.support.checkpointed import (
 from tests.support.trainer import (
     SHARDED,
     Regressor,
-    assert_like_ddp,
+    assert_each_like_ddp,
     make_loader,
     make_trainer,
     not_under,
@@ -79,9 +78,8 @@ def _resume_by_hand(strategy, folder, rank):
     return _resume(TwoOptimizers, at_step=8)(strategy, folder, rank)
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
+def test_a_resumed_run_is_the_one_of_ddp(tmp_path):
+    scenarios = [
         _resume_at_epoch_end,
         _resume_mid_epoch,
         _resume_without_state,
@@ -89,10 +87,8 @@ def _resume_by_hand(strategy, folder, rank):
         _resume_momentum,
         _resume_while_accumulating,
         _resume_by_hand,
-    ],
-)
-def test_a_resumed_run_is_the_one_of_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=5e-6)
+    ]
+    assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
 
 
 def _across(rank, world_size, folder):

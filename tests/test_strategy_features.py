@@ -14,6 +14,7 @@ from tests.support.trainer import (
     SHARDED,
     AdamwRegressor,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     fit,
     make_loader,
@@ -192,9 +193,10 @@ def _clip_by_hand(strategy, folder, rank):
     return outcome_of(*fit(strategy, folder, seeded(ClipsItself)))
 
 
-@pytest.mark.parametrize("scenario", [_clip_by_value, _clip_by_hand])
-def test_clipping_by_value_and_by_hand_is_that_of_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=2e-6)
+@pytest.mark.quick
+def test_clipping_by_value_and_by_hand_is_that_of_ddp(tmp_path):
+    scenarios = [_clip_by_value, _clip_by_hand]
+    assert_each_like_ddp(scenarios, tmp_path, atol=2e-6)
 
 
 @not_under("fsdp1", reason="p.grad is None where this rank has no element")

@@ -12,6 +12,7 @@ from lightning_fsdp.strategies.precision import ShardedPrecision
 from tests.support.trainer import (
     SHARDED,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     make_loader,
     make_trainer,
@@ -125,12 +126,10 @@ def _without_a_loss(strategy, folder, rank):
     return _fit_fp16(strategy, folder, seeded(SkipsSome))[1]
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [_plain, _manual, _accumulating, _fused_and_clipped, _clipped_by_value],
-)
-def test_fp16_skips_the_steps_that_ddp_skips_and_is_near_it(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=5e-3, rtol=5e-3)
+@pytest.mark.quick
+def test_fp16_skips_the_steps_that_ddp_skips_and_is_near_it(tmp_path):
+    scenarios = [_plain, _manual, _accumulating, _fused_and_clipped, _clipped_by_value]
+    assert_each_like_ddp(scenarios, tmp_path, atol=5e-3, rtol=5e-3)
 
 
 def test_a_training_step_without_a_loss_is_no_step(tmp_path):

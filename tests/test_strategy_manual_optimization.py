@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.support.trainer import (
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     fit,
     make_loader,
@@ -158,6 +159,7 @@ def _owns_by_hand(strategy, folder, rank):
     return _by_hand(strategy, folder, rank, _OwnsByHand)
 
 
-@pytest.mark.parametrize("scenario", [_by_hand, _owns_by_hand])
-def test_accumulation_by_hand_is_that_of_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+@pytest.mark.quick
+def test_accumulation_by_hand_is_that_of_ddp(tmp_path):
+    scenarios = [_by_hand, _owns_by_hand]
+    assert_each_like_ddp(scenarios, tmp_path)

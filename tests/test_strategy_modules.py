@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from tests.support.trainer import (
     Block,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     fit,
     make_loader,
@@ -229,9 +230,9 @@ def _writes_to_blocks(strategy, folder, rank):
     return {**outcome_of(trainer, model), **written}
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
+@pytest.mark.quick
+def test_kinds_of_modules_train_as_with_ddp(tmp_path):
+    scenarios = [
         _decay_by_shape,
         _configure_model,
         _configure_on_meta,
@@ -241,10 +242,8 @@ def _writes_to_blocks(strategy, folder, rank):
         _checkpointed,
         _thawed,
         _writes_to_blocks,
-    ],
-)
-def test_kinds_of_modules_train_as_with_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=3e-6)
+    ]
+    assert_each_like_ddp(scenarios, tmp_path, atol=3e-6)
 
 
 class _Summarizes(pl.callbacks.ModelSummary):

@@ -80,41 +80,53 @@ def test_importing_is_light_and_names_are_known_in_any_order(imports):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lightning_fsdp, pytorch_lightning as pl",
-        "import pytorch_lightning as pl, lightning_fsdp",
-        "import lightning.pytorch, lightning_fsdp, pytorch_lightning as pl",
-    ],
-)
-def test_the_trainer_of_the_other_package_is_told_what_to_import(imports):
+IMPORTS = [
+    "import lightning_fsdp, pytorch_lightning as pl",
+    "import pytorch_lightning as pl, lightning_fsdp",
+    "import lightning.pytorch, lightning_fsdp, pytorch_lightning as pl",
+]
+
+
+def test_the_trainer_of_the_other_package_is_told_what_to_import():
+    """Each order in a fork of a process that has imported what takes long in all of them."""
     result = run_snippet(
         f"""
-        import sys, warnings
-        {imports}
-        assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
-                       and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
-        for name in {list(PLAN_OF_NAME)}:
+        import os, sys
+        import torch, torchmetrics
+
+        def check(imports):
+            names = {{}}
+            exec(imports, names)
+            lightning_fsdp, pl = names["lightning_fsdp"], names["pl"]
+            assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
+                           and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
+            for name in {list(PLAN_OF_NAME)}:
+                try:
+                    pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+                except TypeError as error:
+                    assert "`import lightning.pytorch as pl` in place of" in str(error), error
+                    assert repr(name) in str(error), error
+                else:
+                    raise AssertionError("taken")
             try:
-                pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
-            except TypeError as error:
-                assert "`import lightning.pytorch as pl` in place of" in str(error), error
-                assert repr(name) in str(error), error
+                strategy = lightning_fsdp.ScratchFSDPStrategy()
+                pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+            except ValueError as error:
+                assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
             else:
                 raise AssertionError("taken")
-        try:
-            strategy = lightning_fsdp.ScratchFSDPStrategy()
-            pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
-        except ValueError as error:
-            assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
-        else:
-            raise AssertionError("taken")
-        import lightning.pytorch
-        trainer = lightning.pytorch.Trainer(
-            strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
-        )
-        assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
+            import lightning.pytorch
+            trainer = lightning.pytorch.Trainer(
+                strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
+            )
+            assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
+
+        for imports in {IMPORTS}:
+            assert not {{"lightning", "lightning_fsdp", "pytorch_lightning"}} & set(sys.modules)
+            if os.fork() == 0:
+                check(imports)
+                sys.exit()
+            assert os.wait()[1] == 0, imports
         """
     )
     assert result.returncode == 0, result.stderr

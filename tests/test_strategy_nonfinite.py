@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_fsdp import GradientAccessProbe, NonfiniteGradient
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.nonfinite import Broken, run_broken
 from tests.support.trainer import (
     SHARDED,
@@ -33,7 +34,7 @@ _MESSAGES = {
 }
 
 
-def raised_on_ranks(rank, world_size, folder, where, options):
+def raised_on_ranks(rank, world_size, where, folder, options):
     for name in (
         SHARDED if where in ("local", "loss") else (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero3")
     ):
@@ -46,9 +47,8 @@ def raised_on_ranks(rank, world_size, folder, where, options):
 
 
 @pytest.mark.parametrize("clips", [{}, {"gradient_clip_val": 0.1}], ids=["", "clipped"])
-@pytest.mark.parametrize("where", _MESSAGES)
-def test_every_rank_raises_and_names_where_it_began(tmp_path, where, clips):
-    on_trainer_ranks(raised_on_ranks, 2, tmp_path, where, clips)
+def test_every_rank_raises_and_names_where_it_began(tmp_path, clips):
+    each_on_trainer_ranks(raised_on_ranks, 2, _MESSAGES, tmp_path, clips, timeout_s=250)
 
 
 def _in_one_replica(rank, world_size, folder):

@@ -7,7 +7,7 @@ from torch import nn
 from tests.support.trainer import (
     SHARDED,
     Regressor,
-    assert_like_ddp,
+    assert_each_like_ddp,
     make_loader,
     make_trainer,
     on_trainer_ranks,
@@ -131,9 +131,9 @@ def _with_state(strategy, folder, rank):
     return {"first": first, "second": _outcome(module)}
 
 
-@pytest.mark.parametrize("scenario", [_in_init, _in_configure_model, _tied, _with_state])
-def test_an_optimizer_built_before_sharding_trains_as_under_ddp(scenario, tmp_path):
-    assert_like_ddp(scenario, tmp_path, timeout_s=280)
+def test_an_optimizer_built_before_sharding_trains_as_under_ddp(tmp_path):
+    scenarios = [_in_init, _in_configure_model, _tied, _with_state]
+    assert_each_like_ddp(scenarios, tmp_path, timeout_s=280)
 
 
 class Foreign(Regressor):

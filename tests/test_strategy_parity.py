@@ -6,6 +6,7 @@ import torch
 from tests.support.trainer import (
     SHARDED,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     make_loader,
     make_trainer,
@@ -77,18 +78,15 @@ BF16 = {"atol": 2e-2, "rtol": 2e-2}
 
 
 @pytest.mark.parametrize(
-    ("scenario", "tolerance"),
+    ("scenarios", "tolerance"),
     [
-        (_plain, FP32),
-        (_clip, FP32),
-        (_accumulate, FP32),
-        (_clip_and_accumulate, FP32),
-        (_bf16_mixed, BF16),
-        (_bf16_true, BF16),
+        ((_plain, _clip, _accumulate, _clip_and_accumulate), FP32),
+        ((_bf16_mixed, _bf16_true), BF16),
     ],
+    ids=["fp32", "bf16"],
 )
-def test_every_engine_and_stage_has_the_losses_of_ddp(tmp_path, scenario, tolerance):
-    assert_like_ddp(scenario, tmp_path, sharded=SHARDED, **tolerance)
+def test_every_engine_and_stage_has_the_losses_of_ddp(tmp_path, scenarios, tolerance):
+    assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED, **tolerance)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -102,6 +100,6 @@ def _adamw(strategy, folder, rank):
 
 # Not with clipping, where the norm is a sum over pieces; nor with a fused optimizer, whose kernel
 # rounds elements that fill no vector register in another way, and engines cut in different places.
-@pytest.mark.parametrize("scenario", [_plain, _accumulate, _adamw])
-def test_all_engines_train_the_same_bits_on_two_ranks(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, oracle="fsdp2_zero3", sharded=SHARDED, atol=0.0, rtol=0.0)
+def test_all_engines_train_the_same_bits_on_two_ranks(tmp_path):
+    exact = {"oracle": "fsdp2_zero3", "sharded": SHARDED, "atol": 0.0, "rtol": 0.0}
+    assert_each_like_ddp([_plain, _accumulate, _adamw], tmp_path, **exact)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
 from lightning_fsdp import load_sharded
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.models import tiny_gpt2
 from tests.support.resumed import Dropping, keep_checkpoints, run_dropping
 from tests.support.trainer import make_trainer, on_trainer_ranks, seeded, weights_of, with_options
@@ -29,8 +30,10 @@ def _run(name, folder, form, shard_size, over, **options):
     return run_dropping(strategy, folder, max_epochs=2, is_noisy=False, **options)
 
 
-def _save_and_resume(rank, world_size, folder, name, form, state_over):
+def _save_and_resume(rank, world_size, case, folder):
     """The same run with replicas and without, each saved, and each resumed as both."""
+    name, form, state_over = case
+    folder = folder / "-".join(case)
     wholes, options = {}, {2: {"state_over": state_over}, None: {}}
     for size in (2, None):
         mine = folder / str(size)
@@ -53,30 +56,35 @@ def _save_and_resume(rank, world_size, folder, name, form, state_over):
     return weights_of(wholes[2]), weights_of(wholes[None])
 
 
-@pytest.mark.parametrize(
-    ("name", "form", "state_over"),
-    [
-        ("scratch_fsdp_zero3", "in the background", "replica"),
-        ("scratch_fsdp_zero2", "full", "replica"),
-        ("scratch_fsdp_zero3", "in the background", "all"),
-        ("scratch_fsdp_zero2", "full", "all"),
-        ("fsdp2_zero3", "sharded", "replica"),
-        ("fsdp1_zero2", "sharded", "replica"),
-        ("fsdp1_zero3", "full", "replica"),
-    ],
-)
-def test_a_run_goes_on_from_a_checkpoint_with_replicas_and_without(
-    tmp_path, name, form, state_over
-):
-    by_rank = on_trainer_ranks(
-        _save_and_resume, 4, tmp_path, name, form, state_over, timeout_s=240.0
-    )
+CASES = [
+    ("scratch_fsdp_zero3", "in the background", "replica"),
+    ("scratch_fsdp_zero2", "full", "replica"),
+    ("scratch_fsdp_zero3", "in the background", "all"),
+    ("scratch_fsdp_zero2", "full", "all"),
+    ("fsdp2_zero3", "sharded", "replica"),
+    ("fsdp1_zero2", "sharded", "replica"),
+    ("fsdp1_zero3", "full", "replica"),
+]
+
+
+@pytest.fixture(scope="module")
+def saved_and_resumed(tmp_path_factory):
+    """The folder, and by case what each rank ended with."""
+    folder = tmp_path_factory.mktemp("cases")
+    return folder, each_on_trainer_ranks(_save_and_resume, 4, CASES, folder, timeout_s=280)
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_run_goes_on_from_a_checkpoint_with_replicas_and_without(saved_and_resumed, case):
+    folder, found_by_case = saved_and_resumed
+    by_rank = found_by_case[case]
     for with_replicas, flat in by_rank:
         torch.testing.assert_close(with_replicas, flat, atol=1e-6, rtol=1e-5)
-    if "full" not in form:  # replicas write nothing twice
-        sizes = [_num_bytes(tmp_path / size / "kept" / "step=4.ckpt") for size in ("2", "None")]
+    paths = [folder / "-".join(case) / size / "kept" / "step=4.ckpt" for size in ("2", "None")]
+    if "full" not in case:  # replicas write nothing twice
+        sizes = [_num_bytes(path) for path in paths]
         assert sizes[0] < 1.2 * sizes[1]
-    last = [_read(tmp_path / size / "kept" / "step=4.ckpt") for size in ("2", "None")]
+    last = [_read(path) for path in paths]
     for found, expected in zip(last, by_rank[0], strict=True):
         torch.testing.assert_close(found[0], expected, atol=0, rtol=0)
     torch.testing.assert_close(last[0][1], last[1][1], atol=1e-6, rtol=1e-4)

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 from lightning_fsdp import ResumableLoader
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.resumed import Dropping, NoisySamples, keep_checkpoints, run_dropping
 from tests.support.trainer import (
     SHARDED,
@@ -32,6 +33,7 @@ def _assert_same_run(resumed, whole, num_micro_batches):
 
 def _resumes(rank, world_size, strategy, folder):
     """16 samples on 2 ranks, 2 at a time, 2 at a step: 2 steps an epoch."""
+    folder = folder / strategy
     options = {"length": 16, "max_epochs": 3}
     whole = run_dropping(
         strategy, folder, callbacks=[keep_checkpoints(folder)], enable_checkpointing=True, **options
@@ -44,9 +46,8 @@ def _resumes(rank, world_size, strategy, folder):
         _assert_same_run(resumed, whole, 2 * step)
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-def test_resuming_inside_an_epoch_gives_the_run_that_was_never_stopped(tmp_path, strategy):
-    on_trainer_ranks(_resumes, 2, strategy, tmp_path)
+def test_resuming_inside_an_epoch_gives_the_run_that_was_never_stopped(tmp_path):
+    each_on_trainer_ranks(_resumes, 2, SHARDED, tmp_path, timeout_s=250)
 
 
 class _Epochs(pl.Callback):

@@ -1,6 +1,5 @@
 """A run resumed from a folder, to which each rank wrote its slices, is the one of DDP."""
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -20,7 +19,7 @@ from tests.support.checkpoints import verified_files
 from tests.support.trainer import (
     SHARDED,
     Regressor,
-    assert_like_ddp,
+    assert_each_like_ddp,
     make_loader,
     make_trainer,
     not_under,
@@ -77,19 +76,16 @@ def _resume_without_optimizer(strategy, folder, rank):
     return {"weights": weights_of(model)}
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
+def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path):
+    scenarios = [
         _resume_at_epoch_end,
         _resume_mid_epoch,
         _resume_without_state,
         _resume_while_accumulating,
         _resume_by_hand,
         _resume_without_optimizer,
-    ],
-)
-def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path, atol=5e-6)
+    ]
+    assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
 
 
 def _count_verified(rank, world_size, folder):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
 from tests.support.trainer import SHARDED, fit, on_trainer_ranks, seeded, weights_of, with_options
 
@@ -18,7 +19,7 @@ def _net_of(model):
 
 
 def _compare(
-    rank, world_size, folder, names, accumulation, options, trainer_options, says="num_tokens"
+    rank, world_size, accumulation, folder, names, options, trainer_options, says="num_tokens"
 ):
     expected, losses = reference(
         world_size, accumulation, clip=trainer_options.get("gradient_clip_val")
@@ -39,30 +40,27 @@ def _compare(
         torch.testing.assert_close(model.step_losses, losses, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_is_that_of_one_process_on_the_joined_unpadded_batch(
-    tmp_path, world_size, accumulation
-):
+def test_a_step_is_that_of_one_process_on_the_joined_unpadded_batch(tmp_path, world_size):
     """With micro-batches and ranks without a token, and a last window that is shorter."""
     names = SHARDED if world_size == 2 else ("scratch_fsdp_zero3", "fsdp2_zero2")
-    on_trainer_ranks(_compare, world_size, tmp_path, names, accumulation, {}, {})
+    each_on_trainer_ranks(_compare, world_size, (1, 2, 4), tmp_path, names, {}, {}, timeout_s=200)
 
 
 @pytest.mark.parametrize("clip", [0.05])
 def test_the_norm_that_is_clipped_is_that_of_the_final_gradient(tmp_path, clip):
-    on_trainer_ranks(_compare, 2, tmp_path, SHARDED, 2, {}, {"gradient_clip_val": clip})
+    on_trainer_ranks(_compare, 2, 2, tmp_path, SHARDED, {}, {"gradient_clip_val": clip})
 
 
 def test_reduced_micro_batches_are_weighed_alike(tmp_path):
-    on_trainer_ranks(_compare, 2, tmp_path, SHARDED, 4, {"accumulation": "sum"}, {})
+    on_trainer_ranks(_compare, 2, 4, tmp_path, SHARDED, {"accumulation": "sum"}, {})
 
 
 @pytest.mark.parametrize("key", ["counts", "weight"])
 def test_the_number_comes_from_a_key_of_the_batch_or_of_the_dictionary(tmp_path, key):
     says = key if key == "weight" else "nothing"
     names = ("scratch_fsdp_zero3", "fsdp1_zero3")
-    on_trainer_ranks(_compare, 2, tmp_path, names, 2, {"weigh_by": key}, {}, says)
+    on_trainer_ranks(_compare, 2, 2, tmp_path, names, {"weigh_by": key}, {}, says)
 
 
 class _Whole(Tokens):

@@ -20,6 +20,7 @@ from tests.support.inductor import needs_inductor
 from tests.support.trainer import (
     SHARDED,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     make_loader,
     make_trainer,
@@ -112,11 +113,10 @@ def _recomputed_offloaded(strategy, folder, rank):
     return _fit(with_options(strategy, **options), folder, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize(
-    "scenario", [_recomputed, _recomputed_by_class, _recomputed_offloaded], ids=lambda s: s.__name__
-)
-def test_recomputed_units_train_as_with_ddp(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+@pytest.mark.quick
+def test_recomputed_units_train_as_with_ddp(tmp_path):
+    scenarios = [_recomputed, _recomputed_by_class, _recomputed_offloaded]
+    assert_each_like_ddp(scenarios, tmp_path)
 
 
 def _count_runs(rank, world_size, folder):

@@ -12,6 +12,7 @@ from tests.support.counting import CollectiveCounter
 from tests.support.trainer import (
     SHARDED,
     Regressor,
+    assert_each_like_ddp,
     assert_like_ddp,
     make_data,
     make_loader,
@@ -98,11 +99,9 @@ def _uneven(strategy, folder, rank):
     return _outcome(model)
 
 
-@pytest.mark.parametrize(
-    "scenario", [_plain, _between_micro_batches, _seldom, _offloaded_and_recomputed, _uneven]
-)
-def test_the_average_is_that_of_whole_weights_and_validation_uses_it(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+def test_the_average_is_that_of_whole_weights_and_validation_uses_it(tmp_path):
+    scenarios = [_plain, _between_micro_batches, _seldom, _offloaded_and_recomputed, _uneven]
+    assert_each_like_ddp(scenarios, tmp_path)
 
 
 class _WithStatistics(_Net):
@@ -133,9 +132,9 @@ def _current_statistics(strategy, folder, rank):
     return _statistics(strategy, folder, rank, use_buffers=False)
 
 
-@pytest.mark.parametrize("scenario", [_averaged_statistics, _current_statistics])
-def test_validation_uses_the_running_statistics_in_the_average_of_rank_0(tmp_path, scenario):
-    assert_like_ddp(scenario, tmp_path)
+def test_validation_uses_the_running_statistics_in_the_average_of_rank_0(tmp_path):
+    scenarios = [_averaged_statistics, _current_statistics]
+    assert_each_like_ddp(scenarios, tmp_path)
 
 
 def _file(path):

@@ -4,7 +4,7 @@ import contextlib
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,13 @@ def not_under(*engines: str, reason: str) -> Callable[[Scenario], Scenario]:
     return mark
 
 
-def assert_like_ddp(
-    scenario: Scenario,
+def assert_like_ddp(scenario: Scenario, folder: Path, **options: Any) -> None:
+    """``assert_each_like_ddp`` of one scenario."""
+    assert_each_like_ddp([scenario], folder, **options)
+
+
+def assert_each_like_ddp(
+    scenarios: Sequence[Scenario],
     folder: Path,
     *,
     oracle: str = ORACLE,
@@ -62,28 +67,33 @@ def assert_like_ddp(
     world_size: int = 2,
     atol: float = 1e-6,
     rtol: float = 1e-5,
-    timeout_s: float = 60.0,
+    timeout_s: float | None = None,
 ) -> None:
-    """Run the scenario under DDP and sharded strategies; on every rank all must be equal.
+    """Run each scenario under DDP and sharded strategies; on every rank all must be equal.
 
     By default under both stages of the core, and under torch's engines at one stage each: which one
-    depends on the scenario's name, so that scenarios together see all of them.
+    depends on the scenario's name, so that scenarios together see all of them. One runs after the
+    other on the same ranks, in a folder of its own; a failure names its scenario.
     """
-    left_out = getattr(scenario, "not_under", ())
-    if sharded is None:
-        stage = 2 + zlib.crc32(repr(getattr(scenario, "__name__", "")).encode()) % 2
-        sharded = (*SHARDED[:2], f"fsdp1_zero{stage}", f"fsdp2_zero{5 - stage}")
     run_on_ranks(
         _compare,
         world_size,
-        scenario,
-        str(folder),
+        [(scenario, _compared(scenario, sharded)) for scenario in scenarios],
+        folder,
         oracle,
-        tuple(name for name in sharded if not name.startswith(left_out)),
         atol,
         rtol,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s or min(280.0, 60.0 * len(scenarios)),
     )
+
+
+def _compared(scenario: Scenario, sharded: tuple[str, ...] | None) -> tuple[str, ...]:
+    """The sharded strategies that a scenario is run under."""
+    if sharded is None:
+        stage = 2 + zlib.crc32(repr(getattr(scenario, "__name__", "")).encode()) % 2
+        sharded = (*SHARDED[:2], f"fsdp1_zero{stage}", f"fsdp2_zero{5 - stage}")
+    left_out = getattr(scenario, "not_under", ())
+    return tuple(name for name in sharded if not name.startswith(left_out))
 
 
 @dataclass(frozen=True)
@@ -148,25 +158,30 @@ def _in_replicas() -> Iterator[None]:
 def _compare(
     rank: int,
     world_size: int,
-    scenario: Scenario,
-    folder: str,
+    compared: list[tuple[Scenario, tuple[str, ...]]],
+    folder: Path,
     oracle: str,
-    sharded: tuple[str, ...],
     atol: float,
     rtol: float,
 ) -> None:
     as_torchrun(rank, world_size)
-    expected = scenario(oracle, _subfolder(folder, oracle, rank), rank)
-    assert expected, "a scenario that returns nothing compares nothing"
-    for strategy in sharded:
-        found = scenario(strategy, _subfolder(folder, strategy, rank), rank)
-        torch.testing.assert_close(
-            dict(found),
-            dict(expected),
-            atol=atol,
-            rtol=rtol,
-            msg=lambda text, s=strategy: f"rank {rank}, {s} against {oracle}: {text}",
-        )
+    for number, (scenario, sharded) in enumerate(compared):
+        own = folder / str(number)
+        try:
+            expected = scenario(oracle, _subfolder(own, oracle), rank)
+            assert expected, "a scenario that returns nothing compares nothing"
+            for strategy in sharded:
+                found = scenario(strategy, _subfolder(own, strategy), rank)
+                torch.testing.assert_close(
+                    dict(found),
+                    dict(expected),
+                    atol=atol,
+                    rtol=rtol,
+                    msg=lambda text, s=strategy: f"rank {rank}, {s} against {oracle}: {text}",
+                )
+        except BaseException as error:
+            error.add_note(f"scenario: {getattr(scenario, '__name__', scenario)}")
+            raise
 
 
 def with_options(strategy: str, **options: Any) -> Any:
@@ -177,8 +192,8 @@ def with_options(strategy: str, **options: Any) -> Any:
     return getattr(lightning_fsdp, name)(**arguments, **options)
 
 
-def _subfolder(folder: str, strategy: str, rank: int) -> Path:
-    path = Path(folder) / strategy
+def _subfolder(folder: Path, strategy: str) -> Path:
+    path = folder / strategy
     path.mkdir(parents=True, exist_ok=True)
     return path
 
