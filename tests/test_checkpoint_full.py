@@ -89,11 +89,11 @@ class _Gathers(Regressor):
             tracker = StorageTracker(self)
             tracker.track(optimizer_tensors(optimizer))
             at_rest = tracker.settled_bytes()
-            most = at_rest + _most_added(self.global_rank)[what]
+            judged = _sizes()[1] if what == "file" else _most_added(self.global_rank)[what]
 
-            def look(peaks=peaks, tracker=tracker, most=most):
+            def look(peaks=peaks, tracker=tracker, judged=at_rest + judged):
                 live = tracker.live_bytes()
-                if live > most:  # gloo's threads let go a little later
+                if live >= judged and live > peaks[0]:  # gloo's threads let go a little later
                     live = tracker.settled_bytes()
                 peaks.append(max(live, peaks.pop()))
 

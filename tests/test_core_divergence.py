@@ -193,9 +193,9 @@ DOINGS = {
 }
 
 
-def sleep_and_go_on(rank, world_size):
+def sleep_and_go_on(rank, world_size, backend):
     """Of each two ranks, the second is stopped for longer than the timeout, and goes on."""
-    model = shard_over(group_of_two(rank, world_size), ZERO3)
+    model = shard_over(group_of_two(rank, world_size, backend), ZERO3)
     for _ in range(2):
         model(torch.ones(2, 6)).backward()
     parameter = model.units[0].weight
@@ -220,7 +220,7 @@ def stop_for(seconds):
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
 def test_a_rank_that_wakes_after_the_timeout_names_what_it_was_about_to_do(backend):
-    messages = run_on_ranks(sleep_and_go_on, 2 * len(DOINGS), backend=backend)
+    messages = run_on_ranks(sleep_and_go_on, 2 * len(DOINGS), backend, backend=backend)
     for rank, message in enumerate(messages):
         what, names = list(DOINGS.items())[rank // 2]
         assert message is not None, what

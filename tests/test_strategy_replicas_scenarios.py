@@ -3,11 +3,22 @@
 And with optimizer state over all four, under the core.
 """
 
-import pytest
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch.distributed as dist
+
+from lightning_fsdp.core.ranks.groups import StateOver
+from lightning_fsdp.engines.rank_grid import GridChoice, RankGrid, open_grid
+from lightning_fsdp.strategies import sharded as sharded_module
+from lightning_fsdp.strategies.registry import NAMES
 from tests.support.trainer import (
     SHARDED,
-    WithReplicas,
+    Scenario,
     assert_each_like_ddp,
     fit,
     make_loader,
@@ -21,6 +32,33 @@ from tests.test_strategy_unit_calls import _compiled, _recomputed_offloaded
 from tests.test_strategy_whole_tensors import _muon
 
 pytestmark = pytest.mark.flat("chooses replicas itself")
+
+
+@dataclass(frozen=True)
+class WithReplicas:
+    """A scenario whose sharded strategies hold two replicas, each on half of the ranks."""
+
+    scenario: Scenario
+    state_over: StateOver = "replica"
+
+    @property
+    def not_under(self) -> tuple[str, ...]:
+        return getattr(self.scenario, "not_under", ())
+
+    def __call__(self, strategy: str, folder: Path, rank: int) -> Mapping[str, Any]:
+        num_opened = 0
+
+        def open_half(choice: GridChoice, **where: Any) -> RankGrid:
+            nonlocal num_opened
+            num_opened += 1
+            assert choice == GridChoice(), "the scenario chooses by itself"
+            half = dist.get_world_size() // 2
+            return open_grid(GridChoice(half, state_over=self.state_over), **where)
+
+        with mock.patch.object(sharded_module, "open_grid", open_half):
+            found = self.scenario(strategy, folder, rank)
+        assert (num_opened > 0) == (strategy in NAMES)
+        return found
 
 
 def _by_hand(strategy, folder, rank):

@@ -5,7 +5,6 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_fsdp
-from lightning_fsdp.core.ranks.groups import StateOver
-from lightning_fsdp.engines.rank_grid import GridChoice, RankGrid, open_grid
-from lightning_fsdp.strategies import sharded as sharded_module
+from lightning_fsdp.engines.rank_grid import GridChoice
 from lightning_fsdp.strategies.registry import NAMES
 from lightning_fsdp.strategies.sharded import ShardedStrategy
 from tests.support import ranks
@@ -94,33 +91,6 @@ def _compared(scenario: Scenario, sharded: tuple[str, ...] | None) -> tuple[str,
         sharded = (*SHARDED[:2], f"fsdp1_zero{stage}", f"fsdp2_zero{5 - stage}")
     left_out = getattr(scenario, "not_under", ())
     return tuple(name for name in sharded if not name.startswith(left_out))
-
-
-@dataclass(frozen=True)
-class WithReplicas:
-    """A scenario whose sharded strategies hold two replicas, each on half of the ranks."""
-
-    scenario: Scenario
-    state_over: StateOver = "replica"
-
-    @property
-    def not_under(self) -> tuple[str, ...]:
-        return getattr(self.scenario, "not_under", ())
-
-    def __call__(self, strategy: str, folder: Path, rank: int) -> Mapping[str, Any]:
-        num_opened = 0
-
-        def open_half(choice: GridChoice, **where: Any) -> RankGrid:
-            nonlocal num_opened
-            num_opened += 1
-            assert choice == GridChoice(), "the scenario chooses by itself"
-            half = dist.get_world_size() // 2
-            return open_grid(GridChoice(half, state_over=self.state_over), **where)
-
-        with mock.patch.object(sharded_module, "open_grid", open_half):
-            found = self.scenario(strategy, folder, rank)
-        assert (num_opened > 0) == (strategy in NAMES)
-        return found
 
 
 def on_trainer_ranks(

@@ -35,12 +35,10 @@ from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 
+# With a third of it, models of up to 100 M parameters gave back and took again the same pages in
+# every step, and the most that the process held stayed as it was.
 SLACK_BYTES = 3 * 2**27
-"""What a process may hold beyond the most that was in use, before pages are given back.
-
-With a third of it, models of up to 100 M parameters gave back and took again the same pages in
-every step, and the most that the process held stayed as it was.
-"""
+"""What a process may hold beyond the most that was in use, before pages are given back."""
 
 LOOK_AFTER_BYTES = 2**25
 """Of gradients written, before the process is looked at again."""
