@@ -76,10 +76,10 @@ class DealtSampler(DistributedSampler[int]):
     @override
     def __iter__(self) -> Iterator[int]:
         self._look_around()
-        order = torch.arange(len(self.dataset))  # type: ignore[arg-type]
+        order = torch.arange(len(self.dataset), device="cpu")  # type: ignore[arg-type]
         if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(len(order), generator=generator)
+            generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(order), generator=generator, device="cpu")
         first = self.rank + self.start * self.num_replicas
         mine = order[first : self.total_size : self.num_replicas]
         # In parts: 8 bytes a sample in a tensor, 36 in a list.

@@ -17,7 +17,12 @@ from tests.support import ranks, selection
 from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch and Lightning when some of their parts are first imported.
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+NOT_OURS = {
+    "CUDA_DEVICE_ORDER",  # Lightning's CUDAAccelerator
+    "PYTEST_CURRENT_TEST",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "TORCHINDUCTOR_CACHE_DIR",
+}
 
 # As on the ranks: with another number of threads a matrix product may have other last bits.
 torch.set_num_threads(1)

@@ -229,4 +229,5 @@ def test_on_a_device_every_engine_trains_among_simulated_ranks(name):
     if name == "ddp":
         assert used["calls"]["all_reduce"] >= 1
     else:
-        assert used["calls"] == {"all_gather": 6, "reduce_scatter": 3}
+        # The core keeps the block whose backward comes first.
+        assert used["calls"] == {"all_gather": 5 if name == "scratch" else 6, "reduce_scatter": 3}

@@ -138,7 +138,8 @@ def _driver() -> str | None:
     """As the kernel module says it, which needs no tool; else as the tool says it."""
     path = Path("/proc/driver/nvidia/version")
     if path.exists():
-        return path.read_text().splitlines()[0]
+        first = path.read_text().splitlines()[0]  # NVRM version: NVIDIA ... Module  580.95.05  ...
+        return next((word for word in first.split() if re.fullmatch(r"[\d.]{5,}", word)), first)
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(ask, capture_output=True, text=True, timeout=30.0, check=True)

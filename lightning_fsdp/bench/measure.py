@@ -30,9 +30,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.bench import documents
+from lightning_fsdp.bench.failures import RankFailure
 from lightning_fsdp.bench.memory import StepObserver, comm_of
 from lightning_fsdp.bench.parts import PhaseName, StepProfiler
-from lightning_fsdp.bench.records import RankFailure, RankMeasurement
+from lightning_fsdp.bench.records import RankMeasurement
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.callbacks.throughput import tokens_in

@@ -15,8 +15,11 @@ from lightning_fsdp.core.engine.torch_internals import is_in_backward
 
 
 def record_memory_history(is_on: bool) -> None:
-    """Keep the stack of every CUDA allocation; torch documents this name, and has no public one."""
-    torch.cuda.memory._record_memory_history("all" if is_on else None)
+    """Keep the stack of every CUDA allocation; torch documents this name, and has no public one.
+
+    Stacks of Python alone: for those of C++ torch starts a process for each library, which stays.
+    """
+    torch.cuda.memory._record_memory_history("all" if is_on else None, stacks="python")
 
 
 def dump_memory_snapshot(path: str) -> None:

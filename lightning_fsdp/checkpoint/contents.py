@@ -243,7 +243,10 @@ def _open_sharded(path: Path) -> Contents:
     }
 
     def read(keys: Sequence[str]) -> Iterator[Tensor]:
-        tensors = {key: torch.empty(*outlines[key][:1], dtype=outlines[key].dtype) for key in keys}
+        tensors = {
+            key: torch.empty(outlines[key].shape, dtype=outlines[key].dtype, device="cpu")
+            for key in keys
+        }
         if tensors:
             opened.read(tensors, partial=True)
         while tensors:

@@ -123,7 +123,7 @@ class Ranks:
         def call(number: int) -> None:
             if self._group is not None:
                 with self._heard(doing):
-                    dist.broadcast(torch.tensor(number), src=0, group=self._group)
+                    dist.broadcast(torch.tensor(number, device="cpu"), src=0, group=self._group)
 
         def lead() -> _Result:
             try:
@@ -132,7 +132,7 @@ class Ranks:
                 call(end)
 
         def follow() -> None:
-            number = torch.tensor(end)
+            number = torch.tensor(end, device="cpu")
             while True:
                 with self._heard(doing):
                     dist.broadcast(number, src=0, group=self._group)

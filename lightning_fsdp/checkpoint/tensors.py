@@ -197,7 +197,11 @@ class SliceReader(FileSystemReader):
         # Where the box lies in one piece on both sides, without a copy in between.
         is_one_piece = last - first + 1 == target.numel()
         is_direct = is_one_piece and target.is_cpu and target.is_contiguous()
-        stretch = target.view(-1) if is_direct else torch.empty(last - first + 1, dtype=dtype)
+        stretch = (
+            target.view(-1)
+            if is_direct
+            else torch.empty(last - first + 1, dtype=dtype, device="cpu")
+        )
         window.seek(start + first * dtype.itemsize)
         if window.readinto(stretch.view(torch.uint8).numpy().data) != stretch.nbytes:
             raise DamagedCheckpoint(f"{path}: expected more bytes. {RESTORE}")

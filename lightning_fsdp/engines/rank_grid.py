@@ -162,7 +162,7 @@ def open_grid(choice: GridChoice, *, device_type: str, host: int) -> RankGrid:
         for ranks in (columns, rows)
     )
     mesh = DeviceMesh.from_group(
-        [replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=NAMES
+        [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=NAMES
     )
     torch_internals.let_go_later(mesh)
     return RankGrid(mesh, choice.state_over)

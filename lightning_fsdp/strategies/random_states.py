@@ -31,8 +31,8 @@ def collect(device: torch.device) -> list[dict[str, Any]] | None:
     kind, key, *rest = drawn_from
     mine: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "python": (version, torch.tensor(words), gauss),
-        "numpy": (kind, torch.tensor(key.astype(np.int64)), *rest),
+        "python": (version, torch.tensor(words, device="cpu"), gauss),
+        "numpy": (kind, torch.tensor(key.astype(np.int64), device="cpu"), *rest),
     }
     if device.type == "cuda":
         mine["cuda"] = torch.cuda.get_rng_state(device)

@@ -81,12 +81,12 @@ def test_compiled_blocks_train_as_compiled_plain_ones_do(world_size, backend):
 def test_training_offloaded_gives_the_values_of_training_on_the_device(world_size, pin_memory):
     """The optimizer steps on another processor: last bits may differ."""
     policy = CPUOffloadPolicy(pin_memory=pin_memory)
-    offloaded, resident = (
-        run_on_ranks(offload.train_each_way, world_size, "mlp", each, None, offloaded.CLIP)
+    found, resident = (
+        run_on_ranks(offload.train_each_way, world_size, "mlp", each, None, offloaded.CLIP)[0]
         for each in (policy, None)
     )
-    for combination, expected in resident[0].items():
+    for combination, expected in resident.items():
         atol = 1e-6 if combination[1] == "fp32" else 1e-3
         assert_traces_match(
-            on_host(offloaded[0][combination]), on_host(expected), atol=atol, what=str(combination)
+            on_host(found[combination]), on_host(expected), atol=atol, what=str(combination)
         )

@@ -55,7 +55,7 @@ def wholes(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _joined(tensors: Sequence[ShardedTensor]) -> Iterator[Tensor]:
     (group,) = {tensor.spec.communicator.group for tensor in tensors}
-    slices = [tensor.to_local().detach().view(torch.uint8) for tensor in tensors]
+    slices = [tensor.to_local().detach().cpu().view(torch.uint8) for tensor in tensors]
     sizes = _rows(torch.tensor([piece.numel() for piece in slices], device="cpu"), group)
     mine = torch.zeros(int(sizes.sum(dim=1).max()), dtype=torch.uint8, device="cpu")
     torch.cat(slices, out=mine[: int(sizes[dist.get_rank(group)].sum())])
