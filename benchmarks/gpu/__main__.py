@@ -67,7 +67,7 @@ def main() -> int:
         found, method = describe_session(args.device)
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         session = {"command": command, "peak_tflops": args.peak_tflops, **found}
-        session["commit"] = found["commit"] or args.commit
+        session["commit"] = args.commit or found["commit"]
         part_to_record = {part: Record(args.out / f"{part}.json") for part in PARTS}
         for record in part_to_record.values():
             record.require_kind(session)
@@ -157,7 +157,7 @@ def make_parser() -> CommandParser:
         help="best speed of the device in bfloat16, in 10^12 FLOP/s, for MFU; that of H100, H200",
     )
     parser.add_argument(
-        "--commit", help="commit to record where git cannot tell it (default: what git tells)"
+        "--commit", help="commit to record (default: what git tells)"
     )
     parser.add_argument(
         "--tests", type=Path, default=ROOT / "tests" / "gpu", help="folder of tests for pytest"
