@@ -27,6 +27,8 @@ python -m benchmarks.scaling_suggested
 python -m benchmarks.update_tables scaling-suggested benchmarks/results/scaling_suggested.json
 python -m benchmarks.muon_ranks --out benchmarks/results/muon_ranks.json
 python -m benchmarks.update_tables muon-ranks benchmarks/results/muon_ranks.json
+python -m benchmarks.gpu --part speed --out benchmarks/results/gpu
+python -m benchmarks.update_tables gpu benchmarks/results/gpu/speed.json
 make bench-optimizer && python -m benchmarks.update_tables optimizer runs/optimizer/report.md
 python -m benchmarks.real_size --checkpoint --out benchmarks/results/real_size/medium.json
 python -m benchmarks.update_tables medium benchmarks/results/real_size/medium.json
@@ -52,6 +54,7 @@ from benchmarks import (
     scaling_suggested,
 )
 from benchmarks.command import BenchmarkParser
+from benchmarks.gpu.table import table_of as table_of_gpu
 from lightning_fsdp.harness.environment import describe
 
 ROOT = Path(__file__).parent.parent
@@ -206,6 +209,11 @@ def muon_ranks_table(document: dict[str, Any]) -> list[str]:
     return muon_ranks.table_of(rows).splitlines()
 
 
+def gpu_table(document: dict[str, Any]) -> list[str]:
+    """Goals and cases of the part ``speed`` of ``benchmarks.gpu``."""
+    return table_of_gpu(document).splitlines()
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "core": core_table,
     "host": host_table,
@@ -224,7 +232,14 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "scaling-suggested": scaling_suggested_table,
     "medium-accum": real_size_table,
     "medium-bf16": real_size_table,
+    "gpu": gpu_table,
 }
+
+
+def made_of(name: str, document: dict[str, Any]) -> str:
+    """A table, under the line that says how it came about."""
+    ran = document["sessions"][-1] if "sessions" in document else document
+    return "\n".join([describe(ran), "", *TABLES[name](document)])
 
 
 def page_of(name: str) -> Path:
@@ -251,12 +266,11 @@ def main() -> None:
     args = make_parser().parse(None)
     name, source = args.table, args.source
     if name in TABLES:
-        document = json.loads(source.read_text())
-        table = "\n".join([describe(document), "", *TABLES[name](document)])
+        shown = made_of(name, json.loads(source.read_text()))
     elif name in PICTURES_ALONE:
-        table = source.read_text().partition("\n\n")[0]
+        shown = source.read_text().partition("\n\n")[0]
     else:
-        table = source.read_text().split("\n## ")[0].strip()  # the report's first table
+        shown = source.read_text().split("\n## ")[0].strip()  # the report's first table
     if name == "muon-ranks":
         shutil.copy(source.with_suffix(".png"), PICTURES)
     if name in ("bench", "sweep"):
@@ -264,7 +278,7 @@ def main() -> None:
     for picture in SHOWN.get(name, ()):
         PICTURES.mkdir(exist_ok=True)
         shutil.copy(source.parent / picture, PICTURES)
-    put(page_of(name), name, table)
+    put(page_of(name), name, shown)
 
 
 def make_parser() -> BenchmarkParser:

@@ -155,9 +155,10 @@ def no_leaked_process() -> Iterator[None]:
     deadline = time.monotonic() + 2.0
     while (leaked := _descendants() - before - _servers()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    commands = [f"{pid} {_text_of(Path(f'/proc/{pid}/cmdline'))!r}" for pid in sorted(leaked)]
     for pid in leaked:
         os.kill(pid, signal.SIGKILL)
-    assert not leaked, f"the test left processes behind: {sorted(leaked)}"
+    assert not leaked, f"the test left processes behind: {', '.join(commands)}"
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from lightning_fsdp import (
     ZERO2,
     ZERO3,
     MixedPrecisionPolicy,
+    checkpoint,
     load_sharded,
     save_sharded,
     shard_model,
 )
-from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint import contents, folder
 from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from lightning_fsdp.engines.scratch import ScratchEngine
@@ -286,3 +288,29 @@ def test_other_optimizers_are_refused_by_name(tmp_path):
     with pytest.raises(RuntimeError, match=r"missing: \['0.weight', '0.bias'\]; unexpected: \['we"):
         load_sharded(tmp_path, nn.Sequential(model))
     load_sharded(tmp_path, nn.Sequential(model), strict=False)
+
+
+# -- where new tensors are somewhere else ----------------------------------------------------------
+
+
+def _save_and_load_elsewhere(rank, world_size, path):
+    run, other = Run("scratch", seed=1), Run("scratch", seed=2)
+    run.train(range(NUM_STEPS))
+    other.train([0])
+    expected, whole = torch.arange(24.0).view(4, 6), torch.zeros(6, 4).t()  # read in a piece apart
+    with torch.device("meta"):  # as torch.set_default_device("cuda"), with values that are missed
+        save_sharded(path / "run", run.wrapped, run.optimizers)
+        load_sharded(path / "run", other.wrapped, other.optimizers)
+        checkpoint.save(path / "tensor", {"whole": expected}, {})
+        checkpoint.load(path / "tensor", {"whole": whole})
+        with ExitStack() as stack:
+            opened = contents.open_checkpoint(path / "run", stack)
+            devices = {tensor.device.type for tensor in opened.read(list(opened.outlines))}
+    assert torch.equal(whole, expected)
+    assert devices == {"cpu"}
+    return copied(other.whole()), copied(run.whole())
+
+
+def test_the_default_device_is_not_asked(tmp_path):
+    loaded, expected = run_on_ranks(_save_and_load_elsewhere, 2, tmp_path)[0]
+    assert_equal(loaded, expected, "loaded")

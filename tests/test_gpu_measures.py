@@ -1,6 +1,8 @@
 """What is measured on a GPU, on one that is made up, and the tables of it."""
 
 import json
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ from benchmarks.gpu.recipes import NAMES
 from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY
 from lightning_fsdp.plan.models import build, config_of
 from tests.support.gpu_records import begun, measured
+from tests.support.pages import ROOT
 
 
 def test_every_arm_meets_every_setting_and_the_goals_come_first():
@@ -206,3 +209,16 @@ def test_the_table_has_at_most_100_lines_and_fits_what_comes_back(tmp_path):
     shown = " ".join(text.split())
     assert "qwen2.5-1.5b compiled fsdp2_zero3 1 6,480 6.6 1235 1235..1235 123 130 123.4" in shown
     assert table.count_failures(tmp_path) == 100 + 27 + 1
+
+
+NOT_NEEDED = ("matplotlib", "peft", "pyarrow", "pydantic", "pydantic_core", "tensorboard")
+
+
+def test_speed_is_measured_where_only_torch_and_transformers_are():
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({NOT_NEEDED}))
+import benchmarks.gpu.measure
+"""
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

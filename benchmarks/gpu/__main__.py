@@ -156,9 +156,7 @@ def make_parser() -> CommandParser:
         default=PEAK_TFLOPS,
         help="best speed of the device in bfloat16, in 10^12 FLOP/s, for MFU; that of H100, H200",
     )
-    parser.add_argument(
-        "--commit", help="commit to record (default: what git tells)"
-    )
+    parser.add_argument("--commit", help="commit to record (default: what git tells)")
     parser.add_argument(
         "--tests", type=Path, default=ROOT / "tests" / "gpu", help="folder of tests for pytest"
     )

@@ -46,7 +46,8 @@ def run_suite(
             state = NOT_REACHED if is_over else FAILED
             for name in broken:
                 lines = end_of(log)
-                record.put(name, state=state, says="".join(lines[:1]), log=lines)
+                how = "" if failure is None else failure.says
+                record.put(name, state=state, says="\n".join([*lines[:1], how]), log=lines)
             if is_over or not broken:
                 break
         else:

@@ -51,6 +51,15 @@ def write_table(folder: Path) -> str:
     return text
 
 
+def table_of(document: Mapping[str, Any]) -> str:
+    """Goals and cases of ``speed.json`` as tables for a page."""
+    results, peak = document["results"], document["sessions"][-1]["peak_tflops"]
+    found = [(g.of, f"{g.found:.3f}", f"{g.wanted:g}") for g in goals(results, peak)]
+    done = [case for case in all_cases() if results.get(case.name, {}).get("state") == DONE]
+    cases = [_row(case, results[case.name], peak) for case in done]
+    return f"{markdown_table(('goal', 'found', 'wanted'), found)}\n\n{markdown_table(_HEAD, cases)}"
+
+
 def count_failures(folder: Path) -> int:
     """Tests, cases and recipes that failed; what did not fit on the device is a result."""
     records = [Record(folder / name) for name in _PART_OF_FILE]
