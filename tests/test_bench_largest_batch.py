@@ -14,11 +14,11 @@ import torch
 from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
-from lightning_fsdp.bench.failures import RankFailure
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
 from lightning_fsdp.bench.records import RankMeasurement, Run
 from lightning_fsdp.bench.runner import run_arm
 from lightning_fsdp.harness.environment import environment
+from lightning_fsdp.harness.failures import RankFailure
 from tests.support import warm
 
 WORKLOAD = Workload(

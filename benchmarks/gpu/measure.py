@@ -36,7 +36,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.cases import Case
 from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY
 from lightning_fsdp.bench import torch_internals
-from lightning_fsdp.bench.failures import RankFailure
+from lightning_fsdp.harness.failures import RankFailure
 from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.simulate.groups import find_usage, simulated
 from lightning_fsdp.simulate.network import Cost, Network

@@ -30,7 +30,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.failures import RankFailure
 from lightning_fsdp.bench.memory import StepObserver, comm_of
 from lightning_fsdp.bench.parts import PhaseName, StepProfiler
 from lightning_fsdp.bench.records import RankMeasurement
@@ -39,6 +38,7 @@ from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.callbacks.throughput import tokens_in
 from lightning_fsdp.core.access.grad_norm import global_norm
 from lightning_fsdp.harness.environment import process_bytes
+from lightning_fsdp.harness.failures import RankFailure
 from lightning_fsdp.simulate.groups import find_usage
 from lightning_fsdp.simulate.transfer import Usage
 

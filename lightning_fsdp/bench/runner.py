@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import load
-from lightning_fsdp.bench.failures import RankFailure
 from lightning_fsdp.bench.records import RankMeasurement, Run
+from lightning_fsdp.harness.failures import RankFailure
 from lightning_fsdp.harness.processes import Failure, run_command
 
 # Runs are few and long: the mean pace of all of them, not that of the last ones.
