@@ -10,6 +10,9 @@ Both gradients are made in the forward, so the backward reads neither weight nor
 
 Note: dtypes
 Products are in the dtype of the operands, what is summed over positions and over chunks in fp32.
+Beside operands of lower precision, what is in fp32 exists for a few columns of the vocabulary at a
+time. In one chunk the weight's gradient is one product, which sums in fp32 by itself; in several it
+is a sum in fp32, of twice the gradient's bytes. So few positions are one chunk.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
+_AT_ONCE = 8192  # entries of the vocabulary, of what is in fp32 beside lower precision
 CHUNK_SIZE = 256
-"""Positions whose logits exist at once, unless chosen otherwise."""
+"""Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
 
@@ -41,7 +45,7 @@ def linear_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """``cross_entropy(linear(hidden, weight, bias).float(), labels)`` without whole logits.
 
@@ -53,7 +57,8 @@ def linear_cross_entropy(
         ignore_index: A label that takes no part.
         reduction: Over the positions that take part.
         chunk_size: Positions whose logits exist at once. More are faster: each chunk reads the
-            weight twice, and reads and writes its gradient.
+            weight twice, and reads and writes its gradient. By default 256; in bf16 all, where they
+            take less memory than a sum of the weight's gradient in fp32.
 
     Returns:
         0-d, float32. Its backward runs once, and is not differentiable again.
@@ -62,6 +67,8 @@ def linear_cross_entropy(
         ValueError: A wrong shape, reduction or size of chunks.
     """
     _check(hidden, weight, labels, bias, reduction, chunk_size)
+    if chunk_size is None:
+        chunk_size = chunk_size_of(hidden, weight)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # as of the linear layer, outside of what follows
         dtype = torch.get_autocast_dtype(kind)
@@ -82,6 +89,18 @@ def linear_cross_entropy(
     num = counts.sum()
     # Of no position at all, as torch's: nan, with gradients of 0.
     return torch.where(num > 0, loss / num.clamp(min=1), torch.nan)
+
+
+def chunk_size_of(hidden: Tensor, weight: Tensor) -> int:
+    """Positions whose logits :func:`linear_cross_entropy` has at once, unless chosen otherwise."""
+    kind, num = hidden.device.type, hidden.shape[:-1].numel()
+    is_autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if is_autocast else weight.dtype
+    # Logits of two bytes, or a sum of four; beside the gradient that comes of it.
+    is_less = num <= 2 * weight.shape[1]
+    if dtype is torch.bfloat16 and weight.requires_grad and is_less:
+        return max(num, 1)
+    return CHUNK_SIZE
 
 
 def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
@@ -149,7 +168,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs: _Needs,
     ) -> Tensor:
         of_hidden = torch.empty_like(hidden) if needs.hidden else None
-        of_weight = _zeros(weight) if needs.weight else None
+        of_weight = None
+        if needs.weight:
+            is_one = len(hidden) <= needs.chunk_size and weight.dtype is torch.bfloat16
+            of_weight = torch.zeros_like(weight) if is_one else _zeros(weight)
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
         gradients = of_hidden, of_weight, of_bias
         loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs.chunk_size)
@@ -189,30 +211,48 @@ def _sum_over_chunks(
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     # One memory for the logits of all chunks: fresh memory of this size costs page faults, and
     # that of the chunk before would still be alive.
-    shape = min(chunk_size, len(hidden)), len(weight)
-    in_fp32 = torch.empty(shape, dtype=torch.float32, device=hidden.device)
-    products = in_fp32 if hidden.dtype is torch.float32 else hidden.new_empty(shape)
+    num, vocabulary = min(chunk_size, len(hidden)), len(weight)
+    products = hidden.new_empty(num, vocabulary)
+    in_fp32 = None  # a few columns of those, where they are not themselves
+    if products.dtype is not torch.float32:
+        in_fp32 = torch.empty(num, min(_AT_ONCE, vocabulary), device=hidden.device)
     for part in islice(_parts(len(hidden), chunk_size), _most_chunks.get()):
-        num = len(labels[part])
-        product, logits = products[:num], in_fp32[:num]
+        product, label, counts_here = products[: len(labels[part])], labels[part], counts[part]
         _linear(hidden[part], weight, bias, out=product)
-        logits.copy_(product)  # nothing to do where both are one memory
-        logits -= logits.amax(1, keepdim=True)
-        of_label = logits.gather(1, labels[part])
-        sums = logits.exp_().sum(1, keepdim=True)
-        loss += ((sums.log() - of_label) * counts[part]).sum()
+        top = product.amax(1, keepdim=True).float()
+        of_label = product.gather(1, label) - top
+        sums = torch.zeros_like(of_label)
+        for columns in _parts(vocabulary, _AT_ONCE):
+            sums += _exponentials(product[:, columns], top, in_fp32).sum(1, keepdim=True)
+        loss += ((sums.log() - of_label) * counts_here).sum()
         if all(gradient is None for gradient in gradients):
             continue
-        logits *= counts[part] / sums
-        logits.scatter_add_(1, labels[part], -counts[part].float())
+        factor = counts_here / sums
+        for columns in _parts(vocabulary, _AT_ONCE):
+            block = product[:, columns]
+            softmax = block if in_fp32 is None else _exponentials(block, top, in_fp32)
+            softmax *= factor
+            if of_bias is not None:
+                of_bias[columns] += softmax.sum(0)
+            block.copy_(softmax)  # nothing to do where both are one memory
+        # Their own logits' in fp32, of which the largest is all but 1.
+        product.scatter_(
+            1, label, (of_label.exp() * factor - counts_here.float()).to(product.dtype)
+        )
         if of_bias is not None:
-            of_bias += logits.sum(0)
-        product.copy_(logits)
+            of_bias.index_add_(0, label[:, 0], -counts_here[:, 0].float())
         if of_hidden is not None:
             torch.mm(product, weight, out=of_hidden[part])
         if of_weight is not None:
             _add_product(of_weight, product.T, hidden[part])
     return loss
+
+
+def _exponentials(logits: Tensor, top: Tensor, in_fp32: Tensor | None) -> Tensor:
+    """Of logits beside the largest of each position; in place, or in the memory that is given."""
+    if in_fp32 is None:
+        return logits.sub_(top).exp_()
+    return in_fp32[: len(logits), : logits.shape[1]].copy_(logits).sub_(top).exp_()
 
 
 def _zeros(like: Tensor) -> Tensor:
@@ -231,14 +271,11 @@ def _parts(num: int, size: int) -> Iterator[slice]:
         yield slice(first, first + size)
 
 
-_NUM_ROWS = 8192  # of a product in lower precision, before it is added to the sum in fp32
-
-
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    for rows in _parts(len(total), _NUM_ROWS):
+    for rows in _parts(len(total), _AT_ONCE):
         total[rows] += left[rows] @ right
 
 
@@ -248,7 +285,7 @@ def _check(
     labels: Tensor,
     bias: Tensor | None,
     reduction: str,
-    chunk_size: int,
+    chunk_size: int | None,
 ) -> None:
     shapes = {
         "weight": (weight.shape, (weight.shape[0], hidden.shape[-1])),
@@ -267,7 +304,7 @@ def _check(
             f"linear_cross_entropy: expected 'mean' or 'sum' for reduction, got {reduction!r}. The "
             "losses of positions are not kept; take the cross entropy of logits for them."
         )
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(
             f"linear_cross_entropy: expected a chunk_size of at least 1, got {chunk_size}. "
             "Raise it."

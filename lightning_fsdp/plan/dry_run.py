@@ -47,7 +47,12 @@ from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.calls import call_with
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search, largest_that_fits
-from lightning_fsdp.losses import CHUNK_SIZE, body_and_head, linear_cross_entropy, only_first_chunks
+from lightning_fsdp.losses import (
+    body_and_head,
+    chunk_size_of,
+    linear_cross_entropy,
+    only_first_chunks,
+)
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
@@ -361,7 +366,8 @@ class _Training:
 
             def loss(hidden: Tensor, labels: Tensor) -> Tensor:
                 # Those left out are like the last.
-                times = max(1.0, labels.numel() / (_CHUNKS * CHUNK_SIZE))
+                size = chunk_size_of(hidden, head.weight)
+                times = max(1.0, labels.numel() / (_CHUNKS * size))
                 slow = self._pace.standing_for(times) if self._pace else nullcontext()
                 with only_first_chunks(_CHUNKS), slow:
                     return linear_cross_entropy(hidden, head.weight, labels, head.bias)
