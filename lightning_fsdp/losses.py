@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
-_AT_ONCE = 8192  # entries of the vocabulary, of what is in fp32 beside lower precision
+_AT_ONCE = 2**23  # elements, of what is in fp32 or added to it beside lower precision
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
@@ -213,22 +213,23 @@ def _sum_over_chunks(
     # that of the chunk before would still be alive.
     num, vocabulary = min(chunk_size, len(hidden)), len(weight)
     products = hidden.new_empty(num, vocabulary)
+    width = max(1, min(vocabulary, _AT_ONCE // max(num, 1)))
     in_fp32 = None  # a few columns of those, where they are not themselves
     if products.dtype is not torch.float32:
-        in_fp32 = torch.empty(num, min(_AT_ONCE, vocabulary), device=hidden.device)
+        in_fp32 = torch.empty(num, width, dtype=torch.float32, device=hidden.device)
     for part in islice(_parts(len(hidden), chunk_size), _most_chunks.get()):
         product, label, counts_here = products[: len(labels[part])], labels[part], counts[part]
         _linear(hidden[part], weight, bias, out=product)
         top = product.amax(1, keepdim=True).float()
         of_label = product.gather(1, label) - top
         sums = torch.zeros_like(of_label)
-        for columns in _parts(vocabulary, _AT_ONCE):
+        for columns in _parts(vocabulary, width):
             sums += _exponentials(product[:, columns], top, in_fp32).sum(1, keepdim=True)
         loss += ((sums.log() - of_label) * counts_here).sum()
         if all(gradient is None for gradient in gradients):
             continue
         factor = counts_here / sums
-        for columns in _parts(vocabulary, _AT_ONCE):
+        for columns in _parts(vocabulary, width):
             block = product[:, columns]
             softmax = block if in_fp32 is None else _exponentials(block, top, in_fp32)
             softmax *= factor
@@ -275,7 +276,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    for rows in _parts(len(total), _AT_ONCE):
+    for rows in _parts(len(total), max(1, _AT_ONCE // total.shape[1])):
         total[rows] += left[rows] @ right
 
 
