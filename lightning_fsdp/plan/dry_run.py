@@ -33,7 +33,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_fsdp.callbacks.storages import local_part
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
@@ -296,7 +295,7 @@ class _Training:
         self._run = run
         self._precision = precision
         self._num_parameters = num_parameters
-        self._step(1, lambda _: nullcontext())  # it learns the order of units
+        self._step(1, lambda _: nullcontext(), num_micro_batches=1)  # it learns the order of units
 
     def plan(self, batch_size: int) -> Plan:
         """Watch a step with so many sequences per micro-batch."""
@@ -322,7 +321,7 @@ class _Training:
             moments.append(self._pace.now())
         ledger.start()
         try:
-            self._step(batch_size, phase)
+            self._step(batch_size, phase, min(self._run.grad_accum, _MICRO_BATCHES))
         finally:
             ledger.stop()
             watch.remove()
@@ -337,9 +336,13 @@ class _Training:
         num_left_out = self._run.grad_accum - (len(moments) - 2)
         return seen + (moments[2] - moments[1]) * num_left_out if num_left_out else seen
 
-    def _step(self, batch_size: int, phase: Callable[[str], AbstractContextManager[None]]) -> None:
+    def _step(
+        self,
+        batch_size: int,
+        phase: Callable[[str], AbstractContextManager[None]],
+        num_micro_batches: int,
+    ) -> None:
         model = cast(ShardedModule, self._model)
-        num_micro_batches = min(self._run.grad_accum, _MICRO_BATCHES)
         for index in range(num_micro_batches):
             with phase("forward"):
                 shape = batch_size, self._run.seq_len
@@ -387,12 +390,18 @@ class _Training:
             ledger.tell("parameters", kept)
         ledger.tell("parameters", self._model.buffers())
         for optimizer in self._optimizers:
-            ledger.tell("optimizer", map(local_part, kept_by(optimizer)))
+            ledger.tell("optimizer", map(_local, kept_by(optimizer)))
         for gradient in gradients(self._model).values():
             if gradient.state == "local":
                 ledger.tell("local gradients", [gradient.local()])
             elif gradient.state == "reduced":
                 ledger.tell("gradients", [gradient.shard])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, sharded or not; not detached, which takes an operation."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else cast(Tensor, to_local())
 
 
 def _optimizers_for(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:

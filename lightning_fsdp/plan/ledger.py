@@ -52,7 +52,7 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
         if not all(torch_internals.is_plain_or_fake(cls) for cls in types):
             return NotImplemented  # a subclass first; its own operations come back here
         if torch_internals.asks_for_device(func):
-            return func(*args, **kwargs)
+            return torch_internals.device_of(*args)
         kind, sent = sent_by(func, args)
         if sent and kind != "all_reduce":  # of a shard that becomes the reduced gradient
             self.tell("local gradients", sent)
