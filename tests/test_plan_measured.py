@@ -24,9 +24,9 @@ from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.strategies.precision import POLICIES
 from recipes.causal_lm import CausalLM
 from recipes.optimizer import OptimizerConfig
+from tests.support.cases import each_on_ranks, each_on_trainer_ranks
 from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.planned import BATCH, SEQ_LEN, folder_with, planned
-from tests.support.ranks import run_on_ranks
 from tests.support.trainer import make_trainer, on_trainer_ranks, with_options
 
 STAGES = {2: ZERO2, 3: ZERO3}
@@ -78,19 +78,9 @@ class _CausalLM(CausalLM):
         return []
 
 
-def _measured(
-    rank,
-    world_size,
-    model,
-    folder,
-    stage,
-    precision,
-    grad_accum,
-    checkpointing,
-    optimizer,
-    batch_size=BATCH,
-):
-    module = _CausalLM(model, optimizer)
+def _measured(rank, world_size, case, root, batch_size=BATCH):
+    name, stage, precision, grad_accum, checkpointing, optimizer = case
+    module, folder = _CausalLM(f"{root}/{name}", optimizer), f"{root}/run"
     probe, tracks = MemoryProbe(steps=[1]), _Tracks()
     classes = block_classes(build(module.config)) if checkpointing else None
     strategy = with_options(f"scratch_fsdp_zero{stage}", activation_checkpointing=classes)
@@ -110,29 +100,35 @@ def _measured(
     return report.ranks[0], tracks.peak
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "precision", "grad_accum", "checkpointing", "optimizer"),
-    [
-        ("gpt2", 2, "32-true", 1, False, "adamw"),
-        ("gpt2", 3, "32-true", 1, False, "adamw"),
-        ("gpt2", 3, "bf16-true", 1, True, "adamw"),
-        ("qwen", 2, "bf16-mixed", 2, True, "adamw"),
-        ("qwen", 3, "bf16-mixed", 2, True, "adamw"),
-        ("qwen", 3, "bf16-mixed", 1, False, "adamw"),
-        ("gpt2", 2, "bf16-mixed", 2, False, "muon"),
-        ("qwen", 3, "32-true", 1, False, "muon"),
-    ],
-)
-def test_two_ranks_take_what_was_planned(
-    tmp_path, folder_of, name, stage, precision, grad_accum, checkpointing, optimizer
-):
-    folder = folder_of(name)
+CASES = [
+    ("gpt2", 2, "32-true", 1, False, "adamw"),
+    ("gpt2", 3, "32-true", 1, False, "adamw"),
+    ("gpt2", 3, "bf16-true", 1, True, "adamw"),
+    ("qwen", 2, "bf16-mixed", 2, True, "adamw"),
+    ("qwen", 3, "bf16-mixed", 2, True, "adamw"),
+    ("qwen", 3, "bf16-mixed", 1, False, "adamw"),
+    ("gpt2", 2, "bf16-mixed", 2, False, "muon"),
+    ("qwen", 3, "32-true", 1, False, "muon"),
+]
+
+
+@pytest.fixture(scope="module")
+def measured_by_case(tmp_path_factory):
+    root = tmp_path_factory.mktemp("measured")
+    for name in ("gpt2", "qwen"):
+        folder_with(name, root)
+    return each_on_trainer_ranks(_measured, 2, CASES, str(root), timeout_s=240)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_two_ranks_take_what_was_planned(folder_of, measured_by_case, case):
+    name, stage, precision, grad_accum, checkpointing, optimizer = case
     plan = planned(
-        folder, world_size=2, zero_stage=stage, precision=precision, grad_accum=grad_accum,
-        activation_checkpointing=checkpointing, optimizer=optimizer, backend="gloo",
+        folder_of(name), world_size=2, zero_stage=stage, precision=precision,
+        grad_accum=grad_accum, activation_checkpointing=checkpointing, optimizer=optimizer,
+        backend="gloo",
     )  # fmt: skip
-    options = (str(folder), str(tmp_path), stage, precision, grad_accum, checkpointing, optimizer)
-    measured, tracked = on_trainer_ranks(_measured, 2, *options)[0]
+    measured, tracked = measured_by_case[case][0]
     for phase in PHASES:
         found, expected = plan.phases[phase], measured[phase]
         for moment in ("peak", "resting"):
@@ -154,8 +150,8 @@ def test_several_chunks_of_the_loss_take_what_was_planned(tmp_path):
     folder, batch_size = tmp_path / "wide", 4 * CHUNK_SIZE // SEQ_LEN
     options = {"world_size": 2, "zero_stage": 3, "precision": "bf16-mixed", "backend": "gloo"}
     plan = planned(folder, **options, batch_size=batch_size, activation_checkpointing=True)
-    options = (str(folder), str(tmp_path), 3, "bf16-mixed", 1, True, "adamw", batch_size)
-    _, tracked = on_trainer_ranks(_measured, 2, *options)[0]
+    case = ("wide", 3, "bf16-mixed", 1, True, "adamw")
+    _, tracked = on_trainer_ranks(_measured, 2, case, str(tmp_path), batch_size)[0]
     assert plan.peak_bytes == pytest.approx(tracked, rel=TOLERANCE)
 
 
@@ -173,12 +169,13 @@ def test_owners_are_those_of_a_run(folder):
     assert planned(folder, world_size=8).owners is None
 
 
-def _one_of_many(rank, world_size, folder, num_ranks, stage, precision):
+def _one_of_many(rank, world_size, case, root):
+    name, num_ranks, precision, stage = case
     from torch.testing._internal.distributed import fake_pg
 
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=fake_pg.FakeStore())
     try:
-        model = build(config_of(folder))
+        model = build(config_of(f"{root}/{name}"))
         mesh = init_device_mesh("cpu", (num_ranks,))
         shard_model(model, STAGES[stage], mesh=mesh, mp_policy=POLICIES[precision])
         keep_main_dtype(model, POLICIES[precision])
@@ -209,16 +206,25 @@ def _one_of_many(rank, world_size, folder, num_ranks, stage, precision):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    ("name", "num_ranks", "precision"),
-    [("gpt2", 8, "32-true"), ("gpt2", 64, "32-true"), ("qwen", 64, "bf16-mixed")],
-)
-def test_one_rank_of_many_takes_what_was_planned(folder_of, name, num_ranks, precision, stage):
-    folder = folder_of(name)
-    (measured,) = run_on_ranks(
-        _one_of_many, 1, str(folder), num_ranks, stage, precision, backend=None
-    )
+ONES_OF_MANY = [
+    (*case, stage)
+    for stage in (2, 3)
+    for case in (("gpt2", 8, "32-true"), ("gpt2", 64, "32-true"), ("qwen", 64, "bf16-mixed"))
+]
+
+
+@pytest.fixture(scope="module")
+def measured_of_many(tmp_path_factory):
+    root = tmp_path_factory.mktemp("of_many")
+    for name in ("gpt2", "qwen"):
+        folder_with(name, root)
+    return each_on_ranks(_one_of_many, 1, ONES_OF_MANY, str(root), backend=None)
+
+
+@pytest.mark.parametrize("case", ONES_OF_MANY, ids=lambda case: "-".join(map(str, case)))
+def test_one_rank_of_many_takes_what_was_planned(folder_of, measured_of_many, case):
+    name, num_ranks, precision, stage = case
     options = {"zero_stage": stage, "precision": precision, "loss": "plain"}
-    plan = planned(folder, world_size=num_ranks, **options)
+    plan = planned(folder_of(name), world_size=num_ranks, **options)
+    (measured,) = measured_of_many[case]
     assert plan.peak_bytes == pytest.approx(measured, rel=TOLERANCE)

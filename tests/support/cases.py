@@ -8,13 +8,13 @@ from tests.support.trainer import on_trainer_ranks
 
 
 def each_on_ranks(
-    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *args: Any, timeout_s: float = 60
+    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *args: Any, **options: Any
 ) -> dict[Any, list[Any]]:
     """Call ``fn(rank, world_size, case, *args)`` for one case after the other; returns by case what
-    each rank returned. A failure names its case.
+    each rank returned. A failure names its case. The options are those of ``run_on_ranks``.
     """
     cases = tuple(cases)
-    results = run_on_ranks(_each, world_size, fn, cases, args, timeout_s=timeout_s)
+    results = run_on_ranks(_each, world_size, fn, cases, args, **options)
     return {case: [of_rank[i] for of_rank in results] for i, case in enumerate(cases)}
 
 
