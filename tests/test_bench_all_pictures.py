@@ -1,5 +1,6 @@
 """Every picture, of results of all kinds: it comes out, can be read, and says what is missing."""
 
+import functools
 import itertools
 import random
 
@@ -59,7 +60,12 @@ DOCUMENTS = {
     "one rank": lambda: document_of(**SMALL, num_ranks=1),
     "a long name": lambda: renamed("a_strategy_of_somebody_else_with_a_long_name"),
 }
-CASES = {name: (lambda make=make: as_results(make())) for name, make in DOCUMENTS.items()}
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """By case, the figures; each case is drawn once."""
+    return functools.cache(lambda case: plots.draw(as_results(DOCUMENTS[case]())))
 
 
 def shown_texts(figure):
@@ -78,9 +84,9 @@ def ticks_out_of_view(figure):
                     yield from (tick.label1, tick.label2)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_picture_comes_out_and_no_text_lies_on_another(case):
-    for name, figure in plots.draw(CASES[case]()).items():
+@pytest.mark.parametrize("case", DOCUMENTS)
+def test_every_picture_comes_out_and_no_text_lies_on_another(drawn, case):
+    for name, figure in drawn(case).items():
         canvas = FigureCanvasAgg(figure)
         figure.draw_without_rendering()  # which places all of it
         hidden = set(ticks_out_of_view(figure))
@@ -109,13 +115,13 @@ def test_every_picture_comes_out_and_no_text_lies_on_another(case):
         ("failed arms", "Failed (timed out): ddp_b2_a2."),
     ],
 )  # fmt: skip
-def test_every_picture_says_what_is_missing(case, sentence):
-    for name, figure in plots.draw(CASES[case]()).items():
+def test_every_picture_says_what_is_missing(drawn, case, sentence):
+    for name, figure in drawn(case).items():
         assert sentence in words(figure).replace("\n", " "), name
 
 
-def test_pictures_of_older_results_say_which_figures_they_lack():
-    figures = plots.draw(CASES["an older version"]())
+def test_pictures_of_older_results_say_which_figures_they_lack(drawn):
+    figures = drawn("an older version")
     for name, what in {
         "communication": "Exposed time", "utilization": "Utilization",
         "time_breakdown": "Parts of a step", "memory_at_peak": "Memory by owner",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp import load_sharded, save_sharded
+from tests.support.cases import each_on_ranks
 from tests.support.engine_runs import ENGINES, NUM_STEPS, Run, assert_equal, copied
 from tests.support.ranks import run_on_ranks
 
@@ -51,7 +52,7 @@ def _moves(kind, world_size):
             yield move
 
 
-def _read(rank, world_size, root, kind):
+def _read(rank, world_size, kind, root):
     for writer, writers in _moves(kind, world_size):
         what = f"{writer} on {writers} -> {kind} on {world_size}"
         folder = root / f"{writer}-{writers}"
@@ -78,7 +79,6 @@ def _read(rank, world_size, root, kind):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("kind", ENGINES)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_any_engine_continues_what_any_other_saved(saved, kind, world_size):
-    run_on_ranks(_read, world_size, saved, kind, timeout_s=280)
+def test_any_engine_continues_what_any_other_saved(saved, world_size):
+    each_on_ranks(_read, world_size, ENGINES, saved, timeout_s=280)

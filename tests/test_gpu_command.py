@@ -3,9 +3,9 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -18,16 +18,14 @@ from benchmarks.gpu import measure
 from benchmarks.gpu.cases import ARMS, small_cases
 from benchmarks.gpu.recipes import NAMES
 from benchmarks.gpu.record import DONE, Record
-from tests.support.gpu_records import CONFTEST, ROOT, SESSION, begun, results_in, soon
+from tests.support.gpu_records import CONFTEST, SESSION, begun, results_in, soon
 from tests.support.ranks import run_forked
 from tests.support.warm import fork_always
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]
 
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
-
-def run_warm(*arguments, code=0, lacking=None, cases=None):
+def run_warm(*arguments, code=0, lacking=None, cases=None, stop_after=None):
     """Run the command in a process that has torch already and forks those that it starts.
 
     Args:
@@ -35,26 +33,40 @@ def run_warm(*arguments, code=0, lacking=None, cases=None):
         code: That it ends with.
         lacking: A package that it does not find.
         cases: Gives those of the speed, instead of ``few_cases``.
+        stop_after: So many of the speed's results, after which it is told to end.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "printed.txt"
         given = list(map(str, arguments))
-        arguments = given, lacking, cases or few_cases
+        arguments = given, lacking, cases or few_cases, stop_after
         found = run_forked(_command, *arguments, log=log, timeout_s=400.0)
         assert found == code, log.read_text()
         return log.read_text()
 
 
-def _command(arguments, lacking, cases):
+def _command(arguments, lacking, cases, stop_after):
     fork_always()
     torch.set_num_threads(1)
     sys.argv = [*COMMAND[2:], *arguments]
     gpu_command.is_installed = lambda name: name != lacking
     gpu_command.small_cases = cases
+    if stop_after is not None:
+        out = Path(arguments[arguments.index("--out") + 1])
+        threading.Thread(target=_stop, args=(out, stop_after), daemon=True).start()
     try:
-        return gpu_command.main()
+        gpu_command.exit_with(gpu_command.main)
     except SystemExit as stopped:
         return stopped.code
+
+
+def _stop(out, num_results):
+    """Ask this process to end, as a scheduler does."""
+    deadline = soon()
+    while time.monotonic() < deadline:
+        if (out / "speed.json").exists() and len(results_in(out, "speed")) >= num_results:
+            break
+        time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def few_cases():
@@ -154,25 +166,7 @@ def test_a_resumed_recipe_goes_on_with_the_same_losses(whole_run):
 
 @pytest.mark.timeout(500)
 def test_what_was_measured_stays_when_the_command_is_stopped_and_run_again(tmp_path):
-    few = (
-        "import benchmarks.gpu.__main__ as command\n"
-        "from tests.test_gpu_command import few_cases\n"
-        "command.small_cases = few_cases\n"
-        "command.exit_with(command.main)\n"
-    )
-    arguments = ["--device", "cpu", "--part", "speed", "--out", str(tmp_path)]
-    environment = {**os.environ, **ENVIRONMENT}
-    process = subprocess.Popen(
-        [sys.executable, "-c", few, *arguments], cwd=ROOT, env=environment, stderr=subprocess.PIPE
-    )
-    path, deadline = tmp_path / "speed.json", soon()
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and len(results_in(tmp_path, "speed")) >= 3:
-            break
-        time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    _, says = process.communicate(timeout=60)
-    assert process.returncode == 130, says
+    run_warm("--part", "speed", "--out", tmp_path, code=130, stop_after=3)
     first = results_in(tmp_path, "speed")
     assert 3 <= len(first) < len(few_cases())
     run_warm("--part", "speed", "--out", tmp_path)

@@ -161,7 +161,7 @@ def test_the_version_is_that_of_the_metadata_and_of_a_checkout(python, tmp_path)
     assert plain.stdout.strip() == VERSION
 
 
-# All of them, with torch imported once; after each its exit status.
+# All of them, with torch imported once; of each what it said, and its exit status.
 COMMANDS = """
 import os, runpy, sys
 import torch
@@ -173,18 +173,10 @@ for command in sys.argv[1:]:
         runpy.run_module(f"lightning_fsdp.{module}", run_name="__main__", alter_sys=True)
         sys.exit()
     _, status = os.waitpid(pid, 0)
-    print(f"ended: {os.waitstatus_to_exitcode(status)}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        print(f"ended: {os.waitstatus_to_exitcode(status)}", file=stream, flush=True)
 """
-
-
-def test_every_command_has_its_help_without_extras(python, tmp_path):
-    commands = ["bench", "bench optimizer", "compare", "convert", "plan"]
-    asked = [f"{command} --help" for command in commands]
-    told = run(python, "-c", COMMANDS, *asked, cwd=tmp_path).stdout
-    for command in commands:
-        assert f"usage: python -m lightning_fsdp.{command} " in told
-
-
+SHOWN = ["bench", "bench optimizer", "compare", "convert", "plan"]
 MISSING = {
     "bench": ("bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
     "bench optimizer": ("bench", "matplotlib, psutil, pydantic, transformers"),
@@ -193,13 +185,35 @@ MISSING = {
 }
 
 
-def test_a_command_names_the_extra_that_is_missing(python, tmp_path):
-    (tmp_path / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
-    lines = run(python, "-c", COMMANDS, *MISSING, cwd=tmp_path).stderr.splitlines()
-    assert lines[1::2] == ["ended: 1"] * len(MISSING), lines
-    for line, (extra, missing) in zip(lines[::2], MISSING.values(), strict=True):
-        assert line.startswith(f"error: expected the extra {extra!r}, got no {missing}")
-        assert line.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'")
+@pytest.fixture(scope="module")
+def commands_without_extras(python, tmp_path_factory):
+    """By command what it printed, what it said of an error, and its exit status."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
+    commands = [*(f"{command} --help" for command in SHOWN), *MISSING]
+    done = run(python, "-c", COMMANDS, *commands, cwd=folder)
+    pattern = re.compile(r"(.*?)^ended: (-?\d+)\n", re.DOTALL | re.MULTILINE)
+    printed, said = (pattern.findall(text) for text in (done.stdout, done.stderr))
+    return {
+        command: (out, error, int(status))
+        for command, (out, _), (error, status) in zip(commands, printed, said, strict=True)
+    }
+
+
+def test_every_command_has_its_help_without_extras(commands_without_extras):
+    for command in SHOWN:
+        told, _, status = commands_without_extras[f"{command} --help"]
+        assert f"usage: python -m lightning_fsdp.{command} " in told, command
+        assert status == 0, command
+
+
+def test_a_command_names_the_extra_that_is_missing(commands_without_extras):
+    for command, (extra, missing) in MISSING.items():
+        _, said, status = commands_without_extras[command]
+        assert status == 1, command
+        (line,) = said.splitlines()
+        assert line.startswith(f"error: expected the extra {extra!r}, got no {missing}"), command
+        assert line.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'"), command
 
 
 def test_the_benchmark_asks_for_a_checkout(python, tmp_path):

@@ -162,13 +162,23 @@ def count(rank: int, world_size: int, index: int) -> dict[str, Any]:
     }
 
 
-def run_arm(index: int) -> dict[str, Any]:
-    """One arm on fresh ranks; memory of the rank that has more."""
-    ranks = run_on_ranks(count, WORLD_SIZE, index)
-    memory = {key: max(r["memory"][key] for r in ranks) for key in ranks[0]["memory"]}
-    return {**asdict(ARMS[index]), "memory": memory, "traffic": ranks[0]["traffic"]}
-
-
 def run_all() -> list[dict[str, Any]]:
-    """Every arm; JSON."""
-    return [run_arm(index) for index in range(len(ARMS))]
+    """Every arm, all on the same ranks; memory of the rank that has more; JSON."""
+    rows = []
+    for arm, *ranks in zip(
+        ARMS, *run_on_ranks(_count_each, WORLD_SIZE, timeout_s=240), strict=True
+    ):
+        memory = {key: max(r["memory"][key] for r in ranks) for key in ranks[0]["memory"]}
+        rows.append({**asdict(arm), "memory": memory, "traffic": ranks[0]["traffic"]})
+    return rows
+
+
+def _count_each(rank: int, world_size: int) -> list[dict[str, Any]]:
+    found = []
+    for index, arm in enumerate(ARMS):
+        try:
+            found.append(count(rank, world_size, index))
+        except BaseException as error:
+            error.add_note(f"arm: {arm}")
+            raise
+    return found
