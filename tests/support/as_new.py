@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo.utils
 
 
 class AsNew:
@@ -32,4 +33,6 @@ class AsNew:
         torch.set_default_dtype(self._dtype)
         torch.use_deterministic_algorithms(self._deterministic)
         torch.set_num_threads(1)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         gc.collect()
