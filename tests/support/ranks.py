@@ -259,7 +259,7 @@ def _run(
             if all(report.kind == "done" for report in reports):
                 ranks.let_leave(reports)
         return reports
-    started_for = active_fault, active_device
+    started_for = active_fault, active_device, backend == PAIRS
     with _kept.pop(started_for, None) or _Ranks() as ranks:
         reports = ranks.run(call)
         if all(report.kind == "done" for report in reports):
@@ -340,8 +340,8 @@ class _Ranks:
         return list(zip(self.processes, self._connections, strict=True))
 
 
-_kept: dict[tuple[str | None, str], _Ranks] | None = None
-"""By fault and device."""
+_kept: dict[tuple[str | None, str, bool], _Ranks] | None = None
+"""By fault and device, and whether they have refused to read each other's memory."""
 
 
 @contextlib.contextmanager
