@@ -122,6 +122,13 @@ def computes_on_the_device() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def kept_ranks() -> Iterator[None]:
+    """One start of ranks for all tests of a file; see ``tests/support/ranks.py``."""
+    with ranks.kept_ranks():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_leaked_environment() -> Iterator[None]:
     before = dict(os.environ)
@@ -177,7 +184,7 @@ def one_seed_and_one_dtype() -> Iterator[None]:
 def _servers() -> set[int]:
     """Processes of multiprocessing's own that live as long as pytest does."""
     pids = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}
-    return {pid for pid in pids if pid is not None}
+    return {pid for pid in pids if pid is not None} | ranks.kept_pids()
 
 
 def _descendants() -> set[int]:

@@ -40,6 +40,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _batches(task, world_size, first_step=0):
     """Two steps of two micro-batches, others from each first step."""

@@ -15,6 +15,8 @@ from tests.support.one_exchange import train_on_rank
 from tests.support.parity import PLANS, adamw, assert_traces_match, make_batches, train_reference
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 TASK = TASKS["lm"]
 
 

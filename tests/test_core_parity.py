@@ -35,6 +35,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 EACH_ONCE = [("zero2", "sgd"), ("zero3", "adamw")]
 
 

@@ -37,6 +37,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import PLAIN, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 BF16, FP16 = torch.bfloat16, torch.float16
 NUM_STEPS, NUM_MICRO_BATCHES = 2, 3
 OF_BF16 = [(BF16, torch.float32), (BF16, BF16), (BF16, None)]  # compute and reduce dtype

@@ -20,9 +20,12 @@ from tests.support.programs.drawing import (
     Step,
     draw_program,
 )
+from tests.support.programs.modules import replicas
 from tests.support.programs.running import NotAProgram, run_program
 from tests.support.programs.shrinking import shrink
 from tests.support.ranks import PLAIN, RanksFailed, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 PER_RUN = 3
 WAYS = [
@@ -42,6 +45,7 @@ def pytest_generate_tests(metafunc):
 def _run_each(rank, world_size, each):
     """How many of them plain torch refused."""
     num_refused = 0
+    replicas.cache_clear()  # of a call before
     for program in each:
         try:
             run_program(rank, world_size, program)

@@ -57,6 +57,7 @@ from tests.support.parity import PLANS, adamw, assert_traces_match
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.support.worst_case import WORST_CASES
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 # Reduced in a wider dtype, and in the same.
 IN_16_BITS = [("lm", dtypes, "adamw") for dtypes in precision.OF_BF16[:2]]

@@ -29,6 +29,8 @@ from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.planned import BATCH, SEQ_LEN, folder_with, planned
 from tests.support.trainer import make_trainer, on_trainer_ranks, with_options
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 STAGES = {2: ZERO2, 3: ZERO3}
 
 TOLERANCE = 0.03

@@ -20,6 +20,8 @@ from recipes.sample import SampleText
 from tests.support.texts import write_folder
 from tests.support.trainer import SHARDED, Regressor, make_trainer, on_trainer_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 MODELS = {"qwen": Qwen, "gpt2": GPT2}
 NUM_TOKENS = 6
 

@@ -3,12 +3,23 @@
 import os
 import signal
 import time
+import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.ranks import RankError, RanksFailed, errors_on_ranks, run_on_ranks, run_snippet
+from tests.support.ranks import (
+    PLAIN,
+    RankError,
+    RanksFailed,
+    errors_on_ranks,
+    kept_pids,
+    kept_ranks,
+    run_on_ranks,
+    run_snippet,
+)
 
 
 def _sum_of_ranks(rank, world_size, start):
@@ -88,3 +99,66 @@ def test_a_snippet_reports_its_exit_and_is_killed_when_late():
     assert (result.returncode, result.stdout) == (3, "out\n")
     with pytest.raises(RanksFailed, match="ran past"):
         run_snippet("import time; time.sleep(60)", timeout_s=1.0)
+
+
+# --- ranks that stay ---
+
+
+def _look_and_change(rank, world_size):
+    """Who runs this and what is found; then changes what a next call must not see."""
+    drawn = torch.rand(1).item(), np.random.rand()
+    found = os.environ.get("SOME_FLAG"), len(warnings.filters), torch.get_default_dtype(), drawn
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    os.environ["SOME_FLAG"] = "left behind"
+    total = torch.tensor([1])
+    dist.all_reduce(total)
+    return os.getpid(), dist.get_backend(), int(total), found
+
+
+def test_ranks_that_stay_run_each_call_in_a_group_of_its_own_and_find_no_traces():
+    first = run_on_ranks(_look_and_change, 2)
+    with kept_ranks():
+        calls = [
+            run_on_ranks(_look_and_change, world_size, backend=backend)
+            for world_size, backend in ((2, "gloo"), (3, "gloo"), (1, PLAIN), (2, "late"))
+        ]
+        pids = [[pid for pid, *_ in call] for call in calls]
+        assert pids[0] == pids[1][:2] == pids[3]
+        assert pids[2] == pids[0][:1]
+        assert set(pids[1]) == kept_pids()
+        assert [call[0][1:3] for call in calls] == [
+            *(("gloo", 2), ("gloo", 3), (PLAIN, 1), ("late", 2)),
+        ]
+        for call in calls:
+            assert [rank[3] for rank in call] == [first[0][3]] * len(call)
+    assert kept_pids() == set()
+
+
+def test_after_a_failure_other_ranks_are_started():
+    with kept_ranks():
+        ((pid, *_),) = run_on_ranks(_look_and_change, 1)
+        with pytest.raises(RanksFailed, match="rank 0 says no"):
+            run_on_ranks(_raise_on_one, 1, 0)
+        assert kept_pids() == set()
+        assert run_on_ranks(_look_and_change, 1)[0][0] != pid
+        assert errors_on_ranks(_raise_on_all, 2) == [
+            RankError("KeyError", f"'rank {rank}'") for rank in range(2)
+        ]
+
+
+def test_ranks_of_another_environment_do_not_stay():
+    with kept_ranks():
+        assert run_on_ranks(_environment, 1, env={"SOME_FLAG": "1"}) == [("1", True)]
+        assert run_on_ranks(_environment, 1) == [(None, True)]
+
+
+def test_collectives_nobody_waited_for_fail_on_ranks_that_stay():
+    with kept_ranks():
+        run_on_ranks(_look_and_change, 1, backend="late")
+        with pytest.raises(RanksFailed, match="never waited for"):
+            run_on_ranks(_start_only, 1, backend="late")
+
+
+def _start_only(rank, world_size):
+    dist.all_reduce(torch.zeros(1), async_op=True)

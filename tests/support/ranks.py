@@ -9,7 +9,8 @@
 A rank that failed or finished stays alive until every rank was heard, so no peer is disturbed by a
 closed socket and reports an error that is only an echo. A rank that does not answer in time is
 asked for its stacks (faulthandler writes them from a signal handler, also when the rank is stuck in
-C++) and killed. Nothing outlives the call.
+C++) and killed. Nothing outlives the call, but ranks that are kept (``kept_ranks``): the next call
+that wants as many, of the same backend, runs on them.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,13 +27,13 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PLAIN = (
@@ -56,6 +58,7 @@ active_replicas = False
 active_device = "cpu"
 """Where ranks compute, all on one device; set by ``pytest --device``, on the ranks as well."""
 
+_LEAVE, _STAY = b"leave", b"stay"
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
 _filters: list[Any] | None = None
@@ -245,34 +248,130 @@ def _run(
     backend: str | None,
     env: Mapping[str, str],
 ) -> list[_Report]:
-    reports = [_Report() for _ in range(world_size)]
     if backend is not None:
         on_device = {1: "nccl"}.get(world_size, "staged_nccl") if active_device == "cuda" else None
         is_kept = active_transport == PAIRS and backend != "gloo"
         backend = (None if is_kept else active_transport) or on_device or backend
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks: list[tuple[Any, Connection]] = []
-        try:
-            for rank in range(world_size):
-                ours, theirs = _context.Pipe()
-                process = _context.Process(
-                    target=_rank_main,
-                    args=(theirs, folder, fn, rank, world_size, args, limits, backend, dict(env)),
-                    kwargs={"fault": active_fault, "device": active_device, "seed": active_seed},
-                    name=f"rank-{rank}",
-                )
-                process.start()
-                theirs.close()
-                ranks.append((process, ours))
-            _listen(ranks, reports, limits, folder)
+    call = _Call(fn, args, world_size, backend, limits, active_seed, dict(env))
+    if _kept is None or env:
+        with _Ranks() as ranks:
+            reports = ranks.run(call)
             if all(report.kind == "done" for report in reports):
-                _let_leave(ranks, reports, folder)
-        finally:
-            for process, connection in ranks:
-                process.kill()
-                process.join()
-                connection.close()
+                ranks.let_leave(reports)
+        return reports
+    started_for = active_fault, active_device, backend == PAIRS
+    with _kept.pop(started_for, None) or _Ranks() as ranks:
+        reports = ranks.run(call)
+        if all(report.kind == "done" for report in reports):
+            _kept[started_for] = ranks.stay(call)
     return reports
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What ranks run, in a process group of its own."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    limits: _Limits
+    seed: int
+    env: dict[str, str]
+
+
+class _Ranks:
+    """Living ranks; killed at the end, unless they have left before or stay for another call."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._folder = tempfile.mkdtemp(prefix="ranks-")
+        self._stays = False
+
+    def __enter__(self) -> Self:
+        self._stays = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stays:
+            return
+        for process, connection in self._both:
+            process.kill()
+            process.join()
+            connection.close()
+        shutil.rmtree(self._folder)
+
+    def run(self, call: _Call) -> list[_Report]:
+        """Run a call on the first ranks; those that are missing are started for it."""
+        rendezvous = tempfile.mktemp(prefix="rendezvous-", dir=self._folder)
+        for connection in self._connections[: call.world_size]:
+            connection.send_bytes(pickle.dumps((call, rendezvous)))
+        for rank in range(len(self.processes), call.world_size):
+            self._start(rank, call, rendezvous)
+        reports = [_Report() for _ in range(call.world_size)]
+        _listen(self._both[: call.world_size], reports, call.limits, self._folder)
+        return reports
+
+    def stay(self, call: _Call) -> Self:
+        """Let those that have run a call end its process group, and wait for another call."""
+        for connection in self._connections[: call.world_size]:
+            connection.send_bytes(_STAY)
+        self._stays = True
+        return self
+
+    def let_leave(self, reports: list[_Report]) -> None:
+        _let_leave(self._both, reports, self._folder)
+
+    def _start(self, rank: int, call: _Call, rendezvous: str) -> None:
+        ours, theirs = _context.Pipe()
+        process = _context.Process(
+            target=_rank_main,
+            args=(theirs, self._folder, rank, active_fault, active_device, call, rendezvous),
+            name=f"rank-{rank}",
+        )
+        process.start()
+        theirs.close()
+        self.processes.append(process)
+        self._connections.append(ours)
+
+    @property
+    def _both(self) -> list[tuple[Any, Connection]]:
+        return list(zip(self.processes, self._connections, strict=True))
+
+
+_kept: dict[tuple[str | None, str, bool], _Ranks] | None = None
+"""By fault and device, and whether they have refused to read each other's memory."""
+
+
+@contextlib.contextmanager
+def kept_ranks() -> Iterator[None]:
+    """Ranks stay for the calls in here, so that a start and a first run are paid once.
+
+    Each call has a process group of its own. But what a rank has cached or counted in a module, or
+    has changed there and not put back, the next call finds: keep ranks for functions that judge
+    values. After a failure others are started.
+    """
+    global _kept
+    assert _kept is None, "ranks are kept already"
+    _kept = {}
+    try:
+        yield
+        for ranks in _kept.values():
+            reports = [_Report("done") for _ in ranks.processes]
+            ranks.let_leave(reports)
+            if any(report.kind != "done" for report in reports):
+                raise RanksFailed(_describe(kept_ranks, reports))
+    finally:
+        for ranks in _kept.values():
+            with ranks:
+                pass
+        _kept = None
+
+
+def kept_pids() -> set[int]:
+    """Processes of ranks that wait for another call."""
+    return {process.pid for ranks in (_kept or {}).values() for process in ranks.processes}
 
 
 def _listen(
@@ -314,7 +413,7 @@ def _read_report(connection: Connection, report: _Report) -> None:
 
 def _let_leave(ranks: list[tuple[Any, Connection]], reports: list[_Report], folder: str) -> None:
     for _, connection in ranks:
-        connection.send_bytes(b"leave")
+        connection.send_bytes(_LEAVE)
     deadline = time.monotonic() + LEAVE_LIMIT_S
     for rank, (process, _) in enumerate(ranks):
         process.join(max(0.0, deadline - time.monotonic()))
@@ -368,17 +467,11 @@ def _kill_session(process: subprocess.Popen[str]) -> None:
 def _rank_main(
     connection: Connection,
     folder: str,
-    fn: Callable[..., Any],
     rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    limits: _Limits,
-    backend: str | None,
-    env: dict[str, str],
-    *,
     fault: str | None,
     device: str,
-    seed: int,
+    call: _Call,
+    rendezvous: str,
 ) -> None:
     """The life of one rank. Every way out but the ordered one is ``os._exit`` or a kill by the
     parent.
@@ -386,60 +479,91 @@ def _rank_main(
     stacks = (Path(folder) / f"stacks-{rank}").open("w")  # open for life
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks)
-    # The parent kills long before; this one is for a parent that was itself killed.
-    faulthandler.dump_traceback_later(limits.timeout_s + 60.0, exit=True, file=stacks)
-    os.environ.update(_interface(), **env)
+    os.environ.update(_interface(), **call.env)
     # Workers of a loader are forked from the server that this rank is from. Python knows its
     # address here, and would start another, without torch.
     forkserver._forkserver.ensure_running = resource_tracker.ensure_running  # type: ignore[attr-defined]
-    try:
-        import torch
-        import torch.distributed as dist
+    told, before = b"", None
+    while told != _LEAVE:
+        # The parent kills long before; this one is for a parent that was itself killed.
+        faulthandler.dump_traceback_later(call.limits.timeout_s + 60.0, exit=True, file=stacks)
+        try:
+            if before is None:
+                before = _begin_life(fault, device)
+            else:
+                before.restore()
+                call, rendezvous = pickle.loads(told)
+            report = ("done", pickle.dumps(_run_call(call, rank, rendezvous)))
+        except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must hear it)
+            text = traceback.format_exc()
+            connection.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error)), text)))
+            _wait_for_parent(connection)
+            os._exit(1)
+        connection.send_bytes(pickle.dumps(report))
+        told = _wait_for_parent(connection)
+        _end_group()
+        faulthandler.cancel_dump_traceback_later()
+        if told == _STAY:
+            told = _wait_for_parent(connection)
 
-        torch.set_num_threads(1)
-        if _filters is not None:
-            warnings.filters[:] = _filters  # type: ignore[index]
-        warnings.filterwarnings("error", module=r"lightning_fsdp")
-        if backend == PAIRS:
-            _refuse_to_read_memory()
-            backend = "gloo"
-        if backend == PLAIN:
+
+def _begin_life(fault: str | None, device: str) -> Any:
+    """What all calls find; returns what can be put back."""
+    import torch
+
+    from tests.support.as_new import AsNew
+
+    torch.set_num_threads(1)
+    if _filters is not None:
+        warnings.filters[:] = _filters  # type: ignore[index]
+    warnings.filterwarnings("error", module=r"lightning_fsdp")
+    if device != "cpu":
+        _compute_on(device)
+    if fault is not None:
+        from tests.support import faults
+
+        faults.inject(fault)
+    return AsNew()
+
+
+def _run_call(call: _Call, rank: int, rendezvous: str) -> Any:
+    import torch.distributed as dist
+
+    backend, is_worst_case = call.backend, call.backend in ("late", "early", "mixed")
+    if backend == PAIRS:
+        _refuse_to_read_memory()
+        backend = "gloo"
+    if backend == PLAIN:
+        if PLAIN not in dist.Backend.backend_list:
             dist.Backend.register_backend(PLAIN, dist.ProcessGroupGloo, devices=["cpu"])
-        elif backend not in (None, "gloo", "nccl"):
-            from tests.support.transports import TRANSPORTS
-            from tests.support.worst_case import MixedGroup
+    elif backend not in (None, "gloo", "nccl"):
+        from tests.support.transports import TRANSPORTS
+        from tests.support.worst_case import MixedGroup
 
-            MixedGroup.seed = seed
+        MixedGroup.seed = call.seed
+        if backend not in dist.Backend.backend_list:
             TRANSPORTS[backend].register()
-        if device != "cpu":
-            _compute_on(device)
-        if fault is not None:
-            from tests.support import faults
+    if backend is not None:
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.limits.group_timeout_s),
+        )
+    result = call.fn(rank, call.world_size, *call.args)
+    if is_worst_case:
+        from tests.support.worst_case import assert_all_waited_for
 
-            faults.inject(fault)
-        if backend is not None:
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{folder}/rendezvous",
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=limits.group_timeout_s),
-            )
-        report = ("done", pickle.dumps(fn(rank, world_size, *args)))
-        if backend in ("late", "early", "mixed"):
-            from tests.support.worst_case import assert_all_waited_for
+        assert_all_waited_for()
+    return result
 
-            assert_all_waited_for()
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the parent must hear it)
-        text = traceback.format_exc()
-        connection.send_bytes(pickle.dumps(("error", (type(error).__name__, str(error)), text)))
-        _wait_for_parent(connection)
-        os._exit(1)
-    connection.send_bytes(pickle.dumps(report))
-    _wait_for_parent(connection)
+
+def _end_group() -> None:
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
 
 
 def _refuse_to_read_memory() -> None:
@@ -460,9 +584,9 @@ def _compute_on(device: str) -> None:
     OnDevice(device).__enter__()  # for the rank's life
 
 
-def _wait_for_parent(connection: Connection) -> None:
+def _wait_for_parent(connection: Connection) -> bytes:
     try:
-        connection.recv_bytes()
+        return connection.recv_bytes()
     except (EOFError, ConnectionError):
         os._exit(1)
 

@@ -127,7 +127,7 @@ def shard(model: nn.Module, program: Program, world_size: int) -> list[nn.Module
     dtype = getattr(torch, setup.dtype)
     options: dict[str, Any] = {}
     if setup.has_replicas:
-        options["mesh"] = _replicas(world_size)
+        options["mesh"] = replicas(world_size)
     if setup.is_offloaded:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if dtype != torch.float32:
@@ -151,7 +151,7 @@ def shard(model: nn.Module, program: Program, world_size: int) -> list[nn.Module
 
 
 @cache
-def _replicas(world_size: int) -> DeviceMesh:
+def replicas(world_size: int) -> DeviceMesh:
     """Two rows where the ranks divide so; else a single one."""
     num_rows = 2 if world_size % 2 == 0 else 1
     return init_device_mesh("cpu", (num_rows, world_size // num_rows))
