@@ -96,9 +96,10 @@ def chunk_size_of(hidden: Tensor, weight: Tensor) -> int:
     kind, num = hidden.device.type, hidden.shape[:-1].numel()
     is_autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if is_autocast else weight.dtype
+    trains = weight.requires_grad and torch.is_grad_enabled()
     # Logits of two bytes, or a sum of four; beside the gradient that comes of it.
     is_less = num <= 2 * weight.shape[1]
-    if dtype is torch.bfloat16 and weight.requires_grad and is_less:
+    if dtype is torch.bfloat16 and trains and is_less:
         return max(num, 1)
     return CHUNK_SIZE
 

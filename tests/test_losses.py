@@ -163,6 +163,17 @@ def test_peak_under_bf16_is_a_fraction_of_that_of_the_logits(
         assert expected <= peaks[0] <= 1.1 * expected
 
 
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_without_a_gradient_of_the_weight_few_positions_under_bf16_are_chunks(
+    is_frozen: bool,
+) -> None:
+    hidden = torch.empty(300, 160, dtype=torch.bfloat16)
+    weight = torch.empty(333, 160, dtype=torch.bfloat16, requires_grad=not is_frozen)
+    with torch.set_grad_enabled(is_frozen):
+        assert losses.chunk_size_of(hidden, weight) == losses.CHUNK_SIZE
+    assert losses.chunk_size_of(hidden, weight) == (losses.CHUNK_SIZE if is_frozen else 300)
+
+
 def test_a_second_backward_is_refused() -> None:
     hidden, weight, labels, _ = _inputs(torch.float32)
     loss = linear_cross_entropy(hidden, weight, labels)
