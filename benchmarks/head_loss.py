@@ -2,8 +2,8 @@
 
     python -m benchmarks.head_loss --out benchmarks/results/head_loss.json
 
-Forward and backward over a head of the shape of Qwen2.5-0.5B's, fp32. Every run is a process of its
-own; ways take turns. The first step of a process tells by how much it grows over what it held
+Forward and backward over a head of the shape of Qwen2.5-0.5B's, in fp32 and in bf16. Every run is a
+process of its own; ways take turns. The first step of a process tells by how much it grows over what it held
 before, of which the weight's gradient is a part that every way needs; the second and third, which
 find memory where training finds it, tell the seconds.
 """
@@ -69,13 +69,14 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "lightning_fsdp.linear_cross_entropy": linear_cross_entropy,
 }
 SLOW = {"torch's linear_cross_entropy, its own chunks": _torchs(None)}
+DTYPES = ("float32", "bfloat16")
 
 
-def run(way: str) -> dict[str, Any]:
+def run(way: str, dtype: str) -> dict[str, Any]:
     """Three steps in this process: the loss, bytes that it grew by, seconds of the later two."""
     torch.manual_seed(0)
-    hidden = torch.randn(POSITIONS, WIDTH, requires_grad=True)
-    weight = torch.nn.Parameter(torch.randn(VOCABULARY, WIDTH) * 0.02)
+    hidden = torch.randn(POSITIONS, WIDTH).to(getattr(torch, dtype)).requires_grad_()
+    weight = torch.nn.Parameter((torch.randn(VOCABULARY, WIDTH) * 0.02).to(hidden.dtype))
     labels = torch.randint(VOCABULARY, (POSITIONS,))
 
     def step() -> float:
@@ -99,41 +100,49 @@ def _status(key: str) -> int:
 
 
 def measure(ways: list[str], repeats: int) -> list[dict[str, Any]]:
-    """A row per way."""
-    runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    """A row per dtype and way."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (dtype, way): [] for dtype in DTYPES for way in ways
+    }
     for _ in tqdm(range(repeats), unit="round"):
-        for way, found in runs.items():
-            command = [sys.executable, "-m", "benchmarks.head_loss", "--one", way]
+        for (dtype, way), found in runs.items():
+            command = [sys.executable, "-m", "benchmarks.head_loss", "--one", way, dtype]
             found.append(json.loads(subprocess.check_output(command)))
     return [
         {
+            "dtype": dtype,
             "way": way,
             "s": [s for each in found for s in each["s"]],
             "grown_bytes": max(each["grown_bytes"] for each in found),
             "loss": found[0]["loss"],
         }
-        for way, found in runs.items()
+        for (dtype, way), found in runs.items()
     ]
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Rows as on the page."""
-    gradient = 4 * WIDTH * VOCABULARY
-    plain = statistics.median(rows[0]["s"])
-    rest = rows[0]["grown_bytes"] - gradient
-    body = [
-        [
-            row["way"],
-            f"{statistics.median(row['s']):.1f} ({min(row['s']):.1f}..{max(row['s']):.1f})",
-            f"{statistics.median(row['s']) / plain:.2f}",
-            f"{row['grown_bytes'] / 1e6:,.0f}",
-            f"{(row['grown_bytes'] - gradient) / rest:.2f}",
-        ]
-        for row in rows
-    ]
+    plain = {row["dtype"]: row for row in reversed(rows)}  # the first way
+    body = []
+    for row in rows:
+        first = plain[row["dtype"]]
+        gradient = getattr(torch, row["dtype"]).itemsize * WIDTH * VOCABULARY
+        share = (row["grown_bytes"] - gradient) / (first["grown_bytes"] - gradient)
+        median = statistics.median(row["s"])
+        body.append(
+            [
+                row["dtype"],
+                row["way"],
+                f"{median:.1f} ({min(row['s']):.1f}..{max(row['s']):.1f})",
+                f"{median / statistics.median(first['s']):.2f}",
+                f"{row['grown_bytes'] / 1e6:,.0f}",
+                f"{gradient / 1e6:,.0f}",
+                f"{share:.2f}",
+            ]
+        )
     head = (
-        "way", "s, median (least..most)", "of plain's", "process grows by, MB",
-        f"of plain's, without the weight's gradient ({gradient / 1e6:,.0f} MB)",
+        "dtype", "way", "s, median (least..most)", "of plain's", "process grows by, MB",
+        "of it the weight's gradient, MB", "the rest, of plain's",
     )  # fmt: skip
     return markdown_table(head, body)
 
@@ -142,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print the table and write the JSON."""
     args = make_parser().parse(arguments)
     if args.one is not None:
-        print(json.dumps(run(args.one)))
+        print(json.dumps(run(*args.one)))
         return 0
     rows = measure([*WAYS, *(SLOW if args.slow else ())], args.repeats)
     print(table_of(rows))
@@ -164,7 +173,7 @@ def make_parser() -> BenchmarkParser:
         "--slow", action="store_true", help="measure also torch's own loss that works in chunks"
     )
     parser.add_out(says="rows")
-    parser.add_argument("--one", choices=[*WAYS, *SLOW], help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     return parser
 
 

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
-_AT_ONCE = 2**23  # elements, of what is in fp32 or added to it beside lower precision
+# Of what is in fp32, or added to it, beside lower precision: elements at most, and part of all.
+_AT_ONCE, _PARTS = 2**23, 16
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
@@ -80,7 +81,7 @@ def linear_cross_entropy(
             hidden.flatten(0, -2),
             weight,
             bias,
-            labels.flatten().where(counts, 0).unsqueeze(1),
+            labels.flatten().where(counts, 0).unsqueeze(1).long(),
             counts.unsqueeze(1),
             _Needs.of(hidden, weight, bias, chunk_size=chunk_size),
         )
@@ -104,6 +105,10 @@ def chunk_size_of(hidden: Tensor, weight: Tensor) -> int:
     return CHUNK_SIZE
 
 
+# In configs of Gemma 2, Cohere and Granite.
+_AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
 def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     """The two parts of a language model of transformers, whose loss needs no logits.
 
@@ -113,12 +118,14 @@ def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
     Returns:
         What computes the head's input, and the head as one reads it inside :func:`call_with`;
         ``None`` where logits are more than a linear layer of the body's output: adapters on the
-        head, prompt learning.
+        head, prompt learning, logits that are capped or scaled.
     """
     if hasattr(model, "peft_config"):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             return None
         model = model.get_base_model()
+    if any(getattr(model.config, name, None) not in (None, 1.0) for name in _AFTER_THE_HEAD):
+        return None
     head = model.get_output_embeddings()
     linear = getattr(head, "module", head)  # of FSDP1
     return (model.base_model, head) if isinstance(linear, nn.Linear) else None
@@ -184,8 +191,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: Tensor) -> Any:
+        if torch.is_grad_enabled():  # what once_differentiable overlooks where of_loss is constant
+            raise RuntimeError(
+                "linear_cross_entropy: expected a backward without create_graph=True, as its "
+                "gradients are made without a graph. Take the cross entropy of logits."
+            )
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy: expected one backward, got a second one, after the first "
@@ -214,7 +225,7 @@ def _sum_over_chunks(
     # that of the chunk before would still be alive.
     num, vocabulary = min(chunk_size, len(hidden)), len(weight)
     products = hidden.new_empty(num, vocabulary)
-    width = max(1, min(vocabulary, _AT_ONCE // max(num, 1)))
+    width = _num_at_once(vocabulary, num)
     in_fp32 = None  # a few columns of those, where they are not themselves
     if products.dtype is not torch.float32:
         in_fp32 = torch.empty(num, width, dtype=torch.float32, device=hidden.device)
@@ -226,7 +237,8 @@ def _sum_over_chunks(
         sums = torch.zeros_like(of_label)
         for columns in _parts(vocabulary, width):
             sums += _exponentials(product[:, columns], top, in_fp32).sum(1, keepdim=True)
-        loss += ((sums.log() - of_label) * counts_here).sum()
+        # Not times 0: what is left out may not be finite.
+        loss += torch.where(counts_here, sums.log() - of_label, 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
         factor = counts_here / sums
@@ -237,17 +249,23 @@ def _sum_over_chunks(
             if of_bias is not None:
                 of_bias[columns] += softmax.sum(0)
             block.copy_(softmax)  # nothing to do where both are one memory
-        # Their own logits' in fp32, of which the largest is all but 1.
-        product.scatter_(
-            1, label, (of_label.exp() * factor - counts_here.float()).to(product.dtype)
-        )
+        # Their own logits' in fp32, of which the largest is all but 1. Not by scatter_, which on a
+        # CPU takes as much memory as all logits in fp32.
+        of_own = of_label.exp() * factor - counts_here.float()
+        rows = torch.arange(len(label), device=label.device)
+        product[rows, label[:, 0]] = of_own[:, 0].to(product.dtype)
         if of_bias is not None:
-            of_bias.index_add_(0, label[:, 0], -counts_here[:, 0].float())
+            of_bias.index_add_(0, label[:, 0], -counts_here[:, 0].to(of_bias.dtype))
         if of_hidden is not None:
             torch.mm(product, weight, out=of_hidden[part])
         if of_weight is not None:
             _add_product(of_weight, product.T, hidden[part])
     return loss
+
+
+def _num_at_once(num: int, size: int) -> int:
+    """How many of ``num`` columns or rows of a size there are at once in fp32."""
+    return max(1, min(_AT_ONCE // max(size, 1), num // _PARTS))
 
 
 def _exponentials(logits: Tensor, top: Tensor, in_fp32: Tensor | None) -> Tensor:
@@ -277,7 +295,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
         return
-    for rows in _parts(len(total), max(1, _AT_ONCE // total.shape[1])):
+    for rows in _parts(len(total), _num_at_once(*total.shape)):
         total[rows] += left[rows] @ right
 
 
@@ -301,6 +319,11 @@ def _check(
                 f"of {tuple(hidden.shape)} and weight of {tuple(weight.shape)}, got "
                 f"{tuple(found)}. Labels are one for each position, weight is that of nn.Linear."
             )
+    if labels.is_floating_point():
+        raise ValueError(
+            f"linear_cross_entropy: expected labels of int64, one class for each position, got "
+            f"{labels.dtype}. For probabilities of all classes take the cross entropy of logits."
+        )
     if reduction not in ("mean", "sum"):
         raise ValueError(
             f"linear_cross_entropy: expected 'mean' or 'sum' for reduction, got {reduction!r}. The "

@@ -38,9 +38,16 @@ def _plain(
     ("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)]
 )
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("at_once", [2**23, 700])  # 700: several blocks of columns, and of rows
 def test_loss_and_gradients_are_those_of_the_logits(
-    reduction: str, dtype: torch.dtype, tolerance: float, frozen: bool
+    reduction: str,
+    dtype: torch.dtype,
+    tolerance: float,
+    frozen: bool,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(losses, "_AT_ONCE", at_once)
     hidden, weight, labels, bias = _inputs(dtype, frozen=frozen)
     scale = 1024.0  # as of a gradient scaler, below whose factor fp16 has no small gradients
     wanted = [tensor for tensor in (hidden, weight, bias) if tensor.requires_grad]
@@ -90,6 +97,22 @@ def test_autocast_computes_as_the_linear_layer_does() -> None:
         torch.testing.assert_close(
             found, expected, atol=0.02 * float(expected.abs().max()), rtol=1e-6
         )
+
+
+def test_what_is_left_out_need_not_be_finite() -> None:
+    hidden, weight, labels, bias = _inputs(torch.float32)
+    with torch.no_grad():
+        bias[0] = -torch.inf
+        labels[labels == 0] = 1  # what is left out counts as the first entry
+    found = linear_cross_entropy(hidden, weight, labels, bias)
+    expected = _plain(hidden, weight, labels, bias, "mean")
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (hidden, weight)),
+        torch.autograd.grad(expected, (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_no_position_that_counts_gives_what_torch_gives() -> None:
@@ -144,7 +167,6 @@ def test_peak_under_bf16_is_a_fraction_of_that_of_the_logits(
 ) -> None:
     """Around where one chunk of all logits takes as much as a sum in fp32 beside small chunks."""
     width, vocabulary, chunk = 224, 4096, 64
-    monkeypatch.setattr(losses, "_AT_ONCE", 1024 * 64)
     monkeypatch.setattr(losses, "CHUNK_SIZE", chunk)
     dtype = torch.float32 if is_autocast else torch.bfloat16
     hidden = torch.randn(num, width, dtype=dtype, requires_grad=True)
@@ -159,7 +181,7 @@ def test_peak_under_bf16_is_a_fraction_of_that_of_the_logits(
         # All logits, and some in fp32; or the gradient in fp32, beside it in bf16.
         expected = 4 * weight.numel()
         if num <= 2 * width:
-            expected = 2 * num * vocabulary + 4 * 1024 * 64
+            expected = 2 * num * vocabulary + 4 * num * vocabulary // 16
         assert expected <= peaks[0] <= 1.1 * expected
 
 
@@ -182,9 +204,26 @@ def test_a_second_backward_is_refused() -> None:
         loss.backward()
 
 
+def test_a_second_derivative_is_refused() -> None:
+    hidden, weight, labels, _ = _inputs(torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(RuntimeError, match="without create_graph=True"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_double_precision_is_computed_with() -> None:
+    doubles = [
+        tensor.double() if tensor.is_floating_point() else tensor
+        for tensor in _inputs(torch.float32)
+    ]
+    found, expected = linear_cross_entropy(*doubles), _plain(*doubles, "mean")
+    torch.testing.assert_close(found.double(), expected.double(), atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
+        ({"labels": torch.zeros(3, 101)}, "labels of int64, one class"),
         ({"labels": torch.zeros(4, dtype=torch.long)}, r"labels of shape \(3, 101\)"),
         ({"weight": torch.zeros(333, 15)}, r"weight of shape \(333, 16\)"),
         ({"bias": torch.zeros(3)}, r"bias of shape \(333,\)"),
@@ -206,5 +245,8 @@ def test_of_a_model_of_peft_the_head_is_found_where_it_is_still_a_linear_layer()
     base = adapted.get_base_model()
     assert body_and_head(adapted) == (base.model, base.lm_head)
     assert body_and_head(peft.get_peft_model(qwen2(), lora("lm_head"))) is None
+    capped = qwen2()
+    capped.config.final_logit_softcapping = 30.0
+    assert body_and_head(capped) is None
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     assert body_and_head(peft.get_peft_model(qwen2(), prompts)) is None
