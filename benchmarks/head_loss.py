@@ -3,9 +3,9 @@
     python -m benchmarks.head_loss --out benchmarks/results/head_loss.json
 
 Forward and backward over a head of the shape of Qwen2.5-0.5B's, in fp32 and in bf16. Every run is a
-process of its own; ways take turns. The first step of a process tells by how much it grows over what it held
-before, of which the weight's gradient is a part that every way needs; the second and third, which
-find memory where training finds it, tell the seconds.
+process of its own; ways take turns. The first step of a process tells by how much it grows over
+what it held before, of which the weight's gradient is a part that every way needs; the second and
+third, which find memory where training finds it, tell the seconds.
 """
 
 from __future__ import annotations

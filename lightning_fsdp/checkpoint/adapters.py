@@ -86,9 +86,11 @@ def save_adapters(
 
         def finish() -> None:
             with as_plain(adapted, model, weights) as outlines:
+                first = first_names(outlines)  # of a tied weight, which peft knows by any name
+                named = {name: wholes.get(first[id(t)], t) for name, t in outlines.items()}
                 adapted.save_pretrained(
                     str(folders[0].beside),
-                    state_dict={**outlines, **wholes},
+                    state_dict=named,
                     selected_adapters=[adapter_name],
                 )
             folders[0].finish()

@@ -50,6 +50,7 @@ KINDS = {
     "bf16 dora": (lambda: qwen2().bfloat16(), lambda: lora(use_dora=True)),
     "ia3": (qwen2, ia3),
     "head": (qwen2, lambda: lora("q_proj", "lm_head", use_dora=True)),
+    "tied head": (lambda: qwen2(tied=True), lambda: lora("q_proj", "lm_head")),
     "embedding": (qwen2, lambda: lora("q_proj", "embed_tokens")),
     "tokens": (qwen2, lambda: lora(trainable_token_indices=[3, 5])),
     "untied": (lambda: qwen2(tied=True), lambda: lora(modules_to_save=["lm_head"])),
@@ -96,8 +97,9 @@ class Adapted(pl.LightningModule):
         return loss_of(self.model, batch)
 
     def configure_optimizers(self):
-        # Muon takes matrices only.
-        return self.optimizer([p for p in trained(self) if p.dim() == 2], lr=self.lr)
+        takes_all = self.optimizer is not torch.optim.Muon  # which takes matrices only
+        taken = [p for p in trained(self) if takes_all or p.dim() == 2]
+        return self.optimizer(taken, lr=self.lr)
 
 
 def adapted_loader(num_samples=16):
