@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_fsdp import ZERO3, MemoryProbe, shard_model
+from lightning_fsdp.plan import __main__ as plan_command
 from lightning_fsdp.plan import dry_run as planning
 from lightning_fsdp.plan.models import build, config_of
 from tests.support.adapters import lora, trained
@@ -77,17 +78,19 @@ def _measured(rank, world_size, model, folder):
     return probe.reports[0].ranks[0], tracks.peak
 
 
-def _adapted_in_place(config):
-    """Adapters are where they belong from the start, and a plan's tensors cannot be moved."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Module, "to", lambda module, *args, **options: module)
-        return _adapted(config)
-
-
-def test_two_ranks_with_adapters_take_what_was_planned(tmp_path, monkeypatch):
+def test_a_plan_names_what_is_no_folder_of_adapters(tmp_path, capsys):
     folder = folder_with("qwen", tmp_path)
-    monkeypatch.setattr(planning, "build", _adapted_in_place)
-    plan = planned(folder, world_size=2, zero_stage=3, backend="gloo")
+    with pytest.raises(SystemExit):
+        plan_command.main(
+            ["--model", str(folder), "--ranks", "2", "--adapters", str(tmp_path), "--seq-len", "32"]
+        )
+    assert "adapters: expected a folder with an adapter_config.json" in capsys.readouterr().err
+
+
+def test_two_ranks_with_adapters_take_what_was_planned(tmp_path):
+    folder, adapters = folder_with("qwen", tmp_path), str(tmp_path / "adapters")
+    lora().save_pretrained(adapters)
+    plan = planned(folder, world_size=2, zero_stage=3, backend="gloo", adapters=adapters)
     measured, tracked = on_trainer_ranks(_measured, 2, str(folder), str(tmp_path))[0]
     for phase in planning.PHASES:
         for owner in ("parameters", "optimizer"):

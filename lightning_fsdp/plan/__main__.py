@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             activation_checkpointing=args.activation_checkpointing,
             optimizer=args.optimizer,
             loss=args.loss,
+            adapters=args.adapters,
             backend=args.backend,
         )
         answer = (_suggest if args.suggest else _plan)(args, config, run)
@@ -246,6 +247,12 @@ def make_parser() -> CommandParser:
         choices=("adamw", "muon"),
         default=Run.optimizer,
         help="optimizer of the run; muon: for the matrices of the blocks, AdamW for the rest",
+    )
+    parser.add_argument(
+        "--adapters",
+        metavar="FOLDER",
+        help="folder with an adapter_config.json of peft: its adapters are trained, the model is "
+        "frozen and in bf16 (default: the model is trained)",
     )
     parser.add_argument(
         "--loss",

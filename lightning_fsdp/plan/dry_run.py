@@ -54,7 +54,13 @@ from lightning_fsdp.losses import (
 )
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
-from lightning_fsdp.plan.models import block_classes, build, matrices_of_blocks
+from lightning_fsdp.plan.models import (
+    block_classes,
+    build,
+    materialize,
+    matrices_of_blocks,
+    outline_with_adapters,
+)
 from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.strategies import unit_calls
@@ -95,6 +101,8 @@ class Run:
         optimizer: ``adamw`` or ``muon``.
         loss: ``chunked``, as the recipes' (see :mod:`lightning_fsdp.losses`), or ``plain``: the
             cross entropy of all logits, in fp32.
+        adapters: Folder with an ``adapter_config.json`` of peft, whose adapters are trained; the
+            model is frozen, and in bf16. ``None``: the model is trained.
         backend: Of the process group. Up to 8 ranks of gloo exchange shards in pairs, which holds
             less.
     """
@@ -111,6 +119,7 @@ class Run:
     activation_checkpointing: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
     loss: Literal["chunked", "plain"] = "chunked"
+    adapters: str | None = None
     backend: Literal["nccl", "gloo"] = "nccl"
 
     def __post_init__(self) -> None:
@@ -258,10 +267,11 @@ def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> I
             f"seq_len: expected at most the model's {num_positions} positions, got {run.seq_len}. "
             "Lower it."
         )
+    outline = None if run.adapters is None else outline_with_adapters(config, run.adapters)
     with _group_of(run, pace) as mesh, torch_internals.fake_tensors() as forget:
         precision = _precision(run.precision)
         with precision.module_init_context():  # not convert_module, which swaps parameters
-            model = build(config)
+            model = build(config) if outline is None else materialize(outline)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         if run.activation_checkpointing:
             unit_calls.apply(model, None, checkpointing=block_classes(model), compiles=False)
@@ -407,7 +417,7 @@ def _local(tensor: Tensor) -> Tensor:
 def _optimizers_for(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     matrices = matrices_of_blocks(model) if run.optimizer == "muon" else []
     chosen = set(map(id, matrices))
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     adamw = torch.optim.AdamW(others, fused=True)
     return [torch.optim.Muon(matrices), adamw] if matrices else [adamw]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp.core.grouping import find_units
 
@@ -74,6 +74,52 @@ def build(config: PretrainedConfig) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     assert isinstance(model, nn.Module), type(model)
     return model.train()
+
+
+def outline_with_adapters(config: PretrainedConfig, folder: str) -> nn.Module:
+    """The model of a config with adapters of peft, on the meta device.
+
+    Args:
+        config: Of the base, which is frozen and in bf16.
+        folder: With peft's ``adapter_config.json``.
+
+    Raises:
+        ValueError: There is no such file.
+    """
+    from peft import PeftConfig, get_peft_model
+
+    if not (Path(folder) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"adapters: expected a folder with an adapter_config.json of peft, got {folder!r}. "
+            "LoraConfig(...).save_pretrained(FOLDER) writes one."
+        )
+    adapters = PeftConfig.from_pretrained(folder)
+    adapters.inference_mode = False  # files say True
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = get_peft_model(build(config), adapters)
+    finally:
+        torch.set_default_dtype(dtype)
+    return adapted.train()
+
+
+def materialize(outline: nn.Module) -> nn.Module:
+    """Give the tensors of an outline memory, in place; ``to_empty`` would swap fake tensors."""
+    made: dict[Tensor, Tensor] = {}  # by identity, for those that are tied
+    for module in outline.modules():
+        own = [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+        for name, tensor in own:
+            if tensor not in made:
+                memory = torch.empty(tensor.shape, dtype=tensor.dtype)
+                is_trained = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(memory, tensor.requires_grad) if is_trained else memory
+            setattr(module, name, made[tensor])
+    return outline
 
 
 def block_classes(model: nn.Module) -> list[str]:
