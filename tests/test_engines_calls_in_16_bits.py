@@ -1,17 +1,22 @@
 """A function that runs as a forward reads parameters in 16 bits, where its module does."""
 
+import itertools
+
 import torch
 
-from lightning_fsdp import MixedPrecisionPolicy
+from lightning_fsdp import MixedPrecisionPolicy, linear_cross_entropy
 from lightning_fsdp.strategies import unit_calls
 from tests.support.cases import each_on_ranks
 from tests.support.engine_runs import ENGINES
 from tests.test_engines_calls import _batch, _model, chunked_loss, cross_entropy, plainly
 
+LOSSES = {"untied": chunked_loss, "tied": linear_cross_entropy}  # several chunks, and one
 
-def _in_bf16(rank, world_size, engine_name):
+
+def _in_bf16(rank, world_size, case):
     """Against plain torch that runs the whole model in bf16; sums over ranks are in fp32."""
-    plain, model = _model("untied").bfloat16(), _model("untied")
+    engine_name, kind = case
+    plain, model = _model(kind).bfloat16(), _model(kind)
     tokens, labels = _batch(0, 0, rank)
     expected = plainly(plain, cross_entropy, tokens, labels)
     expected.backward()
@@ -19,7 +24,7 @@ def _in_bf16(rank, world_size, engine_name):
 
     def loss_of(hidden, weight, labels):
         seen.append((hidden.dtype, weight.dtype))
-        return chunked_loss(hidden, weight, labels)
+        return LOSSES[kind](hidden, weight, labels)
 
     unit_calls.apply(model, None, checkpointing=None, compiles=False)
     engine = ENGINES[engine_name](zero_stage=3, units=None, cpu_offload=False)
@@ -40,4 +45,5 @@ def _in_bf16(rank, world_size, engine_name):
 
 
 def test_a_function_reads_parameters_in_16_bits_under_every_engine():
-    each_on_ranks(_in_bf16, 2, ["scratch", "fsdp1", "fsdp2"])
+    cases = itertools.product(["scratch", "fsdp1", "fsdp2"], LOSSES)
+    each_on_ranks(_in_bf16, 2, list(cases))
