@@ -21,6 +21,7 @@ python -m benchmarks.head_loss --slow --out benchmarks/results/head_loss.json
 python -m benchmarks.update_tables head-loss benchmarks/results/head_loss.json
 python -m benchmarks.one_host
 python -m benchmarks.update_tables one-host benchmarks/results/one_host.json
+(so one-host-threads, of one_host_threads.json)
 python -m benchmarks.hosts
 python -m benchmarks.update_tables hosts benchmarks/results/hosts.json
 python -m benchmarks.scaling_suggested
@@ -228,6 +229,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "muon-ranks": muon_ranks_table,
     "head-loss": head_loss_table,
     "one-host": one_host_table,
+    "one-host-threads": one_host_table,
     "hosts": hosts_table,
     "scaling-suggested": scaling_suggested_table,
     "medium-accum": real_size_table,

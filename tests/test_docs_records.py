@@ -22,6 +22,7 @@ RECORDS = {
     "muon-ranks": "muon_ranks",
     "head-loss": "head_loss",
     "one-host": "one_host",
+    "one-host-threads": "one_host_threads",
     "hosts": "hosts",
     "scaling-suggested": "scaling_suggested",
     "medium-accum": "real_size/medium-accum",
