@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
-# Of what is in fp32, or added to it, beside lower precision: elements at most, and part of all.
+# Beside lower precision, so many elements are in fp32 at once: at most, and of all of them.
 _AT_ONCE, _PARTS = 2**23, 16
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""

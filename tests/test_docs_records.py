@@ -6,8 +6,12 @@ import re
 import pytest
 
 from benchmarks import muon_step, update_tables
+from benchmarks.gpu.cases import all_cases
+from benchmarks.gpu.table import farthest_losses
 from tests.support.pages import PAGES, ROOT
 
+RESULTS = ROOT / "benchmarks" / "results"
+PARTS = ("tests", "speed", "recipes")
 RECORDS = {
     "core": "core_step",
     "host": "host_cost",
@@ -49,3 +53,17 @@ def test_a_table_is_the_one_that_its_record_makes(name):
     document = json.loads(record.read_text())
     _, shown, _ = update_tables.split(update_tables.page_of(name).read_text(), name)
     assert shown == update_tables.made_of(name, document)
+
+
+def test_the_page_about_gpus_says_what_its_records_hold():
+    records = {p: json.loads((RESULTS / "gpu" / f"{p}.json").read_text())["results"] for p in PARTS}
+    page = " ".join(PAGES["docs/gpu.md"].split())
+    passed = sum(result["state"] == "done" for result in records["tests"].values())
+    assert f"Of {len(records['tests'])} tests, {passed} passed." in page
+    assert f"{len(records['speed'])} of {len(all_cases())} cases" in page
+    apart, _ = farthest_losses(records["speed"])
+    assert f"{apart:.2g} at most" in page
+    recipe = records["recipes"]["gpt2_xl_zero3"]
+    losses, saved = recipe["fit"]["train/loss"], recipe["checkpoint_bytes"] / 1e9
+    assert f"from a loss of {losses[0]:.2f} to {losses[-1]:.2f}" in page
+    assert f"{saved:.1f} GB with losses {recipe['most_apart']:.1e}".replace("e-0", "e-") in page

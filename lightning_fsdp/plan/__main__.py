@@ -17,7 +17,6 @@ from lightning_fsdp.harness.command_line import (
     positive,
     require_extra,
 )
-from lightning_fsdp.losses import CHUNK_SIZE
 from lightning_fsdp.plan.dry_run import Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
@@ -258,7 +257,7 @@ def make_parser() -> CommandParser:
         "--loss",
         choices=("chunked", "plain"),
         default=Run.loss,
-        help=f"loss of the run; chunked: logits of {CHUNK_SIZE} positions at a time; plain: "
+        help="loss of the run; chunked: logits of few positions at a time; plain: "
         "all of them, in fp32",
     )
     parser.add_argument(
