@@ -21,6 +21,10 @@ ifeq ($(origin PYTHON),command line)
     endif
 endif
 
+# What is imported is compiled once and kept, whatever the environment says: packages are installed
+# uncompiled, and each process would compile torch anew, which takes longer than its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST = $(RUN) pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 ARGS ?=

@@ -49,6 +49,15 @@ def test_all_is_pinned(tmp_path):
     assert pins_of(tmp_path, "install") == (ROOT / "constraints.txt").read_text()
 
 
+def test_what_was_compiled_is_kept_whatever_the_environment_says():
+    """Packages are installed uncompiled, and to compile torch takes longer than its start."""
+    command = ["make", "--no-print-directory", "--eval", "shown: ; @env", "shown"]
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    told = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    assert "PATH=" in told.stdout
+    assert "PYTHONDONTWRITEBYTECODE" not in told.stdout
+
+
 def test_another_torch_has_an_environment_of_its_own(tmp_path):
     told = plan(tmp_path, "test", "TORCH=2.11.0").stdout
     assert ".venv-torch-2.11.0/bin/python -m pytest" in told

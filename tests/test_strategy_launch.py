@@ -164,7 +164,7 @@ def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
     job = Job(tmp_path, [], SCRIPT, "raise")
-    status, output = job.wait(timeout_s=60)
+    status, output = job.wait(timeout_s=120)
     assert status != 0
     assert "only rank 1 says no" in output
 
@@ -178,7 +178,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
             break
     time.sleep(0.5)
     os.killpg(job.process.pid, signal.SIGINT)  # as the terminal does, to every process
-    status, output = job.wait(timeout_s=60)
+    status, output = job.wait(timeout_s=120)
     assert "KeyboardInterrupt" in output
     # Every five seconds Lightning looks for children that died, and kills itself if there is one:
     # after Ctrl-C too, if that comes before its end.
