@@ -10,9 +10,8 @@ whoever waits for the collective waits that long:
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
@@ -26,10 +25,6 @@ from lightning_fsdp.simulate.transfer import Transfer, Usage
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
 
 _Future = torch.futures.Future[list[Tensor]]
-
-
-# A transfer that waits for those before it, its cost, when it was started, and what it ends.
-_Queued = tuple[Transfer, Cost, float, _Future]
 
 
 class _Work(dist.Work):
@@ -68,44 +63,38 @@ class HostTransfers:
     def __init__(self, network: Network, usage: Usage) -> None:
         self.network = network
         self.usage = usage
-        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="simulated network", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "simulated network")
+        self._end_s = 0.0  # of the last one
 
     def start(self, transfer: Transfer) -> _Work:
-        """Put it into the queue."""
+        """Put it into the thread's queue."""
         cost = self.usage.count(transfer, self.network)
         future = _Future()
-        self._queue.put((transfer, cost, time.perf_counter(), future))
+        self._thread.submit(self._run, transfer, cost, time.perf_counter(), future)
         return _Work(future, self.usage)
 
     def close(self) -> None:
-        """End the thread, after all that is in the queue."""
-        self._queue.put(None)
-        self._thread.join()
+        """End the thread, after all that is in its queue."""
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        end_s = 0.0
-        while (queued := self._queue.get()) is not None:
-            transfer, cost, issued_s, future = queued
-            end_s = max(issued_s, end_s) + cost.duration_s
-            try:
-                occupied_until_s = time.thread_time() + cost.occupied_s
-                if transfer.move is not None:
-                    with torch.no_grad():
-                        transfer.move()
-                _occupy_core(occupied_until_s)
-            except Exception as error:  # noqa: BLE001 (whoever waits gets it)
-                future.set_exception(error)  # type: ignore[arg-type]
-                continue
-            remaining_s = end_s - time.perf_counter()
-            if remaining_s > 0:
-                time.sleep(remaining_s)
-            else:
-                end_s -= remaining_s
-                self.usage.late_s -= remaining_s
-            future.set_result(transfer.result)
-            del queued, transfer, future  # and tensors, which must not outlive the wait
+    def _run(self, transfer: Transfer, cost: Cost, issued_s: float, future: _Future) -> None:
+        self._end_s = max(issued_s, self._end_s) + cost.duration_s
+        try:
+            occupied_until_s = time.thread_time() + cost.occupied_s
+            if transfer.move is not None:
+                with torch.no_grad():
+                    transfer.move()
+            _occupy_core(occupied_until_s)
+        except Exception as error:  # noqa: BLE001 (whoever waits gets it)
+            future.set_exception(error)  # type: ignore[arg-type]
+            return
+        remaining_s = self._end_s - time.perf_counter()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+        else:
+            self._end_s -= remaining_s
+            self.usage.late_s -= remaining_s
+        future.set_result(transfer.result)
 
 
 def _occupy_core(until_s: float) -> None:
