@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from lightning_fsdp.bench import modes, output, plots
+from lightning_fsdp.bench import output, plots, run
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.records import Run
@@ -119,7 +119,7 @@ def test_the_files_of_other_benchmarks_are_refused_by_name(tmp_path, capsys):
 
 def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):
     runs = [measured(arm, losses=(5.0, math.nan)) for arm in arms()]
-    rows = modes.summarize(arms(), runs, workload())
+    rows = run.summarize(arms(), runs, workload())
     output.write(tmp_path, made(rows, runs))
 
     def refuse(name):
@@ -139,7 +139,7 @@ def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(plots, "PICTURES", {"tokens_per_s": fail})
     runs = [measured(arm) for arm in arms()]
-    rows = modes.summarize(arms(), runs, workload())
+    rows = run.summarize(arms(), runs, workload())
     with pytest.raises(RuntimeError, match="no pictures today"):
         output.write(tmp_path, made(rows, runs))
     assert len(read(tmp_path).arms) == 3
@@ -152,7 +152,7 @@ def test_total_failure_is_told_by_table_report_and_exit_code(
     def run_arm(arm, workload, *, repeat, out, timeout_s):
         return Run(arm.name, repeat, 1.0, out / "log.txt", failure="exit code 1: boom")
 
-    monkeypatch.setattr(modes, "run_arm", run_arm)
+    monkeypatch.setattr(run, "run_arm", run_arm)
     config = tmp_path / "recipe.yaml"
     config.touch()
     given = ["--recipe", str(config), "--engines", "scratch", "--stages", "3", "--repeats", "1"]

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, args = parse(given)
     require_extra("bench", *_NEEDED.get(name, _NEEDED_TO_TRAIN))
     # Pictures, tables and recipes need what --help works without.
-    from lightning_fsdp.bench import documents, modes, optimizer, output
+    from lightning_fsdp.bench import documents, largest_batch, optimizer, output, run, scaling
     from lightning_fsdp.harness.environment import environment
 
     if name == "plot":
@@ -38,8 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return optimizer.compare(args, document)
     workload = _workload(name, args)
     document["workload"] = documents.plain(workload)
-    modes_of = {"scaling": modes.simulate, "largest-batch": modes.search, "run": modes.compare}
-    return modes_of[name](args, workload, document)
+    commands = {
+        "run": run.compare, "scaling": scaling.simulate, "largest-batch": largest_batch.search,
+    }  # fmt: skip
+    return commands[name](args, workload, document)
 
 
 def _workload(name: str, args: Namespace) -> Workload:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 from collections.abc import Sequence
@@ -172,3 +173,13 @@ def choose_arms(
         for engine, stage in kinds
     ]
     return list(dict.fromkeys(arms))
+
+
+def arms_of(args: argparse.Namespace, batch_sizes: Sequence[int]) -> list[Arm]:
+    """Those that the options ask for."""
+    return choose_arms(
+        engines=args.engines,
+        zero_stages=args.stages,
+        batch_sizes=batch_sizes,
+        grad_accums=args.grad_accum,
+    )

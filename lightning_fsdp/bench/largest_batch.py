@@ -7,16 +7,22 @@ length, and given up if that fails. (``python -m lightning_fsdp.plan`` computes,
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.arms import Arm, Workload
+from lightning_fsdp.bench.arms import Arm, Workload, arms_of
 from lightning_fsdp.bench.records import Run
+from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.search import Search, largest_that_fits
 from lightning_fsdp.harness.tables import table_of
@@ -48,6 +54,37 @@ class Found:
             for tried, run in zip(self.search.tried, self.runs, strict=True)
         ]
         return document
+
+
+def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
+    """Find the largest batch of every arm, and write every attempt; returns the exit code."""
+
+    def run(arm: Arm, of: Workload, out: Path) -> Run:
+        done = run_arm(arm, of, repeat=0, out=out, timeout_s=args.timeout)
+        peaks = [rank.peak_bytes for rank in done.ranks]
+        known = " ".join("?" if peak is None else format_bytes(peak) for peak in peaks)
+        said = done.failure or f"at most {known}"
+        # Above the bar.
+        tqdm.write(f"{arm.name}, {of.total_steps} steps, {done.wall_s:.0f} s: {said}")
+        sys.stdout.flush()
+        return done
+
+    def search_one(arm: Arm, _: int) -> Found:
+        cap, device_bytes, out = args.max_batch_size, args.device_memory, args.out / "runs"
+        return find_largest(arm, workload, run, cap=cap, device_bytes=device_bytes, out=out)
+
+    # A size is searched, and one process would take the batches of all ranks.
+    arms = {name_of(arm): arm for arm in arms_of(args, [1]) if arm.engine != "single"}
+    made, num_missing = in_turns(arms, 1, search_one)
+    found = [each for _, each in made]
+    write_found(args.out, found, document)
+    print(f"\n{(args.out / 'largest_batch.md').read_text()}\nWritten to {args.out}/: ")
+    print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
+    without = [each for each in found if each.search.largest is None]
+    return end(
+        f"{num_missing} arms were not searched" if num_missing else None,
+        [f"{each.arm}: no batch fits; {each.search.limit}" for each in without],
+    )
 
 
 def find_largest(

@@ -9,6 +9,7 @@ model on one rank's batches: what a rank could do if communication and sharding 
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +19,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import documents, plot_style
-from lightning_fsdp.bench.arms import OF_UNFUSED, Arm, Workload, has_unfused_references
+from lightning_fsdp.bench.arms import OF_UNFUSED, Arm, Workload, arms_of, has_unfused_references
 from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, listed, of_all
 from lightning_fsdp.bench.results import kind_label
-from lightning_fsdp.bench.runner import in_turns
+from lightning_fsdp.bench.runner import in_turns, run_arm
+from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import number, table_of
 from lightning_fsdp.simulate.among import launcher
@@ -66,39 +68,31 @@ class Point(OfArm):
     failure: str | None = None
 
 
-def run_scaling(
-    arms: Sequence[Arm],
-    workload: Workload,
-    networks: Sequence[Network],
-    run: Callable[[Arm, Workload, int, str], Run],
-    *,
-    repeats: int,
-) -> tuple[list[Point], int]:
-    """Run every arm among every number of ranks, and the references alone.
+def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
+    """Run every arm among every number of ranks, the references alone, and write how they scale.
 
     All of it takes turns, so that a slow hour of the machine is nobody's.
 
     Args:
-        arms: What is run.
-        workload: What each does.
-        networks: That they run over.
-        run: Runs an arm once; given its workload, the round, and the name of a folder.
-        repeats: Rounds over all.
+        args: Of the command line.
+        workload: What each arm does, on one rank.
+        document: Command, environment and workload.
 
     Returns:
-        A point per arm and number of ranks; and how many runs were not made, after Ctrl-C.
+        Exit code: 0 if every arm ran.
     """
-    alone = replace(workload, num_ranks=1)
-    works = {1: alone} | {network.world_size: _among(alone, network) for network in networks}
+    arms, networks = arms_of(args, args.batch_sizes), args.networks
+    works = {1: workload} | {network.world_size: _among(workload, network) for network in networks}
     turns = [(1, arm) for arm in arms if arm.engine == "single"]
     turns += [(n.world_size, arm) for n in networks for arm in arms if arm.engine != "single"]
 
-    def run_turn(turn: tuple[int, Arm], repeat: int) -> Run:
+    def run(turn: tuple[int, Arm], repeat: int) -> Run:
         world_size, arm = turn
-        return run(arm, works[world_size], repeat, f"world{world_size}")
+        out = args.out / "runs" / f"world{world_size}"
+        return run_arm(arm, works[world_size], repeat=repeat, out=out, timeout_s=args.timeout)
 
     named = {f"{arm.name} among {n}": (n, arm) for n, arm in turns}
-    made, num_missing = in_turns(named, repeats, run_turn)
+    made, num_missing = in_turns(named, args.repeats, run)
     points: list[Point] = []
     alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
     for world_size, arm in turns:
@@ -107,7 +101,13 @@ def run_scaling(
         _fill_in(point, runs, alone_rate.get(point.shape))
         alone_rate.setdefault(point.shape, point.tokens_per_s_per_rank)
         points.append(point)
-    return points, num_missing
+    write_scaling(args.out, points, networks[-1], document)
+    print((args.out / "scaling.md").read_text())
+    print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
+    return end(
+        f"{num_missing} runs were not made" if num_missing else None,
+        [f"{p.arm} at {p.world_size}: {p.failure}" for p in points if p.failure is not None],
+    )
 
 
 def _among(workload: Workload, network: Network) -> Workload:

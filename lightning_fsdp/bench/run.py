@@ -1,0 +1,48 @@
+"""The command ``run``: trains all arms in turns, prints the table, writes the report."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from lightning_fsdp.bench import output
+from lightning_fsdp.bench.arms import Arm, Workload, arms_of
+from lightning_fsdp.bench.limits import measure_limits
+from lightning_fsdp.bench.records import Run
+from lightning_fsdp.bench.report import summarize
+from lightning_fsdp.bench.report_page import format_table
+from lightning_fsdp.bench.results import Results
+from lightning_fsdp.bench.runner import in_turns, run_arm
+from lightning_fsdp.harness.command_line import end
+from lightning_fsdp.harness.environment import describe
+
+
+def compare(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
+    """Returns the exit code: 0 if every arm ran and holds."""
+    arms, folder = arms_of(args, args.batch_sizes), args.out / "runs"
+
+    def run(arm: Arm, repeat: int) -> Run:
+        return run_arm(arm, workload, repeat=repeat, out=folder, timeout_s=args.timeout)
+
+    made, num_missing = in_turns({arm.name: arm for arm in arms}, args.repeats, run)
+    runs = [done for _, done in made]
+    limits = None if num_missing else measure_limits(workload, runs, args.out / "limits")
+    peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
+    rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
+    results = Results(
+        **document,
+        config=next((run.config for run in runs if run.config is not None), None),
+        limits=limits,
+        peak_flops_from="given" if args.peak_flops else "measured products",
+        rows=rows,
+        runs=runs,
+    )
+    output.write(args.out, results)
+    table = format_table(rows)
+    print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
+    logs = {run.arm: run.log for run in reversed(runs)}
+    logs |= {run.arm: run.log for run in reversed(runs) if run.failure is not None}
+    return end(
+        f"{num_missing} runs were not made" if num_missing else None,
+        [f"{row.arm}: {row.failure}; see {logs.get(row.arm)}" for row in rows if row.failure],
+    )
