@@ -7,7 +7,7 @@ reference is measured under the load of as many ranks as share the machine.
 from __future__ import annotations
 
 import sys
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +119,13 @@ def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
 
 def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]:
     """Seconds of some rounds, after half as many."""
-    found = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
+
+    def run() -> None:
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return found[_ROUNDS // 3 :]
+
+    return timeit.repeat(run, repeat=_ROUNDS, number=1)[_ROUNDS // 3 :]
 
 
 def main(num_ranks: str, device_type: str, precision: str, unit_bytes: str, path: str) -> None:

@@ -107,29 +107,27 @@ def demand(arm: Arm, workload: Workload, units: Sequence[UnitFacts]) -> Demand:
     if world_size == 1:  # which has nothing to send to anybody
         return Demand({}, 0, 0)
     num_shards = arm.num_shards(workload)
-    num_replicas = world_size // num_shards
     bytes_share = 0.5 if workload.precision.endswith("-mixed") else 1.0
     backend = "nccl" if workload.accelerator == "cuda" else "gloo"
-    others = (num_shards - 1) / num_shards
     total = sum(unit.nbytes for unit in units)
     if engine == "ddp":
-        return Demand(None, total, 2 * others * total)  # one shard, as it were, on all ranks
+        return Demand(None, total, sent_bytes({"all_reduce": total}, world_size))
     travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
     num_gathers, gathered = 0, 0.0
     for unit in travelling:
         times = 1 if arm.zero_stage == 2 else arm.grad_accum * _gathers(engine, unit.role)
         num_gathers += times * unit.num_modules
         gathered += times * unit.nbytes * bytes_share
-    sent = others * (gathered + total)
-    is_pairwise = engine == "scratch" and exchanges_in_pairs(backend, num_shards)
-    payload = sent if is_pairwise else gathered / num_shards + total
     num_reductions = sum(unit.num_modules for unit in travelling)
     collectives = {"all_gather": num_gathers, "reduce_scatter": num_reductions}
-    if num_replicas > 1:  # then each shard is averaged over the replicas, once a step
+    payload_of = {"all_gather": gathered / num_shards, "reduce_scatter": total}
+    if engine == "scratch" and exchanges_in_pairs(backend, num_shards):
+        payload_of = {"send": (gathered + total) * (num_shards - 1) / num_shards}
+    if num_shards < world_size:  # then each shard is averaged over the replicas, once a step
         collectives["all_reduce"] = num_reductions
-        payload += total / num_shards
-        sent += 2 * (1 - 1 / num_replicas) * total / num_shards
-    return Demand(collectives, payload, sent)
+        payload_of["all_reduce"] = total / num_shards
+    sent = sent_bytes(payload_of, world_size, shard_size=num_shards)
+    return Demand(collectives, sum(payload_of.values()), sent)
 
 
 def sent_bytes(
