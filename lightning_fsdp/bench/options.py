@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_fsdp.bench.arms import ENGINES
+from lightning_fsdp.harness import network_options
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import CommandParser, at_least, folder_argument, positive
 from lightning_fsdp.simulate.network import networks_of
@@ -46,14 +47,9 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
     args = parser.parse(options)
     _refuse_what_cannot_run(parser, args)
     if name == "scaling":
-        links = {
-            "bandwidth_gb_s": args.bandwidth,
-            "latency_us": args.latency,
-            "host_bandwidth_gb_s": args.host_bandwidth,
-            "shares_line": args.shared_line,
-        }
+        network_options.refuse_halves(parser, args)
         try:
-            args.networks = networks_of(args.ranks, num_hosts=args.hosts, **links)
+            args.networks = networks_of(args.ranks, **network_options.links_of(args))
         except ValueError as error:
             parser.error(f"--ranks: {error}")
     return name, args
@@ -87,10 +83,6 @@ def _refuse_what_cannot_run(parser: CommandParser, args: argparse.Namespace) -> 
         got = f"got {args.device} and {warmup}"
         says = "records CUDA's memory in the last warm-up step"
         parser.error(f"--snapshot {says}: {expected}, {got}")
-    if given("host_bandwidth") is not None and args.hosts < 2:
-        parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
-    if given("shared_line") and args.host_bandwidth is None:
-        parser.error("--shared-line: expected --host-bandwidth with it")
     if given("device_memory", "all") is None and not on_cuda:
         parser.error("--device-memory: expected an amount of memory, or --device cuda")
 
@@ -179,15 +171,8 @@ _STEPS = {
     "--timeout": _of("most seconds that a run may take", type=positive, default=300.0),
 }
 _REPEATS = {"--repeats": _of("times that all arms are run", type=at_least(1), default=2)}
-_OF_HOSTS = "gigabytes per second of a link between hosts (default: as within one)"
-_OF_LINE = "one line per host, as fast as its ranks' links together, is shared by them"
-_NETWORK = {
-    "--bandwidth": _of("gigabytes per second of a link", type=float, default=10.0),
-    "--latency": _of("microseconds that each message takes besides", type=float, default=10.0),
-    "--hosts": _of("hosts that the most ranks are spread over", type=int, default=1),
-    "--host-bandwidth": _of(_OF_HOSTS, type=float),
-    "--shared-line": _of(_OF_LINE, action="store_true"),
-}
+_HOSTS = _of("hosts that the most ranks are spread over", type=at_least(1), default=1)
+_NETWORK = {**network_options.OPTIONS, "--hosts": _HOSTS}
 _OF_PROFILE = "write a chrome trace of each run's profiled steps"
 _OF_SNAPSHOT = "write a snapshot of rank 0's CUDA memory for each run"
 _OF_FLOPS = "FLOP/s of a device at its best, for the MFU (default: measured by matrix products)"

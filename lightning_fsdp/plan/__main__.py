@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_fsdp.harness import network_options
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import (
     CommandParser,
-    at_least,
     exit_with,
     positive,
     require_extra,
@@ -106,14 +106,7 @@ def _units(words: list[str] | None) -> tuple[str, ...] | int | None:
 
 
 def _suggest(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _Answer:
-    network = Network(
-        world_size=args.ranks,
-        bandwidth_gb_s=args.bandwidth,
-        latency_us=args.latency,
-        num_hosts=args.hosts,
-        host_bandwidth_gb_s=args.host_bandwidth,
-        shares_line=args.shared_line,
-    )
+    network = Network(world_size=args.ranks, **network_options.links_of(args))
     speed, device_bytes = 1e12 * args.tflops, args.device_memory
     found = suggest(config, run, network=network, flops_per_s=speed, device_bytes=device_bytes)
     assumed = assumptions(network, speed)
@@ -131,10 +124,7 @@ def _refuse_what_does_not_go_together(parser: CommandParser, args: argparse.Name
         for option in _THAT_SUGGEST_TRIES:
             if given[option] != parser.get_default(option[2:].replace("-", "_")):
                 parser.error(f"{option}: not with --suggest, which tries several. Leave it out")
-        if args.host_bandwidth is not None and args.hosts < 2:
-            parser.error("--host-bandwidth: expected --hosts of 2 or more with it")
-        if args.shared_line and args.host_bandwidth is None:
-            parser.error("--shared-line: expected --host-bandwidth with it")
+        network_options.refuse_halves(parser, args)
         return
     for option in _OF_SUGGEST:
         if given[option] != parser.get_default(option[2:].replace("-", "_")):
@@ -288,23 +278,10 @@ _OF_SUGGEST: dict[str, dict[str, Any]] = {
         "type": positive,
         "help": "speed of a rank in training, in 10^12 FLOP/s (default: none, --suggest needs it)",
     },
+    **network_options.OPTIONS,
     "--bandwidth": {
         "type": positive,
         "help": "gigabytes per second of a rank's link (default: none, --suggest needs it)",
-    },
-    "--latency": {
-        "type": float,
-        "default": 10.0,
-        "help": "microseconds that each message takes besides",
-    },
-    "--hosts": {"type": at_least(1), "default": 1, "help": "hosts that the ranks are spread over"},
-    "--host-bandwidth": {
-        "type": positive,
-        "help": "gigabytes per second of a rank's link out of its host (default: as within one)",
-    },
-    "--shared-line": {
-        "action": "store_true",
-        "help": "one line per host, as fast as its ranks' links together, is shared by them",
     },
 }
 _THAT_SUGGEST_TRIES = (
