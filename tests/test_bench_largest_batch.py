@@ -11,12 +11,12 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
 from lightning_fsdp.bench.records import RankMeasurement, Run
 from lightning_fsdp.bench.runner import run_arm
+from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.harness.failures import RankFailure
 from tests.support import warm
@@ -114,7 +114,7 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
 @pytest.fixture
 def forked(monkeypatch):
     """Runs in processes that have torch already; ``test_bench_arms.py`` has them start anew."""
-    monkeypatch.setattr(runner, "run_command", warm.run_command)
+    monkeypatch.setattr(processes, "run_command", warm.run_command)
 
 
 @pytest.mark.timeout(400)

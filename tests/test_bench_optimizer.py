@@ -143,7 +143,6 @@ def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
         name, arm, num_ranks, num_steps, given = module
         assert name == "lightning_fsdp.bench.optimizer_arms"
         assert (num_ranks, num_steps, given, timeout_s) == ("1", "2", str(folder), 1.0)
-        folder.mkdir(parents=True)
         documents.write(folder / "rank0.json", _outcome(arm, phases=[Phase("build", [3, 1], [2])]))
 
     monkeypatch.setattr(optimizer, "run_module", run)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.options import parse
+from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.harness.processes import Failure
 
@@ -103,7 +103,7 @@ def commands(monkeypatch):
             raise KeyboardInterrupt
         return Failure("timed out", "took longer than 1 s")
 
-    monkeypatch.setattr(runner, "run_command", run_command)
+    monkeypatch.setattr(processes, "run_command", run_command)
     return commands
 
 

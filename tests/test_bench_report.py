@@ -260,7 +260,7 @@ def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
     assert (
         measure_limits(replace(WORKLOAD, precision="31-true", num_ranks=1), runs, tmp_path) is None
     )
-    assert "KeyError: '31'" in (tmp_path / "limits.txt").read_text()
+    assert "KeyError: '31'" in (tmp_path / "log.txt").read_text()
     assert not (tmp_path / "limits.json").exists(), "nor that of before"
 
 

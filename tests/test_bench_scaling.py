@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import pytest
 
-from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.scaling import Point, write_scaling
+from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.environment import environment
 from lightning_fsdp.simulate.network import Network
 from tests.support import warm
@@ -100,7 +100,7 @@ def test_a_figure_that_a_scaling_study_lacks_is_not_drawn(tmp_path):
 
 
 def test_the_command_runs_arms_among_simulated_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "run_command", warm.run_command)
+    monkeypatch.setattr(processes, "run_command", warm.run_command)
     code = main(
         [
             *("scaling", "--ranks", "64", "--engines", "scratch", "--stages", "3"),

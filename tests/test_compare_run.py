@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from lightning_fsdp.compare import runner
 from lightning_fsdp.compare.__main__ import main
 from lightning_fsdp.compare.cases import DTYPES, ENGINES
 from lightning_fsdp.compare.rows import ROWS
+from lightning_fsdp.harness import processes
 from tests.support import warm
 
 BROKEN = "tests.support.broken_engines:"
@@ -27,7 +27,7 @@ RED = {
 
 @pytest.fixture
 def forked(monkeypatch):
-    monkeypatch.setattr(runner, "run_command", warm.run_command)
+    monkeypatch.setattr(processes, "run_command", warm.run_command)
 
 
 def compare(out, *arguments):

@@ -22,7 +22,7 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
-from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.processes import empty_folder, run_module
 from lightning_fsdp.harness.ranks import run_ranks
 
 _ROUNDS = 15
@@ -70,12 +70,10 @@ def measure_limits(workload: Workload, runs: Sequence[Run], out: Path) -> Limits
     """
     units = next((rank.units for run in runs for rank in run.ranks if rank.units), None)
     unit_bytes = sum(unit.nbytes for unit in units) // len(units) if units else 2**20
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "limits.json"
-    path.unlink(missing_ok=True)
+    path = empty_folder(out) / "limits.json"
     given = [workload.num_ranks, workload.accelerator, workload.precision, unit_bytes, path]
-    command = [sys.executable, "-m", "lightning_fsdp.bench.limits", *map(str, given)]
-    failure = run_command(command, log=out / "limits.txt", timeout_s=_TIMEOUT_S)
+    module = ["lightning_fsdp.bench.limits", *map(str, given)]
+    failure = run_module(module, out, timeout_s=_TIMEOUT_S)
     return None if failure is not None else documents.load(Limits, path)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -20,10 +19,10 @@ from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
 from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
-from lightning_fsdp.bench.runner import run_module
 from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
+from lightning_fsdp.harness.processes import empty_folder, run_module
 from lightning_fsdp.harness.tables import number, table_of
 
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
@@ -67,7 +66,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     failures: dict[str, str] = {}
     for arm in tqdm(arms, unit="arm", disable=None):
-        folder = args.out / "arms" / arm
+        folder = empty_folder(args.out / "arms" / arm)
         module = [_MODULE, arm, str(args.ranks), str(args.steps), str(folder)]
         failure = run_module(module, folder, timeout_s=args.timeout)
         if failure is None:
@@ -77,8 +76,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
             failures[arm] = f"{failure.says}; see {folder / 'log.txt'}"
     failures |= judge(outcomes)
     table = format_table(arms, outcomes, failures)
-    arms_found = {arm: [asdict(outcome) for outcome in ranks] for arm, ranks in outcomes.items()}
-    write(args.out / "results.json", {**document, "failures": failures, "arms": arms_found})
+    write(args.out / "results.json", {**document, "failures": failures, "arms": outcomes})
     (args.out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
     if outcomes:
         picture = draw({arm: ranks[0].phases for arm, ranks in outcomes.items()})

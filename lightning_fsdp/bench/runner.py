@@ -5,10 +5,8 @@ They take turns, under a bar that says which one, how many, and until when.
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +17,7 @@ from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.records import RankMeasurement, Run
 from lightning_fsdp.harness.failures import RankFailure
-from lightning_fsdp.harness.processes import Failure, run_command
+from lightning_fsdp.harness.processes import empty_folder, run_module
 
 # Runs are few and long: the mean pace of all of them, not that of the last ones.
 _BAR = "{desc}{n_fmt}/{total_fmt} |{bar}| {elapsed}, about {remaining} left"
@@ -60,23 +58,6 @@ def in_turns(
     return made, len(rounds) - len(made)
 
 
-def run_module(module: Sequence[str], folder: Path, *, timeout_s: float) -> Failure | None:
-    """Run a module in processes of its own, with a new folder for its ``log.txt``.
-
-    Args:
-        module: Its name and its arguments.
-        folder: Emptied first.
-        timeout_s: Wall time after which it is ended, with all its processes.
-
-    Returns:
-        Why it failed, or ``None``.
-    """
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier benchmark in the same place
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", *module]
-    return run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
-
-
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
     """Run an arm once, in processes of its own.
 
@@ -87,7 +68,7 @@ def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: 
         out: Folder for a folder of its log and measurements.
         timeout_s: Wall time after which it is ended, with all its processes.
     """
-    folder = out / f"{arm.name}_r{repeat}"
+    folder = empty_folder(out / f"{arm.name}_r{repeat}")
     module = [*workload.launcher, "recipes.train", *arm.recipe_arguments(workload, folder)]
     start = time.perf_counter()
     failure = run_module(module, folder, timeout_s=timeout_s)

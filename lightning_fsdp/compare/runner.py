@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from lightning_fsdp.compare.cases import Case
 from lightning_fsdp.compare.models import build
 from lightning_fsdp.compare.ranks import Plan, ended_alike
 from lightning_fsdp.compare.rows import PARTS, ROWS
-from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.processes import empty_folder, run_module
 
 Status = Literal["passed", "failed", "crashed", "skipped"]
 
@@ -125,9 +124,7 @@ def items_of(case: Case, row: str) -> list[str]:
 def _run_group(
     cases: Sequence[Case], world_size: int, setup: Setup, attempt: int
 ) -> tuple[str | None, _Told]:
-    folder = (setup.out / "groups" / f"w{world_size}_{attempt}").resolve()
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier comparison in the same place
-    folder.mkdir(parents=True)
+    folder = empty_folder((setup.out / "groups" / f"w{world_size}_{attempt}").resolve())
     plan = Plan(
         cases=cases,
         rows=setup.rows,
@@ -137,11 +134,11 @@ def _run_group(
         folder=str(folder),
     )
     plan.write(folder / "plan.json")
-    command = [sys.executable, "-m", "lightning_fsdp.compare.ranks", str(folder / "plan.json")]
+    module = ["lightning_fsdp.compare.ranks", str(folder / "plan.json")]
     # No test outlasts its own limit, so that this one is reached by none that works.
     limit_s = setup.timeout_s * (1 + len(cases) * len(setup.rows))
     start = time.perf_counter()
-    failure = run_command(command, log=folder / "log.txt", timeout_s=limit_s)
+    failure = run_module(module, folder, timeout_s=limit_s)
     told = _read(folder, world_size)
     seconds = time.perf_counter() - start
     print(f"W={world_size}: {len(told.ends)} tests in {seconds:.0f} s", file=sys.stderr)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +71,25 @@ def run_command(
             return Failure("timed out", f"took longer than {timeout_s:.0f} s")
         finally:
             _end(process)
+
+
+def run_module(module: Sequence[str], folder: Path, *, timeout_s: float) -> Failure | None:
+    """The same of a module, by this process's Python; ``folder`` gets its ``log.txt``.
+
+    Args:
+        module: Its name and its arguments.
+        folder: That is there.
+        timeout_s: Wall time after which all processes are ended.
+    """
+    command = [sys.executable, "-m", *module]
+    return run_command(command, log=folder / "log.txt", timeout_s=timeout_s)
+
+
+def empty_folder(folder: Path) -> Path:
+    """Make it, without what an earlier run has left in the same place."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 def _environment() -> dict[str, str]:
