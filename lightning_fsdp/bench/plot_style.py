@@ -64,11 +64,13 @@ def per(figure: float | None, unit: float) -> float | None:
     return None if figure is None else figure / unit
 
 
-def new_figure(width: float, height: float, title: str) -> Figure:
-    """A figure that belongs to no window; whoever gets it need not close it."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+def new_figure(
+    title: str, size: tuple[float, float], rows: int, columns: int, **shared: Any
+) -> tuple[Figure, Any]:
+    """A figure that belongs to no window, whoever gets it need not close it; and its panels."""
+    figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return figure
+    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
 
 
 def label_inches(results: Results) -> float:

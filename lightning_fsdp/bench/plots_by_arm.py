@@ -153,9 +153,8 @@ def utilization(results: Results) -> Figure:
     if len(results.shapes) > 1:
         height = len(devices) * (1.6 + 0.36 * len(results.kinds))
         width = max(6.2, 1.6 + 0.95 * len(results.shapes)) + plot_style.label_inches(results)
-        figure = plot_style.new_figure(width, height + 0.6, title)
-        panels = figure.subplots(len(devices), 1, squeeze=False)[:, 0]
-        for device, axes in zip(devices, panels, strict=True):
+        figure, panels = plot_style.new_figure(title, (width, height + 0.6), len(devices), 1)
+        for device, axes in zip(devices, panels[:, 0], strict=True):
             _draw_heat_map(axes, results, device)
     else:
         figure, _ = _bars(results, title, [_utilization_bars(device) for device in devices])
@@ -197,8 +196,8 @@ def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figur
     """A picture of panels side by side, with the arms' names at the left."""
     arms, names = results.arms, [arm.name for arm in results.arms]
     width = 3.8 * len(panels) + 0.075 * max((len(name) for name in names), default=0)
-    figure = plot_style.new_figure(max(10.0, width), 1.8 + 0.27 * max(2, len(names)), title)
-    columns = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    size = max(10.0, width), 1.8 + 0.27 * max(2, len(names))
+    figure, (columns,) = plot_style.new_figure(title, size, 1, len(panels), sharey=True)
     columns[0].set_yticks(range(len(names)), names, fontsize=SMALL)
     shapes = list(dict.fromkeys(row.shape for row in results.rows))
     for panel, axes in zip(panels, columns, strict=True):

@@ -67,8 +67,8 @@ def memory(results: Results) -> Figure:
 def _against_batch(results: Results, title: str, rows: Mapping[str, Point]) -> tuple[Figure, Any]:
     accums = sorted({accum for _, accum in results.shapes}) or [1]
     width = max(5.5, 3.7 * len(accums)) + plot_style.label_inches(results)
-    figure = plot_style.new_figure(width, 1.4 + 2.6 * len(rows), title)
-    grid = figure.subplots(len(rows), len(accums), squeeze=False, sharex="col", sharey="row")
+    size, shared = (width, 1.4 + 2.6 * len(rows)), {"sharex": "col", "sharey": "row"}
+    figure, grid = plot_style.new_figure(title, size, len(rows), len(accums), **shared)
     for (label, point), line in zip(rows.items(), grid, strict=True):
         columns = zip(accums, line, strict=True)
         tops = [_draw_lines(axes, results, accum, point) for accum, axes in columns]
@@ -124,12 +124,10 @@ def memory_over_time(results: Results) -> Figure:
     kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
     highest = max((nbytes for arm in results.arms for _, nbytes in _timeline(arm)), default=None)
     unit, suffix = plot_style.byte_unit([highest])
-    figure = plot_style.new_figure(
-        max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results),
-        1.4 + 0.75 * len(kinds),
-        f"Memory over one optimizer step, rank 0: tensors alive, {suffix}",
-    )
-    panels = figure.subplots(len(kinds), len(shapes), squeeze=False, sharex="col", sharey=True)
+    title = f"Memory over one optimizer step, rank 0: tensors alive, {suffix}"
+    width = max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results)
+    size, shared = (width, 1.4 + 0.75 * len(kinds)), {"sharex": "col", "sharey": True}
+    figure, panels = plot_style.new_figure(title, size, len(kinds), len(shapes), **shared)
     for kind, row in zip(kinds, panels, strict=True):
         row[0].set_ylabel(
             textwrap.fill(kind_label(kind), 16), rotation=0, ha="right", va="center",
@@ -172,15 +170,12 @@ def losses(results: Results) -> Figure:
     shapes = results.shapes or [(1, 1)]
     columns = min(_MOST_COLUMNS, len(shapes))
     height = -(-len(shapes) // columns)
-    figure = plot_style.new_figure(
-        max(5.5, 3.4 * columns) + plot_style.label_inches(results),
-        1.2 + 2.7 * height,
-        "Training loss (the same for all engines, or the arm is wrong)",
-    )
-    panels = figure.subplots(height, columns, squeeze=False, sharey=True).flatten()
-    for axes in panels[len(shapes) :]:
+    title = "Training loss (the same for all engines, or the arm is wrong)"
+    size = max(5.5, 3.4 * columns) + plot_style.label_inches(results), 1.2 + 2.7 * height
+    figure, grid = plot_style.new_figure(title, size, height, columns, sharey=True)
+    shown, others = np.split(grid.flatten(), [len(shapes)])
+    for axes in others:
         axes.set_visible(False)
-    shown = panels[: len(shapes)]
     for shape, axes in zip(shapes, shown, strict=True):
         for index, kind in enumerate(results.kinds):
             ys = results.at(kind, shape).step_losses

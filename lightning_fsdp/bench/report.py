@@ -103,12 +103,18 @@ def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
     row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
     row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
     row.cuda_peak_reserved_bytes = _highest(runs, lambda rank: rank.cuda_peak_reserved_bytes)
-    samples = [
-        percent for run in runs for rank in run.ranks for _, percent in rank.utilization or ()
-    ]
-    row.utilization_percent = statistics.fmean(samples) if samples else None
+    row.utilization_percent = utilization_of(runs).get(first.utilization_of or "cpu")
     row.utilization_of = first.utilization_of
     row.end_to_end_s = of_all(statistics.median, [rank.fit_s for rank in firsts])
+
+
+def utilization_of(runs: Iterable[Run]) -> dict[str, float]:
+    """Mean percent of all samples of all ranks, by what was sampled (``gpu`` or ``cpu``)."""
+    samples: dict[str, list[float]] = {}
+    for rank in (rank for run in runs for rank in run.ranks if rank.utilization):
+        found = samples.setdefault(rank.utilization_of or "cpu", [])
+        found += [percent for _, percent in rank.utilization or ()]
+    return {device: statistics.fmean(found) for device, found in samples.items()}
 
 
 def _judge(row: Row, runs: Sequence[Run], reference: Run | None, precision: str) -> None:

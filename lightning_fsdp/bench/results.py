@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.records import Kind, RankMeasurement, Row, Run, Shape
+from lightning_fsdp.bench.report import utilization_of
 from lightning_fsdp.bench.theory import Demand
 
 _with_others = with_config(ConfigDict(extra="allow"))  # names that a later version has
@@ -74,13 +75,8 @@ class ArmResult:
 
     @property
     def utilization(self) -> dict[str, float]:
-        """Mean percent of all samples, by what was sampled (``gpu`` or ``cpu``)."""
-        samples: dict[str, list[float]] = {}
-        for rank in (rank for run in self.runs for rank in run.ranks):
-            if rank.utilization and self.failure is None:
-                found = samples.setdefault(rank.utilization_of or "cpu", [])
-                found += [percent for _, percent in rank.utilization]
-        return {device: statistics.fmean(found) for device, found in samples.items()}
+        """Mean percent by what was sampled, of an arm that did not fail."""
+        return utilization_of(self.runs) if self.failure is None else {}
 
     @property
     def step_losses(self) -> list[float]:
