@@ -268,11 +268,13 @@ def test_a_size_that_is_named_twice_is_measured_once():
     assert arms(batch_sizes=[4, 4], grad_accums=[1, 1]) == arms()
 
 
-def test_a_snapshot_is_recorded_before_anything_is_timed():
+def test_an_arm_tells_its_callback_what_to_write():
     (*_, arm) = arms()
-    arguments = arm.recipe_arguments(replace(WORKLOAD, writes_snapshots=True), Path("out"))
-    callbacks = json.loads(arguments[arguments.index("--trainer.callbacks") + 1])
-    assert [callback["class_path"].rpartition(".")[2] for callback in callbacks] == [
-        "Snapshot", "Measure",
-    ]  # fmt: skip
-    assert callbacks[0]["init_args"] == {"path": "out/memory_rank0.pickle", "step": 0}
+    for asked in ({}, {"writes_snapshots": True}, {"writes_traces": True}):
+        arguments = arm.recipe_arguments(replace(WORKLOAD, **asked), Path("out"))
+        (callback,) = json.loads(arguments[arguments.index("--trainer.callbacks") + 1])
+        assert callback["class_path"] == "lightning_fsdp.bench.measure.Measure"
+        given = callback["init_args"]
+        assert given["out"] == "out"
+        assert given["writes_snapshot"] == ("writes_snapshots" in asked)
+        assert given["writes_trace"] == ("writes_traces" in asked)

@@ -3,9 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from lightning_fsdp.bench import snapshot
+from lightning_fsdp.bench.measure import Measure
 from lightning_fsdp.bench.snapshot import Snapshot
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
 @pytest.fixture
@@ -19,16 +24,14 @@ def told(monkeypatch):
     return told
 
 
-def train(callback, *, num_steps, fails_in=None, grad_accum=2, rank=0):
-    trainer = SimpleNamespace(global_rank=rank, global_step=0)
+def train(recorder, *, num_steps, fails_in=None, grad_accum=2):
     for step in range(num_steps):
-        for micro_batch in range(grad_accum):
-            callback.on_train_batch_start(trainer, None, None, 0)
+        for _ in range(grad_accum):
+            recorder.begin(step)
             if step == fails_in:
-                callback.on_exception(trainer, None, MemoryError())
+                recorder.end(has_failed=True)
                 return
-            trainer.global_step += micro_batch == grad_accum - 1
-            callback.on_train_batch_end(trainer, None, None, None, 0)
+        recorder.end()
 
 
 def test_the_step_that_is_asked_for_is_written_and_the_first_are_dropped(told):
@@ -50,8 +53,61 @@ def test_a_step_that_does_not_fit_is_written(told, fails_in, dropped):
     assert told == ["on", "off"] * dropped + ["on", "memory.pickle", "off"]
 
 
-def test_a_later_failure_and_other_ranks_leave_nothing(told):
+def test_a_later_failure_leaves_nothing(told):
     train(Snapshot("memory.pickle", step=4), num_steps=8, fails_in=3)
     assert told == ["on", "off"] * 2
-    train(Snapshot("memory.pickle", step=4), num_steps=8, rank=1)
-    assert told == ["on", "off"] * 2
+
+
+# -- in a run ----------------------------------------------------------------------------------
+
+
+def measured(tmp_path, monkeypatch, *, rank=0, device=CUDA):
+    """A callback that is asked for a snapshot, and a trainer that goes by a device's name only."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    strategy = SimpleNamespace(root_device=device)
+    trainer = SimpleNamespace(
+        strategy=strategy, global_rank=rank, is_global_zero=rank == 0, world_size=1,
+        accumulate_grad_batches=2, max_steps=9,
+    )  # fmt: skip
+    callback = Measure(str(tmp_path), 3, 2, 0, writes_snapshot=True)
+    callback.on_train_start(trainer, nn.Linear(2, 2))
+    return callback, trainer
+
+
+def a_step(callback, trainer):
+    batch = {"input_ids": torch.ones(1, 4)}
+    for micro_batch in range(trainer.accumulate_grad_batches):
+        callback.on_train_batch_start(trainer, None, batch, 0)
+        callback._is_step = micro_batch == trainer.accumulate_grad_batches - 1
+        callback.on_train_batch_end(trainer, None, torch.ones(()), batch, 0)
+
+
+def test_a_run_records_its_last_warm_up_step_before_anything_is_timed(told, tmp_path, monkeypatch):
+    callback, trainer = measured(tmp_path, monkeypatch)
+    monkeypatch.setattr(callback, "_begin_stretch", lambda trainer: None)
+    for _ in range(3):
+        assert callback.measured.step_s == []
+        a_step(callback, trainer)
+    written = str(tmp_path / "memory_rank0.pickle")
+    assert told == ["on", "off"] * 2 + ["on", written, "off"]
+    a_step(callback, trainer)
+    assert (len(callback.measured.step_s), len(told)) == (1, 7)
+
+
+def test_a_run_that_a_step_ends_writes_it(told, tmp_path, monkeypatch):
+    callback, trainer = measured(tmp_path, monkeypatch)
+    callback.on_train_batch_start(trainer, None, {"input_ids": torch.ones(1, 4)}, 0)
+    callback.on_exception(trainer, None, MemoryError())
+    assert told == ["on", str(tmp_path / "memory_rank0.pickle"), "off"]
+
+
+def test_other_ranks_record_nothing(told, tmp_path, monkeypatch):
+    callback, trainer = measured(tmp_path, monkeypatch, rank=1)
+    a_step(callback, trainer)
+    callback.on_exception(trainer, None, MemoryError())
+    assert told == []
+
+
+def test_a_snapshot_of_nothing_is_refused_on_every_rank(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="--snapshot: expected training on CUDA, got device 'cpu'"):
+        measured(tmp_path, monkeypatch, rank=1, device=CPU)

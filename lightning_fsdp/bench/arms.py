@@ -8,7 +8,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lightning_fsdp.strategies.registry import NAMES
 
@@ -122,12 +121,14 @@ class Arm:
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
         names = "warmup_steps", "timed_steps", "profiled_steps"
         steps = {name: getattr(workload, name) for name in names}
-        trace = {"writes_trace": workload.writes_traces}
-        callbacks = [_callback("measure.Measure", out=str(out), **steps, **trace)]
-        if workload.writes_snapshots:
-            path, step = str(out / "memory_rank0.pickle"), workload.warmup_steps - 1
-            # Before the measuring, so that no timed step waits until the snapshot is written.
-            callbacks.insert(0, _callback("snapshot.Snapshot", path=path, step=step))
+        also = {
+            "writes_trace": workload.writes_traces,
+            "writes_snapshot": workload.writes_snapshots,
+        }
+        measure = {
+            "class_path": "lightning_fsdp.bench.measure.Measure",
+            "init_args": {"out": str(out), **steps, **also},
+        }
         is_unfused = self.engine in references and has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         return [
@@ -138,7 +139,7 @@ class Arm:
             *("--trainer.precision", workload.precision),
             *("--trainer.max_steps", str(workload.total_steps)),
             *("--trainer.accumulate_grad_batches", str(self.grad_accum)),
-            *("--trainer.callbacks", json.dumps(callbacks)),
+            *("--trainer.callbacks", json.dumps([measure])),
             *("--trainer.default_root_dir", str(out)),
             *("--data.batch_size", str(batch_size)),
             *_OF_EVERY_ARM.split(),
@@ -150,11 +151,6 @@ class Arm:
 def has_unfused_references(precision: str) -> bool:
     """Whether Lightning's plugin for mixed precision is theirs: it clips for no fused optimizer."""
     return precision.endswith("-mixed")
-
-
-def _callback(name: str, **arguments: Any) -> dict[str, Any]:
-    """One of this package, as a recipe's command line takes it."""
-    return {"class_path": f"lightning_fsdp.bench.{name}", "init_args": arguments}
 
 
 def choose_arms(

@@ -33,6 +33,7 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.memory import StepObserver, comm_of
 from lightning_fsdp.bench.parts import PhaseName, StepProfiler
 from lightning_fsdp.bench.records import RankMeasurement
+from lightning_fsdp.bench.snapshot import Snapshot
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.callbacks.throughput import tokens_in
@@ -52,6 +53,8 @@ class Measure(L.Callback):
         timed_steps: Optimizer steps on the clock.
         profiled_steps: Optimizer steps after them; what follows is observed.
         writes_trace: Whether rank 0 writes the profiled steps as ``trace_rank0.json``.
+        writes_snapshot: Whether rank 0 writes CUDA's memory in the last warm-up step as
+            ``memory_rank0.pickle``.
     """
 
     def __init__(
@@ -61,12 +64,15 @@ class Measure(L.Callback):
         timed_steps: int,
         profiled_steps: int,
         writes_trace: bool = False,
+        writes_snapshot: bool = False,
     ) -> None:
         self.out = Path(out)
         self.first_timed = warmup_steps
         self.first_profiled = warmup_steps + timed_steps
         self.first_observed = warmup_steps + timed_steps + profiled_steps
         self.writes_trace = writes_trace
+        self.writes_snapshot = writes_snapshot
+        self._snapshot: Snapshot | None = None  # of rank 0
         self._num_steps = 0  # optimizer steps that were made
         self._is_step = False
         self._tokens = 0
@@ -83,8 +89,18 @@ class Measure(L.Callback):
 
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin."""
+        """Begin.
+
+        Raises:
+            ValueError: A snapshot is asked for, and the arm does not train on CUDA.
+        """
         self._device = trainer.strategy.root_device
+        if self.writes_snapshot and self._device.type != "cuda":
+            raise ValueError(
+                f"--snapshot: expected training on CUDA, got device {str(self._device)!r}."
+            )
+        if self.writes_snapshot and trainer.is_global_zero:
+            self._snapshot = Snapshot(self.out / "memory_rank0.pickle", self.first_timed - 1)
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
         self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
         if not hasattr(trainer.strategy, "engine"):
@@ -98,6 +114,8 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Data is there. The first observed batch begins to be observed."""
+        if self._snapshot is not None:
+            self._snapshot.begin(self._num_steps)
         self._enter("compute")
         if self._num_steps >= self.first_observed and self._watcher is None:
             self._watcher = StepObserver(trainer, pl_module, tokens_in(batch))
@@ -138,6 +156,8 @@ class Measure(L.Callback):
             return
         before, self._last = self._last, self._now()
         self._is_step = False
+        if self._snapshot is not None:
+            self._snapshot.end()
         self._refuse_a_short_step(trainer)
         if self.first_timed <= self._num_steps < self.first_profiled:
             self.measured.step_s.append(self._last[0] - before[0])
@@ -172,6 +192,8 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
+        if self._snapshot is not None:
+            self._snapshot.end(has_failed=True)
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher = None

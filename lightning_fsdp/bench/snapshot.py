@@ -1,4 +1,4 @@
-"""The callback that writes a snapshot of CUDA's memory: every allocation of a step, with its stack.
+"""A snapshot of CUDA's memory: every allocation of a step, with its stack.
 
 It records the last warm-up step: by then everything is compiled and the optimizer has its state,
 and the timed steps after it are undisturbed. The first two it records as well, for a run that they
@@ -8,76 +8,40 @@ end: what does not fit is found out there.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import lightning as L
-from lightning.pytorch.utilities.types import STEP_OUTPUT
-from typing_extensions import override
 
 from lightning_fsdp.callbacks.torch_internals import dump_memory_snapshot, record_memory_history
 
 _FIRST_STEPS = (0, 1)  # the optimizer has its state from the end of the first one on
 
 
-class Snapshot(L.Callback):
-    """Records one step of rank 0; where training fails in the first two, that one.
+class Snapshot:
+    """Records one step of a rank; where training fails in the first two, that one.
 
     Args:
         path: Of the snapshot, for https://pytorch.org/memory_viz.
         step: Optimizer step, from 0.
     """
 
-    def __init__(self, path: str, step: int) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
         self.step = step
         self._recorded: int | None = None  # the step that is being recorded
 
-    @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Refuse a snapshot of nothing, on every rank.
-
-        Raises:
-            ValueError: The arm does not train on CUDA.
-        """
-        if pl_module.device.type != "cuda":
-            raise ValueError(
-                f"--snapshot: expected training on CUDA, got device {str(pl_module.device)!r}."
-            )
-
-    @override
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Begin with the first micro-batch of the step."""
-        is_due = trainer.global_step in (*_FIRST_STEPS, self.step)
-        if trainer.global_rank == 0 and is_due and self._recorded is None:
-            self._recorded = trainer.global_step
+    def begin(self, step: int) -> None:
+        """A micro-batch begins; with the first one of its step, the record does."""
+        if step in (*_FIRST_STEPS, self.step) and self._recorded is None:
+            self._recorded = step
             record_memory_history(is_on=True)
 
-    @override
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Once a step is over, write it; one of the first, which came through, is dropped."""
-        if self._recorded != trainer.global_step:
-            self._end(is_kept=self._recorded == self.step)
+    def end(self, *, has_failed: bool = False) -> None:
+        """A step is over: write it, or drop one of the first, which came through.
 
-    @override
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
-        """Write what there is: of a step that ran out of memory, that is the picture to see."""
-        self._end(is_kept=True)
-
-    def _end(self, *, is_kept: bool) -> None:
+        Args:
+            has_failed: It did not: of one that ran out of memory, that is the picture to see.
+        """
         if self._recorded is None:
             return
-        if is_kept:
+        if has_failed or self._recorded == self.step:
             dump_memory_snapshot(str(self.path))
         self._recorded = None
         record_memory_history(is_on=False)
