@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.turns import take_turns
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
+from lightning_fsdp.harness.gpt2 import build_gpt2
 from lightning_fsdp.plan.models import block_classes
 
 CASES = ((1, 32), (2, 256))  # batch and tokens: communication-bound, compute-bound
@@ -36,13 +37,9 @@ VOCABULARY = 8192
 
 def build_model() -> GPT2LMHeadModel:
     """The same weights on every rank and in every arm."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=6, n_embd=512, n_head=8, vocab_size=VOCABULARY, n_positions=1024,
-        bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return build_gpt2(
+        num_layers=6, width=512, num_heads=8, vocabulary=VOCABULARY, num_positions=1024
+    )
 
 
 def _scratch(model: nn.Module, stage: int) -> nn.Module:

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2LMHeadModel
 
 from benchmarks.core_step import blocks_of
 from lightning_fsdp import shard_model
@@ -47,6 +47,7 @@ from lightning_fsdp.bench.theory import demand, model_units
 from lightning_fsdp.core.ranks.groups import StateOver, way_of
 from lightning_fsdp.core.ranks.hosts import BETWEEN_HOSTS
 from lightning_fsdp.core.sharded_module import units_in
+from lightning_fsdp.harness.gpt2 import build_gpt2
 from tests.support.counting import CollectiveCounter
 from tests.support.hosts import kernel_bytes
 
@@ -110,13 +111,9 @@ class Measured:
 
 def build_model() -> GPT2LMHeadModel:
     """GPT-2 in small, the same weights everywhere: 17 MB."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=4, n_embd=256, n_head=4, vocab_size=VOCABULARY, n_positions=256,
-        bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    return build_gpt2(
+        num_layers=4, width=256, num_heads=4, vocabulary=VOCABULARY, num_positions=256
+    )
 
 
 def shard(arm: Arm, mesh: DeviceMesh) -> nn.Module:

@@ -14,10 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from transformers import GPT2Config
-
 from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp.harness.command_line import positive
+from lightning_fsdp.harness.gpt2 import gpt2_config
 from lightning_fsdp.harness.tables import markdown_table
 from lightning_fsdp.plan.dry_run import Run
 from lightning_fsdp.plan.report import format_units
@@ -32,10 +31,7 @@ NETWORKS = networks_of(
 TFLOPS = 0.07  # 8,000 tokens/s of one process that trains alone, as in the picture
 GOAL = 0.80  # at the most ranks
 BYTES_ENOUGH = 10**9
-CONFIG = GPT2Config(
-    n_layer=4, n_embd=128, n_head=4, vocab_size=4096, n_positions=128, bos_token_id=0,
-    eos_token_id=0, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-)  # fmt: skip
+CONFIG = gpt2_config(num_layers=4, width=128, num_heads=4, vocabulary=4096, num_positions=128)
 
 
 def rows(tflops: float) -> list[dict[str, Any]]:

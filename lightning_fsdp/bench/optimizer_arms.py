@@ -38,6 +38,7 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
+from lightning_fsdp.harness.gpt2 import build_gpt2
 from lightning_fsdp.harness.ranks import run_ranks
 
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
@@ -124,16 +125,7 @@ class Timeline(Observer):  # type: ignore[no-untyped-call]
 
 def build_model() -> nn.Module:
     """GPT-2 with embedding and head tied, 1.1 million parameters, always the same values."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=2048, n_positions=32, n_embd=128, n_layer=4, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model.train()
+    return build_gpt2(num_layers=4, width=128, num_heads=4, vocabulary=2048, num_positions=32)
 
 
 def build_optimizer(model: nn.Module) -> Optimizer:
