@@ -103,26 +103,19 @@ def _times(arms: Sequence[ArmResult]) -> str:
 
 
 def _limits(arms: Sequence[ArmResult]) -> str:
-    head = [
-        "arm", "step ms", "limit of compute ms", "exposed ms", "limit of communication ms",
-        "times the larger limit", "calls", "demanded", "MB", "demanded",
-    ]  # fmt: skip
-    body = [
-        [
-            arm.name,
-            number(arm.figures.step_ms, ".3g"),
-            number(arm.figures.compute_limit_ms, ".3g"),
-            number(arm.parts_ms.get("exposed_ms"), ".3g"),
-            number(arm.figures.communication_limit_ms, ".3g"),
-            number(arm.figures.times_limit, ".2f"),
-            number(sum_of(arm.figures.data_calls), "g"),
-            number(sum_of(arm.theory.collectives), "g"),
-            number(arm.figures.payload_bytes, ".1f", unit=1e6),
-            number(arm.theory.payload_bytes, ".1f", unit=1e6),
-        ]
-        for arm in arms
-    ]
-    return markdown_table(head, body)
+    columns: dict[str, Cell] = {
+        "arm": lambda arm: arm.name,
+        "step ms": lambda arm: number(arm.figures.step_ms, ".3g"),
+        "limit of compute ms": lambda arm: number(arm.figures.compute_limit_ms, ".3g"),
+        "exposed ms": lambda arm: number(arm.parts_ms.get("exposed_ms"), ".3g"),
+        "limit of communication ms": lambda arm: number(arm.figures.communication_limit_ms, ".3g"),
+        "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
+        "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
+        "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),
+        "MB": lambda arm: number(arm.figures.payload_bytes, ".1f", unit=1e6),
+        "MB demanded": lambda arm: number(arm.theory.payload_bytes, ".1f", unit=1e6),
+    }
+    return table_of(arms, columns)
 
 
 def _memory(arms: Sequence[ArmResult]) -> str:
