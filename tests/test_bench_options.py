@@ -9,6 +9,7 @@ from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.harness.processes import Failure
+from lightning_fsdp.simulate.network import Network
 
 SEARCH = ["largest-batch", "--max-batch-size", "8", "--device-memory", "1GB"]
 SIMULATE = ["scaling", "--ranks", "8"]
@@ -37,6 +38,8 @@ SIMULATE = ["scaling", "--ranks", "8"]
         ([*SEARCH, "--batch-sizes", "4"], "unrecognized arguments: --batch-sizes 4"),
         ([*SIMULATE, "--profile"], "unrecognized arguments: --profile"),
         (["--bandwidth", "1"], "unrecognized arguments: --bandwidth 1"),
+        ([*SIMULATE, "--bandwidth", "0"], "argument --bandwidth: expected more than 0, got '0'"),
+        ([*SIMULATE, "--hosts", "0"], "argument --hosts: expected 1 or more, got '0'"),
         ([*SIMULATE, "--host-bandwidth", "2"], "--host-bandwidth: expected --hosts of 2 or more"),
         (["scaling"], "the following arguments are required: --ranks"),
         (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
@@ -59,6 +62,18 @@ def test_what_is_not_given_has_its_default():
     assert (args.bandwidth, args.latency, args.hosts, args.repeats) == (10.0, 10.0, 2, 2)
     assert args.batch_sizes == [4]
     assert args.config.read_text().startswith("# GPT-2 nano under ZeRO-3")
+
+
+def test_the_network_is_the_one_that_was_given():
+    links = {"--bandwidth": "25", "--latency": "3", "--hosts": "2", "--host-bandwidth": "1.5"}
+    words = [word for pair in links.items() for word in pair]
+    _, args = parse([*SIMULATE, *words, "--shared-line"])
+    assert args.networks == [
+        Network(
+            world_size=8, bandwidth_gb_s=25.0, latency_us=3.0, num_hosts=2,
+            host_bandwidth_gb_s=1.5, shares_line=True,
+        )
+    ]  # fmt: skip
 
 
 def test_a_recipe_is_named_or_is_a_file(tmp_path):

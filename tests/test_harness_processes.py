@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lightning_fsdp.harness.processes import run_command
+from lightning_fsdp.harness.processes import empty_folder, run_command, run_module
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -37,6 +37,17 @@ def test_a_command_that_was_killed_says_so(tmp_path):
     failure = run_command([sys.executable, "-c", kills], log=tmp_path / "log.txt", timeout_s=60)
     assert failure is not None
     assert failure.says == "exit code -9: killed, as the system does when memory runs out"
+
+
+def test_a_module_runs_with_its_log_in_a_folder_without_what_was_there(tmp_path):
+    folder = tmp_path / "runs" / "arm"
+    (empty_folder(folder) / "rank0.json").touch()
+    assert list(empty_folder(folder).iterdir()) == []
+    assert run_module(["json.tool", "--help"], folder, timeout_s=60) is None
+    assert "json.tool" in (folder / "log.txt").read_text()
+    failure = run_module(["json.tool", "nowhere.json"], folder, timeout_s=60)
+    assert failure is not None
+    assert "nowhere.json" in failure.says
 
 
 COMMAND = """
