@@ -276,5 +276,5 @@ def test_an_arm_tells_its_callback_what_to_write():
         assert callback["class_path"] == "lightning_fsdp.bench.measure.Measure"
         given = callback["init_args"]
         assert given["out"] == "out"
-        assert given["writes_snapshot"] == ("writes_snapshots" in asked)
-        assert given["writes_trace"] == ("writes_traces" in asked)
+        assert given["writes_snapshots"] == ("writes_snapshots" in asked)
+        assert given["writes_traces"] == ("writes_traces" in asked)

@@ -18,6 +18,9 @@ OF_UNFUSED = """\
 In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
 Lightning clips for no fused one there; the other arms' are as configured."""
 
+# What the callback is told of a workload.
+_OF_MEASURE = "warmup_steps", "timed_steps", "profiled_steps", "writes_traces", "writes_snapshots"
+
 # Whatever else a recipe says of hosts, of a beginning and of an end; and nothing but training.
 _OF_EVERY_ARM = """
 --trainer.num_nodes 1 --ckpt_path null --trainer.max_epochs -1 --trainer.max_time null
@@ -119,16 +122,8 @@ class Arm:
         strategy = references.get(self.engine) or self._strategy(workload.shard_size)
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
-        names = "warmup_steps", "timed_steps", "profiled_steps"
-        steps = {name: getattr(workload, name) for name in names}
-        also = {
-            "writes_trace": workload.writes_traces,
-            "writes_snapshot": workload.writes_snapshots,
-        }
-        measure = {
-            "class_path": "lightning_fsdp.bench.measure.Measure",
-            "init_args": {"out": str(out), **steps, **also},
-        }
+        told = {"out": str(out)} | {name: getattr(workload, name) for name in _OF_MEASURE}
+        measure = {"class_path": "lightning_fsdp.bench.measure.Measure", "init_args": told}
         is_unfused = self.engine in references and has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         return [

@@ -52,8 +52,8 @@ class Measure(L.Callback):
         warmup_steps: Optimizer steps before the clock starts.
         timed_steps: Optimizer steps on the clock.
         profiled_steps: Optimizer steps after them; what follows is observed.
-        writes_trace: Whether rank 0 writes the profiled steps as ``trace_rank0.json``.
-        writes_snapshot: Whether rank 0 writes CUDA's memory in the last warm-up step as
+        writes_traces: Whether rank 0 writes the profiled steps as ``trace_rank0.json``.
+        writes_snapshots: Whether rank 0 writes CUDA's memory in the last warm-up step as
             ``memory_rank0.pickle``.
     """
 
@@ -63,15 +63,15 @@ class Measure(L.Callback):
         warmup_steps: int,
         timed_steps: int,
         profiled_steps: int,
-        writes_trace: bool = False,
-        writes_snapshot: bool = False,
+        writes_traces: bool = False,
+        writes_snapshots: bool = False,
     ) -> None:
         self.out = Path(out)
         self.first_timed = warmup_steps
         self.first_profiled = warmup_steps + timed_steps
         self.first_observed = warmup_steps + timed_steps + profiled_steps
-        self.writes_trace = writes_trace
-        self.writes_snapshot = writes_snapshot
+        self.writes_traces = writes_traces
+        self.writes_snapshots = writes_snapshots
         self._snapshot: Snapshot | None = None  # of rank 0
         self._num_steps = 0  # optimizer steps that were made
         self._is_step = False
@@ -95,11 +95,11 @@ class Measure(L.Callback):
             ValueError: A snapshot is asked for, and the arm does not train on CUDA.
         """
         self._device = trainer.strategy.root_device
-        if self.writes_snapshot and self._device.type != "cuda":
+        if self.writes_snapshots and self._device.type != "cuda":
             raise ValueError(
                 f"--snapshot: expected training on CUDA, got device {str(self._device)!r}."
             )
-        if self.writes_snapshot and trainer.is_global_zero:
+        if self.writes_snapshots and trainer.is_global_zero:
             self._snapshot = Snapshot(self.out / "memory_rank0.pickle", self.first_timed - 1)
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
         self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
@@ -240,7 +240,7 @@ class Measure(L.Callback):
             watcher.write(self.measured)
         else:
             self.measured.parts = watcher.parts()
-            if self.writes_trace and self.measured.rank == 0:
+            if self.writes_traces and self.measured.rank == 0:
                 watcher.write(self.out / "trace_rank0.json")
 
     def _write_timed(self) -> None:
