@@ -229,8 +229,7 @@ class TextData(L.LightningDataModule):
             failure = error
         if self.trainer is not None:
             strategy = self.trainer.strategy
-            expected = strategy.broadcast(found)
-            is_same = found is not None and found == expected
+            is_same = strategy.broadcast(found) == found
             if not strategy.reduce_boolean_decision(is_same) and failure is None:
                 failure = RecipeError(
                     "corpus: expected the same text on every rank, got other text, or none, on "

@@ -5,7 +5,7 @@
     [ seq 0 ][ seq 1 ] ... [ ]                    tokens i*L to i*L+L; the rest is left over
      targets are the same tokens one further, so a sequence reads one token of its successor
 
-Preparing writes into a folder of its own and renames it when it is complete: what is there is
+Preparing fills a folder beside the place and puts it there when it is complete: what is there is
 whole. Several processes may prepare at once; one works, the others wait for its lock.
 
     corpus.json     a TokenFile          tokens.bin       the array
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from lightning_fsdp.checkpoint.new_folder import NewFolder
 from recipes.corpus import Corpus
 from recipes.documents import CorpusError
 from recipes.tokenizer import encode, end_of_text_id, load_tokenizer, train_tokenizer
@@ -125,17 +125,14 @@ def prepare(
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
                 made = given or train_tokenizer(corpus.pieces(), vocab_size, end_of_text)
-                partial = folder.with_suffix(".partial")
-                try:
-                    _write(corpus, made, end_of_text, partial)
+                with NewFolder(folder) as new:
+                    _write(corpus, made, end_of_text, new.beside)
                     if changed := _changed_files(sums, corpus.sums()):
                         expected = "files that stay as they are while they are read"
                         cure = "Start again when nothing writes to them."
                         raise CorpusError.at(corpus.root, expected, changed, cure)
-                    (partial / "files.json").write_bytes(json.dumps(sums, indent=0).encode())
-                    partial.rename(folder)
-                finally:
-                    shutil.rmtree(partial, ignore_errors=True)  # unless it is renamed
+                    (new.beside / "files.json").write_bytes(json.dumps(sums, indent=0).encode())
+                    new.finish()
     described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     found = TokenFile(folder=folder, **described)
     path, num_bytes = folder / "tokens.bin", found.num_tokens * np.dtype(found.dtype).itemsize
@@ -148,8 +145,6 @@ def prepare(
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path) -> None:
     """Write all but the sums into a new folder."""
-    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir()
     end = end_of_text_id(tokenizer, end_of_text)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1  # ids may have gaps
     dtype = "uint16" if vocab_size <= 2**16 else "uint32"
@@ -191,8 +186,7 @@ def _changed_files(old: dict[str, str], new: dict[str, str]) -> str:
     """The first of them by name, with what happened to them; empty if there are none."""
     found = [
         f"'{name}' {'is new' if name not in old else 'is gone' if name not in new else 'changed'}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
+        for name in sorted(dict(old.items() ^ new.items()))
     ]
     return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 

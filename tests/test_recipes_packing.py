@@ -167,10 +167,14 @@ def test_what_a_killed_run_left_behind_is_not_taken_for_a_corpus(
 ) -> None:
     prepared = _prepare(folder, tmp_path / "cache")
     tokens = all_tokens(prepared)
-    partial = prepared.folder.with_suffix(".partial")
+    partial = prepared.folder.with_name(f".{prepared.folder.name}.partial")
     prepared.folder.rename(partial)
     (partial / "tokens.bin").write_bytes(b"half")
-    assert np.array_equal(all_tokens(_prepare(folder, tmp_path / "cache")), tokens)
+    (partial / "more").touch()
+    found = _prepare(folder, tmp_path / "cache")
+    assert np.array_equal(all_tokens(found), tokens)
+    assert not partial.exists()
+    assert not (found.folder / "more").exists(), "taken into what is new"
 
 
 def test_a_damaged_token_file_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
