@@ -26,7 +26,7 @@ SEARCHED = [
     *("core_threads", "core_materialize", "core_synchronisation", "core_conversion"),
     *("core_writes", "core_divergence", "core_wrong_use", "core_copies", "core_graphs"),
     *("core_grad_scaler", "core_accumulation", "core_memory", "core_precision", "core_programs"),
-    *("core_hsdp", "core_offload", "core_parity", "core_worst_case"),
+    *("core_hsdp_cost", "core_hsdp", "core_offload", "core_parity", "core_worst_case"),
 ]
 SEARCH_TIMEOUT_S = 1800.0
 

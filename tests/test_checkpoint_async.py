@@ -21,7 +21,8 @@ from tests.support.checkpoints import (
     whole_state,
 )
 from tests.support.engine_runs import ENGINES, Run, assert_equal, copied
-from tests.support.ranks import errors_on_ranks, run_on_ranks, run_snippet
+from tests.support.processes import run_snippet
+from tests.support.ranks import errors_on_ranks, run_on_ranks
 
 
 def _overwrite(state):

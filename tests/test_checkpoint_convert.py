@@ -19,7 +19,7 @@ from lightning_fsdp.checkpoint.convert import convert
 from lightning_fsdp.convert.__main__ import main
 from recipes.gpt2 import GPT2
 from tests.support.converted import assert_identical, load_plainly
-from tests.support.ranks import REPOSITORY
+from tests.support.processes import REPOSITORY
 from tests.support.trainer import make_trainer, on_trainer_ranks, seeded
 
 

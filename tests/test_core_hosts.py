@@ -39,8 +39,8 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
+from tests.support.replicas import flat_params_of, mesh_of
 from tests.test_core_checkpoint import Oddities
-from tests.test_core_hsdp import flat_params_of, mesh_of
 from tests.test_core_narrow_reduction import (
     POLICIES,
     full_gradients,

@@ -8,8 +8,8 @@ from lightning_fsdp import fully_shard, shard_model
 from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
 from tests.support.models import TASKS, mlp
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.replicas import mesh_of, mesh_with_timeout
 from tests.test_core_divergence import TIMEOUT_S, error_of
-from tests.test_core_hsdp import mesh_of, mesh_with_timeout
 
 
 def _refused(rank, world_size, what):
@@ -51,7 +51,7 @@ def test_wrong_use_is_named_on_every_rank(what, type_name, words):
 
 
 def _write_alone(rank, world_size, step):
-    model = shard_model(mlp(), mesh=mesh_with_timeout(rank), state_over="all")
+    model = shard_model(mlp(), mesh=mesh_with_timeout(rank, TIMEOUT_S), state_over="all")
     batch = TASKS["mlp"].make_batch(0, 0, rank)
     for _ in range(step):
         TASKS["mlp"].loss(model, batch).backward()

@@ -1,5 +1,5 @@
 """Sharded over one dimension of a mesh, replicated over the other: training equals one process, and
-what moves between replicas is one all-reduce of every shard per reduction.
+so do norms and whole state. What replicas cost is in ``test_core_hsdp_cost.py``.
 
     2 x 2    ranks 0, 1 and ranks 2, 3 hold one copy of the model each; 0 and 2 hold the same shard
     1 x 2    the same as a 1-D mesh
@@ -7,27 +7,21 @@ what moves between replicas is one all-reduce of every shard per reduction.
 """
 
 import math
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_fsdp import (
-    ZERO2,
     MixedPrecisionPolicy,
     full_optimizer_state_dict,
     full_state_dict,
     fully_shard,
     shard_model,
 )
-from lightning_fsdp.core.sharded_module import units_in
-from tests.support import ranks
 from tests.support.counting import CollectiveCounter
-from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import TASKS, causal_lm, mlp, shard_lm_by_hand, tied_lm
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
@@ -44,6 +38,7 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import PLAIN, assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.replicas import mesh_of, mesh_with_timeout
 from tests.test_core_clip import MAX_NORM, NORMS
 from tests.test_core_divergence import TIMEOUT_S, Skipping, error_of
 
@@ -55,15 +50,6 @@ COMBINATIONS = [
     ("zero3", "sgd", "sum"),
 ]
 EACH_ONCE = [("zero2", "adamw"), ("zero3", "sgd")]
-NAMES = ("replicate", "shard")
-
-
-def mesh_of(shape, names=NAMES):
-    return init_device_mesh(ranks.active_device, shape, mesh_dim_names=names)
-
-
-def flat_params_of(model):
-    return list({flat_param: None for unit in units_in(model) for flat_param in unit.flat_params})
 
 
 # --- parity ---
@@ -181,7 +167,7 @@ def test_replicas_are_averaged_in_the_reduce_dtype_and_stay_equal():
     assert list(dtypes) == [{torch.float32}] * 4
 
 
-# --- norms, state, memory ---
+# --- norms, state ---
 
 
 def _norms_and_clipped(rank, world_size):
@@ -232,126 +218,6 @@ def test_whole_state_is_gathered_in_one_replica_and_given_to_one_rank():
     assert others == [({}, {})] * 3
 
 
-def _equal_layers():
-    return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
-
-
-def _held_for_rank_0(rank, world_size):
-    model = shard_model(_equal_layers(), mesh=mesh_of((2, 2)))
-    peaks = [0]
-    with StorageTracker(model) as tracker:
-        at_rest = tracker.settled_bytes()
-        tracker.at_each_operation = lambda: peaks.append(tracker.live_bytes())
-        full_state_dict(model, rank0_only=True)
-    return max(peaks) - at_rest
-
-
-def test_whole_state_for_one_rank_is_held_by_no_other():
-    held = run_on_ranks(_held_for_rank_0, 4)
-    sizes = [bytes_of([parameter]) for parameter in _equal_layers().parameters()]
-    assert held[0] >= sum(sizes)
-    for each in held[1:]:
-        assert each <= max(sizes) + 4096
-
-
-def _bytes_at_rest(rank, world_size, shape, plan):
-    model = shard_model(tied_lm(), PLANS[plan], mesh=mesh_of(shape))
-    TASKS["tied_lm"].loss(model, TASKS["tied_lm"].make_batch(0, 0, rank)).backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    return bytes_of(model.parameters()), bytes_of(gradients), len(flat_params_of(model))
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2)])
-def test_a_rank_holds_its_shard_of_parameters_and_of_gradients(shape, plan):
-    num_shards = shape[1]
-    least = 4 * sum(p.numel() for p in tied_lm().parameters()) / num_shards
-    for parameters, gradients, num_flat_params in run_on_ranks(
-        _bytes_at_rest, math.prod(shape), shape, plan
-    ):
-        num_parameters = len(list(tied_lm().parameters()))
-        padding = 4 * 32 * (num_parameters / num_shards + num_flat_params)
-        assert least <= parameters <= least + padding
-        assert least <= gradients <= least + padding
-
-
-# --- what moves ---
-
-
-def _count(rank, world_size, shape, plan, backend=None):
-    """Per micro-batch: collectives of the row and of the column; the first one is not synced."""
-    mesh = mesh_of(shape)
-    model = shard_model(tied_lm(), PLANS[plan], mesh=mesh)
-    row, column, counts = mesh.get_group(1), mesh.get_group(0), []
-    traffic = flat_params_of(model)[0].communicator.traffic["all_reduce"]
-    for micro_batch in range(3):
-        model.set_requires_gradient_sync(micro_batch > 0)
-        with CollectiveCounter(row) as in_row, CollectiveCounter(column) as in_column:
-            calls = traffic.calls
-            loss = TASKS["tied_lm"].loss(model, TASKS["tied_lm"].make_batch(0, micro_batch, rank))
-            loss.backward()
-        counts.append(
-            {
-                "reductions": in_row.num_reductions(shape[1]),
-                "averages": len(in_column.of("all_reduce")),
-                "averaged": sorted(call.numel for call in in_column.data()),
-                "counted by the core": traffic.calls - calls,
-            }
-        )
-    return counts, sorted(flat_param.layout.shard_numel for flat_param in flat_params_of(model))
-
-
-@pytest.mark.parametrize("backend", ["gloo", PLAIN])
-@pytest.mark.parametrize("plan", PLANS)
-def test_replicas_share_one_all_reduce_of_each_shard_per_synced_backward(plan, backend):
-    for (unsynced, *synced), shards in run_on_ranks(_count, 4, (2, 2), plan, backend=backend):
-        assert unsynced == {
-            "reductions": 0, "averages": 0, "averaged": [], "counted by the core": 0
-        }  # fmt: skip
-        for counts in synced:
-            assert counts == {
-                "reductions": len(shards),
-                "averages": len(shards),
-                "averaged": shards,
-                "counted by the core": len(shards),
-            }
-
-
-def test_one_replica_is_not_averaged():
-    for counts, _ in run_on_ranks(_count, 2, (1, 2), "zero3"):
-        assert all(each["averages"] == 0 for each in counts)
-
-
-def test_one_shard_is_averaged_and_nothing_else():
-    for (_, *synced), shards in run_on_ranks(_count, 2, (2, 1), "zero3"):
-        for counts in synced:
-            assert counts["averaged"] == shards
-
-
-def _states_at_reductions(rank, world_size):
-    """How many shards are being averaged when each unit's reduction starts."""
-    task = TASKS["lm"]
-    model = shard_model(task.build(), ZERO2, mesh=mesh_of((2, 2)))
-    flat_params, found = flat_params_of(model), []
-    communicator = flat_params[0].communicator
-    reduce = communicator.reduce
-
-    def watched(*args, **options):
-        in_flight = [s._reduction for s in flat_params if s._reduction is not None]
-        found.append(sum(not reduction.stages for reduction in in_flight))
-        return reduce(*args, **options)
-
-    communicator.reduce = watched
-    task.loss(model, task.make_batch(0, 0, rank)).backward()
-    return found, [flat_param._reduction for flat_param in flat_params]
-
-
-def test_a_shard_is_averaged_while_the_next_units_reduction_runs():
-    for found, reductions in run_on_ranks(_states_at_reductions, 4):
-        assert found == [0] + [1] * (len(reductions) - 1)
-        assert set(reductions) == {None}
-
-
 # --- wrong use ---
 
 
@@ -392,20 +258,8 @@ def test_wrong_use_is_named_on_every_rank(what, type_name, words):
     assert_errors(errors_on_ranks(_refused, 4, what), type_name, *words)
 
 
-def mesh_with_timeout(rank):
-    timeout = timedelta(seconds=TIMEOUT_S)
-    rows = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 1], [2, 3])]
-    columns = [dist.new_group(ranks, timeout=timeout) for ranks in ([0, 2], [1, 3])]
-    return DeviceMesh.from_group(
-        [columns[rank % 2], rows[rank // 2]],
-        "cpu",
-        mesh=torch.arange(4).view(2, 2),
-        mesh_dim_names=NAMES,
-    )
-
-
 def _leave_the_order(rank, world_size, step):
-    mesh = mesh_with_timeout(rank)
+    mesh = mesh_with_timeout(rank, TIMEOUT_S)
     torch.manual_seed(0)
     model = shard_model(Skipping(), mesh=mesh)
     for _ in range(step):

@@ -34,7 +34,7 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
-from tests.test_core_hsdp import flat_params_of, mesh_of
+from tests.support.replicas import flat_params_of, mesh_of
 
 COMBINATIONS = list(itertools.product(["tied_lm", "mlp"], [("zero3", "sgd"), ("zero2", "adamw")]))
 

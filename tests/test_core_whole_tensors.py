@@ -19,10 +19,7 @@ from lightning_fsdp import (
     elementwise_optimizer,
     full_optimizer_state_dict,
     full_state_dict,
-    load_full_optimizer_state_dict,
     load_full_state_dict,
-    load_sharded,
-    save_sharded,
     shard_model,
 )
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
@@ -35,79 +32,17 @@ from tests.support.parity import (
     Trace,
     assert_same_tensors,
     assert_traces_match,
-    make_batches,
     whole,
 )
-from tests.support.ranks import PLAIN, assert_errors, errors_on_ranks, run_on_ranks
-
-
-def _adafactor(model):
-    return [torch.optim.Adafactor(model.parameters(), lr=0.02)]
-
-
-def _normed(model):
-    return [Normed(model.parameters())]
-
-
-def _muon(model):
-    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
-    ids = set(map(id, matrices))
-    others = [p for p in model.parameters() if id(p) not in ids]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-2)]
-
-
-def _mixed(model):
-    """One optimizer; its vectors are stepped by slices."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [Normed([{"params": vectors, "elementwise": True}, {"params": matrices}])]
-
-
-OPTIMIZERS = {"muon": _muon, "adafactor": _adafactor, "normed": _normed, "mixed": _mixed}
-STEPS = 3
-
-
-class _All:
-    """Several optimizers as one."""
-
-    def __init__(self, optimizers):
-        self.optimizers = optimizers
-
-    def step(self):
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def zero_grad(self):
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-
-def _batches(world_size, num_steps=STEPS, num_micro_batches=2):
-    return make_batches(
-        token_batch,
-        num_steps=num_steps,
-        num_micro_batches=num_micro_batches,
-        world_size=world_size,
-    )
-
-
-def _replay(model, trace, optimizers, first=0):
-    """Train a plain model with the gradients of a run; its trace."""
-    found = Trace()
-    for step, gradients in enumerate(trace.gradients[first:], first):
-        for name, parameter in model.named_parameters():
-            gradient = gradients[name]
-            parameter.grad = None if gradient is None else gradient.clone()
-        found.record(model)
-        for optimizer in optimizers:
-            optimizer.step()
-        found.record_step(model, trace.losses[step])
-    return found
-
-
-def _assert_is_one_process(trace, name, what=""):
-    model = causal_lm()
-    assert_traces_match(trace, _replay(model, trace, OPTIMIZERS[name](model)), atol=0, what=what)
+from tests.support.ranks import PLAIN, run_on_ranks
+from tests.support.whole_tensors import (
+    OPTIMIZERS,
+    AsOne,
+    assert_is_one_process,
+    batches_of,
+    muon,
+    replay,
+)
 
 
 def _train(rank, world_size, case):
@@ -118,9 +53,9 @@ def _train(rank, world_size, case):
     optimizers = optimizers or OPTIMIZERS[name](model)
     trace = train_on_rank(
         model,
-        _batches(world_size),
+        batches_of(world_size),
         lm_loss,
-        _All(optimizers),
+        AsOne(optimizers),
         rank,
         clip=(0.5, 2.0) if clip else None,
     )
@@ -148,7 +83,7 @@ def test_steps_are_those_of_one_process_and_so_is_the_state(world_size, cases):
     for case, found in each_on_ranks(_train, world_size, cases).items():
         model = causal_lm()
         optimizers = OPTIMIZERS[case[1]](model)
-        one = _replay(model, found[0][0], optimizers)
+        one = replay(model, found[0][0], optimizers)
         for trace, states, counts in found:  # each rank has losses of its own
             assert_traces_match(replace(trace, losses=one.losses), one, atol=0, what=f"{case}")
             assert counts == [getattr(optimizer, "num_steps", None) for optimizer in optimizers]
@@ -223,7 +158,7 @@ def test_what_others_write_and_leave_out_between_steps(world_size):
 def _bytes_of_steps(rank, world_size):
     model = causal_lm()
     shard_model(model)
-    optimizers = _muon(model)
+    optimizers = muon(model)
     communicator = model.head.weight.spec.communicator
     sent = []
     for step in range(3):
@@ -263,77 +198,6 @@ def test_gradients_travel_to_owners_and_parameters_back_and_nothing_else(world_s
         assert sent == [2 * to_owners + back] + [to_owners + back] * 2
 
 
-# --- state ---
-
-
-def _save(rank, world_size, name, folder):
-    model = shard_model(causal_lm())
-    optimizers = OPTIMIZERS[name](model)
-    trace = train_on_rank(model, _batches(world_size), lm_loss, _All(optimizers), rank)
-    save_sharded(folder / name, model, optimizers)
-    wholes = [full_optimizer_state_dict(o) for o in optimizers], full_state_dict(model)
-    if rank == 0:
-        torch.save(wholes, folder / f"{name}.pt")
-    return trace
-
-
-def _go_on(rank, world_size, name, folder):
-    """From a folder, and from whole state; both must be the same, and go on as the same."""
-    traces, wholes = [], torch.load(folder / f"{name}.pt")
-    batches = _batches(world_size, num_steps=2)
-    for is_sharded in (True, False):
-        model = shard_model(causal_lm(seed=5))
-        optimizers = OPTIMIZERS[name](model)
-        if is_sharded:
-            load_sharded(folder / name, model, optimizers)
-        else:
-            load_full_state_dict(model, wholes[1])
-            for optimizer, state in zip(optimizers, wholes[0], strict=True):
-                load_full_optimizer_state_dict(optimizer, state)
-        for optimizer, state in zip(optimizers, wholes[0], strict=True):
-            assert_same_state(full_optimizer_state_dict(optimizer), state)
-            first = full_optimizer_state_dict(optimizer, rank0_only=True)
-            assert_same_state(first["state"], state["state"] if rank == 0 else {})
-        traces.append(train_on_rank(model, batches, lm_loss, _All(optimizers), rank))
-    assert_traces_match(traces[0], traces[1], atol=0)
-    return traces[0]
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "names"),
-    [
-        (2, 3, [*OPTIMIZERS]),
-        (3, 1, ["muon", "mixed"]),
-        (1, 2, ["adafactor", "normed"]),
-        (2, 2, ["mixed"]),
-    ],
-)
-def test_checkpoints_move_between_numbers_of_ranks(before, after, names, tmp_path):
-    saved = each_on_ranks(_save, before, names, tmp_path)
-    for name, traces in each_on_ranks(_go_on, after, names, tmp_path).items():
-        for found in traces:
-            model = causal_lm()
-            optimizers = OPTIMIZERS[name](model)
-            _replay(model, saved[name][0], optimizers)
-            expected = _replay(model, found, optimizers)
-            assert_traces_match(found, expected, atol=0, what=name)
-
-
-def _copy(rank, world_size):
-    model = shard_model(causal_lm())
-    optimizers = _muon(model)
-    train_on_rank(model, _batches(world_size), lm_loss, _All(optimizers), rank)
-    copied, copies = copy.deepcopy((model, optimizers))
-    ours = train_on_rank(model, _batches(world_size, 2), lm_loss, _All(optimizers), rank)
-    theirs = train_on_rank(copied, _batches(world_size, 2), lm_loss, _All(copies), rank)
-    assert_traces_match(ours, theirs, atol=0)
-    assert copies[0] is not optimizers[0]
-
-
-def test_copies_go_on_alike():
-    run_on_ranks(_copy, 2)
-
-
 # --- beside other features ---
 
 
@@ -341,7 +205,7 @@ def _in_replicas(rank, world_size, name):
     mesh = init_device_mesh("cpu", (2, world_size // 2))
     model = shard_model(causal_lm(), mesh=mesh)
     optimizers = OPTIMIZERS[name](model)
-    trace = train_on_rank(model, _batches(world_size), lm_loss, _All(optimizers), rank)
+    trace = train_on_rank(model, batches_of(world_size), lm_loss, AsOne(optimizers), rank)
     return trace, [full_optimizer_state_dict(o, rank0_only=True) for o in optimizers]
 
 
@@ -350,7 +214,7 @@ def test_each_replica_has_owners_and_all_have_the_same_bits(name):
     found = run_on_ranks(_in_replicas, 4, name)
     model = causal_lm()
     optimizers = OPTIMIZERS[name](model)
-    expected = _replay(model, found[0][0], optimizers)
+    expected = replay(model, found[0][0], optimizers)
     for rank, (trace, states) in enumerate(found):
         assert_traces_match(trace, expected, atol=0, what=f"rank {rank}")
         for state, optimizer in zip(states, optimizers, strict=True):
@@ -359,20 +223,20 @@ def test_each_replica_has_owners_and_all_have_the_same_bits(name):
 
 def _offloaded(rank, world_size):
     model = shard_model(causal_lm(), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    optimizers = _muon(model)
-    return train_on_rank(model, _batches(world_size), lm_loss, _All(optimizers), rank)
+    optimizers = muon(model)
+    return train_on_rank(model, batches_of(world_size), lm_loss, AsOne(optimizers), rank)
 
 
 def test_offloaded_shards_are_stepped_on_the_host():
     for trace in run_on_ranks(_offloaded, 2):
-        _assert_is_one_process(trace, "muon")
+        assert_is_one_process(trace, "muon")
 
 
 def _of_mixed_precision(rank, world_size):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = shard_model(causal_lm(), mp_policy=policy)
-    optimizers = _muon(model)
-    mixed = train_on_rank(model, _batches(world_size), lm_loss, _All(optimizers), rank)
+    optimizers = muon(model)
+    mixed = train_on_rank(model, batches_of(world_size), lm_loss, AsOne(optimizers), rank)
     model = shard_model(causal_lm().bfloat16())
     optimizer = Normed(model.parameters())
     lm_loss(model, token_batch(0, 0, rank)).backward()
@@ -383,7 +247,7 @@ def _of_mixed_precision(rank, world_size):
 
 def test_parameters_of_either_precision():
     for mixed, gradients, weights in run_on_ranks(_of_mixed_precision, 2):
-        _assert_is_one_process(mixed, "muon")
+        assert_is_one_process(mixed, "muon")
         plain = causal_lm().bfloat16()
         for name, parameter in plain.named_parameters():
             parameter.grad = gradients[name]
@@ -391,52 +255,7 @@ def test_parameters_of_either_precision():
         assert_same_tensors(weights, plain.state_dict(), atol=0)
 
 
-# --- what is refused, and what is said ---
-
-
-class Outer(torch.optim.Optimizer):
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self, closure=None):
-        self.inner.step()
-
-
-class Clipping(Normed):
-    def __init__(self, parameters):
-        super().__init__(parameters)
-        self.param_groups[0]["max_grad_norm"] = 1.0
-
-
-REFUSED = {
-    "lbfgs": lambda model: torch.optim.LBFGS(model.parameters()),
-    "outer": lambda model: Outer(torch.optim.SGD(model.parameters(), lr=0.1)),
-    "clipping": lambda model: Clipping(model.parameters()),
-}
-NAMED = {"lbfgs": "LBFGS", "outer": ".inner", "clipping": "max_grad_norm=1.0"}
-
-
-def _refused(rank, world_size, name):
-    model = shard_model(mlp())
-    optimizer = REFUSED[name](model)
-    before = full_state_dict(model)
-
-    def closure():
-        loss = mlp_loss(model, mlp_batch(0, 0, rank))
-        loss.backward()
-        return loss
-
-    try:
-        optimizer.step(closure)
-    finally:
-        assert_same_tensors(full_state_dict(model), before, atol=0)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_computes_with_all_tensors_at_once_is_refused_by_name(name):
-    errors = errors_on_ranks(_refused, 2, name)
-    assert_errors(errors, "NotImplementedError", NAMED[name])
+# --- which optimizers, and when ---
 
 
 class Descent(torch.optim.Optimizer):
@@ -481,19 +300,6 @@ def test_an_unknown_optimizer_gets_whole_tensors_and_one_that_is_said_to_be_elem
     assert set().union(*(unknown for unknown, _ in found)) == {"Parameter"}
 
 
-def _step_others(rank, world_size):
-    model = shard_model(mlp())
-    chosen = [model.first.weight, model.second.weight][rank : rank + 1]
-    optimizer = Normed(chosen)
-    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
-    optimizer.step()
-
-
-def test_ranks_that_step_other_parameters_are_told():
-    errors = errors_on_ranks(_step_others, 2)
-    assert_errors(errors, "RuntimeError", "Normed steps")
-
-
 def _with_closure(rank, world_size):
     model = shard_model(causal_lm())
     optimizer = Normed(model.parameters())
@@ -515,7 +321,7 @@ def _with_closure(rank, world_size):
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
 def test_closures_run_before_gradients_travel(backend):
     for trace in run_on_ranks(_with_closure, 2, backend=backend):
-        _assert_is_one_process(trace, "normed")
+        assert_is_one_process(trace, "normed")
 
 
 def test_the_names_are_public():

@@ -113,18 +113,11 @@ def test_what_reads_and_packs_text_stays_below_its_limit():
     assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 626
 
 
-# May only get shorter.
-LONG_TESTS = {
-    "support/faults.py", "support/ranks.py", "test_core_hsdp.py", "test_core_whole_tensors.py",
-    "test_core_whole_tensors_use.py",
-}  # fmt: skip
-
-
 def test_a_file_of_tests_has_one_idea_and_350_lines_at_most():
     tests = ROOT / "tests"
     sizes = {path: len(path.read_text().splitlines()) for path in tests.rglob("*.py")}
-    long = {str(path.relative_to(tests)) for path, size in sizes.items() if size > 350}
-    assert long == LONG_TESTS, "cut a file by idea, or take out of the list what was cut"
+    long = {str(path.relative_to(tests)): size for path, size in sizes.items() if size > 350}
+    assert not long, "cut it by idea"
 
 
 def _raises(function):

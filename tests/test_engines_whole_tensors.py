@@ -9,7 +9,7 @@ from lightning_fsdp.engines.fsdp1 import FSDP1Engine
 from lightning_fsdp.engines.fsdp2 import FSDP2Engine
 from tests.support.cases import each_on_ranks
 from tests.support.ranks import run_on_ranks
-from tests.test_core_whole_tensors_use import Descent
+from tests.support.whole_tensors import Descent
 
 ENGINES = [FSDP1Engine, FSDP2Engine]
 

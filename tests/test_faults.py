@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import ranks
+from tests.support import processes, ranks
 from tests.support.faults import FAULTS
 from tests.support.junit import Case, cases_in
 
@@ -127,7 +127,7 @@ def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Cas
         *(f"tests/{test}" for test in tests),
     ]
     log = folder / "log.txt"
-    exit_status = ranks.run_forked(_pytest, arguments, log=log, timeout_s=270.0)
+    exit_status = processes.run_forked(_pytest, arguments, log=log, timeout_s=270.0)
     output = log.read_text()[-8000:]
     assert report.exists(), output
     return exit_status, cases_in(report), output
@@ -135,7 +135,7 @@ def run_tests(tests: list[str], fault: str, folder: Path) -> tuple[int, list[Cas
 
 def _pytest(arguments: list[str]) -> int:
     os.environ["PYTEST_ADDOPTS"] = ""
-    os.chdir(ranks.REPOSITORY)
+    os.chdir(processes.REPOSITORY)
     return int(pytest.main(arguments))
 
 

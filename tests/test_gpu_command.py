@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import ARMS, small_cases
 from benchmarks.gpu.recipes import NAMES
 from benchmarks.gpu.record import DONE, Record
 from tests.support.gpu_records import CONFTEST, SESSION, begun, results_in, soon
-from tests.support.ranks import run_forked
+from tests.support.processes import run_forked
 from tests.support.warm import fork_always
 
 COMMAND = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu"]

@@ -19,7 +19,7 @@ from lightning_fsdp.harness.command_line import INTERRUPTED
 from tests import mutants as command
 from tests.support.jobs import mind_interrupts
 from tests.support.mutants import CORE, REPOSITORY, Mutant, load_mutants, try_out
-from tests.support.ranks import run_forked
+from tests.support.processes import run_forked
 
 MUTANTS = load_mutants()
 LAYOUT = "test_layout.py::test_every_element_is_owned_by_exactly_one_rank"

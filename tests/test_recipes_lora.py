@@ -15,7 +15,7 @@ from recipes.errors import RecipeError
 from recipes.lora import QwenLora, SaveAdapters
 from recipes.optimizer import OptimizerConfig
 from recipes.sample import SampleText
-from tests.support.ranks import REPOSITORY
+from tests.support.processes import REPOSITORY
 from tests.support.trainer import make_trainer, on_trainer_ranks
 
 CONFIG = yaml.safe_load((REPOSITORY / "recipes" / "qwen_lora.yaml").read_text())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import corpus_memory
-from tests.support.ranks import run_forked
+from tests.support.processes import run_forked
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="peaks are read from Linux's /proc"

@@ -17,7 +17,7 @@ from torchmetrics import MeanSquaredError
 from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import lightning_internals, registry
 from tests.support.jobs import Job
-from tests.support.ranks import run_snippet
+from tests.support.processes import run_snippet
 
 
 def test_cuda_takes_nccl_and_its_own_device(monkeypatch):

@@ -15,7 +15,7 @@ from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
 from lightning_fsdp.config import ZERO2, ZERO3
 from lightning_fsdp.engines.rank_grid import GridChoice
 from lightning_fsdp.strategies import registry
-from tests.support.ranks import run_snippet
+from tests.support.processes import run_snippet
 from tests.support.trainer import (
     Regressor,
     make_loader,

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.processes import run_snippet
 from tests.support.ranks import (
     PLAIN,
     RankError,
@@ -18,7 +19,6 @@ from tests.support.ranks import (
     kept_pids,
     kept_ranks,
     run_on_ranks,
-    run_snippet,
 )
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint as torch_checkpoint
 
-from lightning_fsdp.core import assembly
 from lightning_fsdp.core import torch_internals as core_internals
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
@@ -24,8 +23,17 @@ from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support import late_copies
+from tests.support.breaking import (
+    after_reductions_start,
+    change_new_flat_params,
+    change_reduced,
+    fill_padding,
+    forget_waits_for,
+    has_sharded,
+    parameters_of,
+    replace_gathers_of_backward,
+)
 
 FAULTS: dict[str, Callable[[], None]] = {}
 
@@ -51,13 +59,13 @@ def none() -> None:
 @_fault
 def no_division_by_world_size() -> None:
     """Reduced gradients are sums over the ranks, not means."""
-    _change_reduced(lambda flat_param, shard: shard.mul_(flat_param.communicator.world_size))
+    change_reduced(lambda flat_param, shard: shard.mul_(flat_param.communicator.world_size))
 
 
 @_fault
 def gradients_times_3() -> None:
     """Reduced gradients are three times too large; Adam's steps hide it."""
-    _change_reduced(lambda flat_param, shard: shard.mul_(3))
+    change_reduced(lambda flat_param, shard: shard.mul_(3))
 
 
 @_fault
@@ -77,10 +85,10 @@ def gradient_padding_of_ones() -> None:
     """The padding between reduced gradients holds ones, not zeros."""
 
     def fill(flat_param: FlatParameter, shard: Tensor) -> Tensor:
-        _fill_padding(flat_param, shard)
+        fill_padding(flat_param, shard)
         return shard
 
-    _change_reduced(fill)
+    change_reduced(fill)
 
 
 # --- values of parameters ---
@@ -108,13 +116,13 @@ def every_rank_keeps_shard_0() -> None:
             region[slot.offset : slot.offset + slot.numel] = whole.reshape(-1)
         flat_param.shard.copy_(region[: flat_param.layout.shard_numel])
 
-    _change_new_flat_params(fill)
+    change_new_flat_params(fill)
 
 
 @_fault
 def padding_of_ones() -> None:
     """The padding between parameters holds ones, not zeros."""
-    _change_new_flat_params(lambda flat_param, wholes: _fill_padding(flat_param, flat_param.shard))
+    change_new_flat_params(lambda flat_param, wholes: fill_padding(flat_param, flat_param.shard))
 
 
 @_fault
@@ -127,7 +135,7 @@ def backward_without_gather() -> None:
         slots.zero_()
         slots[communicator.rank] = mine
 
-    _replace_gathers_of_backward(fill)
+    replace_gathers_of_backward(fill)
 
 
 @_fault
@@ -140,7 +148,7 @@ def backward_on_the_copy_of_forward() -> None:
             free(self)
 
     FlatBuffer.free = free_in_backward
-    _replace_gathers_of_backward(lambda communicator, whole: None)
+    replace_gathers_of_backward(lambda communicator, whole: None)
 
 
 # --- collectives in flight; over the groups of tests/support/worst_case.py only ---
@@ -149,19 +157,19 @@ def backward_on_the_copy_of_forward() -> None:
 @_fault
 def gathers_are_not_waited_for() -> None:
     """A forward computes with a whole copy that is still on its way."""
-    _forget_waits_for("gather")
+    forget_waits_for("gather")
 
 
 @_fault
 def reductions_are_used_on_arrival() -> None:
     """A reduced gradient is divided and handed out while it is still on its way."""
-    _forget_waits_for("reduction")
+    forget_waits_for("reduction")
 
 
 @_fault
 def means_over_replicas_are_used_on_arrival() -> None:
     """What comes out of the mean over replicas is handed out while it is still on its way."""
-    _forget_waits_for("mean over replicas")
+    forget_waits_for("mean over replicas")
 
 
 @_fault
@@ -182,13 +190,13 @@ def dropped_gathers_are_not_waited_for() -> None:
 @_fault
 def gradients_are_freed_while_they_travel() -> None:
     """The region of local gradients loses its memory as soon as its reduction was started."""
-    _after_reductions_start(lambda region: region.untyped_storage().resize_(0))
+    after_reductions_start(lambda region: region.untyped_storage().resize_(0))
 
 
 @_fault
 def gradients_are_written_while_they_travel() -> None:
     """The region of local gradients is cleared as soon as its reduction was started."""
-    _after_reductions_start(lambda region: region.zero_())
+    after_reductions_start(lambda region: region.zero_())
 
 
 @_fault
@@ -251,7 +259,7 @@ def optimizer_steps_once() -> None:
             optimizer = self._optimizer if on_lists else self  # else another at every step
             if optimizer in have_stepped:
                 return None
-            if _has_sharded(_parameters_of(optimizer)):
+            if has_sharded(parameters_of(optimizer)):
                 have_stepped.add(optimizer)
             return step(self, closure)
 
@@ -265,14 +273,14 @@ def optimizer_steps_once() -> None:
 def zero_grad_does_nothing() -> None:
     """``zero_grad`` of optimizers and modules leaves the gradients of sharded parameters."""
 
-    def keep_sharded(original: Any, parameters_of: Callable[[Any], list[Tensor]]) -> Any:
+    def keep_sharded(original: Any, parameters_in: Callable[[Any], list[Tensor]]) -> Any:
         def zero_grad(self: Any, set_to_none: bool = True) -> None:
-            if not _has_sharded(parameters_of(self)):
+            if not has_sharded(parameters_in(self)):
                 original(self, set_to_none)
 
         return zero_grad
 
-    Optimizer.zero_grad = keep_sharded(Optimizer.zero_grad, _parameters_of)
+    Optimizer.zero_grad = keep_sharded(Optimizer.zero_grad, parameters_of)
     nn.Module.zero_grad = keep_sharded(nn.Module.zero_grad, lambda module: [*module.parameters()])
 
 
@@ -292,91 +300,7 @@ def loading_an_optimizer_does_nothing() -> None:
     original = Optimizer.load_state_dict
 
     def load_state_dict(self: Optimizer, state_dict: Any) -> None:
-        if not _has_sharded(_parameters_of(self)):
+        if not has_sharded(parameters_of(self)):
             original(self, state_dict)
 
     Optimizer.load_state_dict = load_state_dict
-
-
-# --- how faults are made ---
-
-
-def _change_reduced(change: Callable[[FlatParameter, Tensor], Tensor]) -> None:
-    """Let ``change`` have every reduced shard of gradients, whichever way it was reduced."""
-    original = FlatParameter.reduce
-
-    def reduce(self: FlatParameter) -> Any:
-        used = original(self)
-        finish = self._reduction.finish
-        self._reduction.finish = lambda: change(self, finish())
-        return used
-
-    FlatParameter.reduce = reduce
-
-
-def _change_new_flat_params(change: Callable[[FlatParameter, list[Tensor]], None]) -> None:
-    """Let ``change`` have every new flat parameter, and the whole ones that it was made of."""
-    original = assembly._make_flat_param
-
-    def make_flat_param(plan: Any, *args: Any) -> FlatParameter:
-        wholes = [parameter.detach().clone() for parameter in plan.parameters]
-        flat_param = original(plan, *args)
-        with torch.no_grad():
-            change(flat_param, wholes)
-        return flat_param
-
-    assembly._make_flat_param = make_flat_param
-
-
-def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -> None:
-    original = Communicator.gather
-
-    def gather(self: Communicator, whole: Tensor, unit_name: str) -> Pending:
-        if not torch_internals.is_in_backward():
-            return original(self, whole, unit_name)
-        fill(self, whole)
-        return Pending("a gather that asks nobody", (), lambda: whole)
-
-    Communicator.gather = gather
-
-
-def _forget_waits_for(what: str) -> None:
-    original = Pending._join
-
-    def join(self: Pending) -> None:
-        if self.what.startswith(what):
-            self.works = ()
-        original(self)
-
-    Pending._join = join
-
-
-def _after_reductions_start(change: Callable[[Tensor], object]) -> None:
-    original, pack, packed = Communicator.reduce, LocalRegion.pack, list[Tensor]()
-
-    def note(self: LocalRegion, slots: range | None = None) -> Tensor:
-        packed.append(pack(self, slots))
-        return packed[-1]
-
-    def reduce(self: Communicator, region: LocalRegion) -> Pending:
-        packed.clear()
-        pending = original(self, region)
-        for data in packed:
-            change(data)
-        return pending
-
-    Communicator.reduce, LocalRegion.pack = reduce, note
-
-
-def _fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:
-    first, last = flat_param.layout.shard_range(flat_param.communicator.rank)
-    for start, stop in flat_param.layout.padding(first, last):
-        shard[start - first : stop - first] = 1
-
-
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _has_sharded(parameters: list[Tensor]) -> bool:
-    return any(isinstance(parameter, ShardedTensor) for parameter in parameters)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import REPOSITORY
+from tests.support.processes import REPOSITORY
 
 
 def mind_interrupts() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from lightning_fsdp.harness.processes import Failure, last_line
-from tests.support.ranks import RanksFailed, run_forked
+from tests.support.processes import RanksFailed, run_forked
 
 _RECIPE = "recipes.train"
 
