@@ -19,7 +19,11 @@ def each_on_ranks(
 
 
 def each_on_trainer_ranks(
-    fn: Callable[..., Any], world_size: int, cases: Iterable[Any], *args: Any, timeout_s: float = 60
+    fn: Callable[..., Any],
+    world_size: int,
+    cases: Iterable[Any],
+    *args: Any,
+    timeout_s: float = 120,
 ) -> dict[Any, list[Any]]:
     """``each_on_ranks``, with an environment in which Lightning sees torchrun."""
     cases = tuple(cases)

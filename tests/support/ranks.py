@@ -62,7 +62,7 @@ def run_on_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     backend: str | None = "gloo",
     env: Mapping[str, str] | None = None,
     group_timeout_s: float | None = None,

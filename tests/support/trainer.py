@@ -80,7 +80,7 @@ def assert_each_like_ddp(
         oracle,
         atol,
         rtol,
-        timeout_s=timeout_s or min(280.0, 60.0 * len(scenarios)),
+        timeout_s=timeout_s or min(280.0, 120.0 * len(scenarios)),
     )
 
 
@@ -94,7 +94,7 @@ def _compared(scenario: Scenario, sharded: tuple[str, ...] | None) -> tuple[str,
 
 
 def on_trainer_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
     """``run_on_ranks``, with an environment in which Lightning sees torchrun."""
     told = fn, args, ranks.active_replicas
