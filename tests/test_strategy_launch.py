@@ -144,7 +144,7 @@ def _torchrun() -> list[str]:
 @pytest.mark.parametrize("launcher", ["script", "torchrun"])
 def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp_path, launcher):
     job = Job(tmp_path, _torchrun() if launcher == "torchrun" else [], SCRIPT, "run")
-    status, output = job.wait(timeout_s=120)
+    status, output = job.wait()
     assert status == 0, output
     result = json.loads((tmp_path / "result.json").read_text())
     for name in registry.NAMES:
@@ -164,7 +164,7 @@ def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
     job = Job(tmp_path, [], SCRIPT, "raise")
-    status, output = job.wait(timeout_s=120)
+    status, output = job.wait()
     assert status != 0
     assert "only rank 1 says no" in output
 
@@ -172,13 +172,10 @@ def test_an_exception_on_one_rank_ends_all_of_them(tmp_path):
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_ctrl_c_ends_all_ranks(tmp_path):
     job = Job(tmp_path, [], SCRIPT, "wait")
-    assert job.process.stdout is not None
-    for line in job.process.stdout:
-        if "TRAINING" in line:
-            break
+    job.wait_for("TRAINING")
     time.sleep(0.5)
     os.killpg(job.process.pid, signal.SIGINT)  # as the terminal does, to every process
-    status, output = job.wait(timeout_s=120)
+    status, output = job.wait()
     assert "KeyboardInterrupt" in output
     # Every five seconds Lightning looks for children that died, and kills itself if there is one:
     # after Ctrl-C too, if that comes before its end.

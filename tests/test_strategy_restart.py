@@ -116,7 +116,7 @@ def test_torchrun_starts_a_killed_run_again_and_it_ends_in_the_same_bits(tmp_pat
     folder.mkdir()
     launcher = [*BY_TORCHRUN, "--max-restarts", "1"]
     job = Job(folder, launcher, SCRIPT, "scratch_fsdp_zero3", json.dumps(kills))
-    status, output = job.wait(timeout_s=280)
+    status, output = job.wait(timeout_s=280, silent_s=280)
     assert status == 0, output
     _assert_killed_and_gone_on(folder, kills)
     found = torch.load(folder / "weights.pt", weights_only=True)

@@ -2,20 +2,33 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import REPOSITORY
+from tests.support.standing import where_they_stand
+
+_PAUSE_S = 0.05
+_STACKS_S = 5.0  # for writing Python's stacks
+_LEFT_S = 5.0  # for what ends after the last output
 
 
 def mind_interrupts() -> None:
     """For ``preexec_fn``: a runner started in the background ignores Ctrl-C, and passes that on."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _prepare() -> None:
+    mind_interrupts()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # SIGABRT is to show stacks only
 
 
 class Job:
@@ -40,6 +53,7 @@ class Job:
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
             PYTHONUNBUFFERED="1",
+            PYTHONFAULTHANDLER="1",  # shows Python's stacks on SIGABRT
             TESTED_JOB=str(folder),
         )
         self._mark = f"TESTED_JOB={folder}".encode()
@@ -50,32 +64,81 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",  # what two processes say at once may be cut anywhere
             start_new_session=True,
-            preexec_fn=mind_interrupts,
+            preexec_fn=_prepare,
         )
 
-    def wait(self, timeout_s: float) -> tuple[int, str]:
-        try:
-            output, _ = self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            output, _ = self.process.communicate()
-            pytest.fail(f"still running after {timeout_s} s:\n{output}")
-        self.check_nothing_is_left(output)
-        return self.process.returncode, output
+        self._began_s = self._heard_s = time.monotonic()
+        self._said: list[tuple[float, str]] = []  # lines, and when they came
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                self._heard_s = time.monotonic()
+                self._said.append((self._heard_s - self._began_s, line))
+
+    @property
+    def output(self) -> str:
+        """What all its processes have said so far."""
+        return "".join(line for _, line in self._said)
+
+    def wait_for(self, text: str, timeout_s: float = 200.0, silent_s: float = 60.0) -> None:
+        """Return when it has said something."""
+        self._wait(lambda: text in self.output, timeout_s, silent_s)
+        assert text in self.output, f"ended without {text!r}:\n{self.output}"
+
+    def wait(self, timeout_s: float = 200.0, silent_s: float = 60.0) -> tuple[int, str]:
+        """Return its status and output when all its processes have ended.
+
+        Args:
+            timeout_s: How long it may take from now on: several times what it takes alone, for
+                imports, and the end of an interpreter that has imported much, take long among
+                many processes.
+            silent_s: How long it may say nothing; what hangs says nothing.
+        """
+        self._wait(lambda: False, timeout_s, silent_s)
+        self.check_nothing_is_left(self.output)
+        return self.process.wait(), self.output
+
+    def _wait(self, is_enough: Callable[[], bool], timeout_s: float, silent_s: float) -> None:
+        """Until it is enough, or there is no more to come."""
+        start_s = time.monotonic()
+        while (self._reader.is_alive() or self.process.poll() is None) and not is_enough():
+            now_s = time.monotonic()
+            if now_s - start_s > timeout_s:
+                self._fail(f"still running after {timeout_s:g} s")
+            if now_s - self._heard_s > silent_s:
+                self._fail(f"still running, and silent for {silent_s:g} s")
+            time.sleep(_PAUSE_S)
+
+    def _fail(self, why: str) -> None:
+        """Kill it, and tell where it stood, and when it said what."""
+        where = where_they_stand(self._members())
+        self._kill(signal.SIGABRT)
+        self._reader.join(_STACKS_S)
+        self._kill()
+        self._reader.join()
+        self.process.wait()
+        said = "".join(f"{when_s:7.2f} s  {line}" for when_s, line in self._said)
+        pytest.fail(f"{why}:\n{where}\n{said}")
 
     def check_nothing_is_left(self, output: str) -> None:
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + _LEFT_S
         while left := self._members():
             if time.monotonic() > deadline:
+                where = where_they_stand(left)
                 self._kill()
-                pytest.fail(f"left processes {left} behind:\n{output}")
+                pytest.fail(f"left processes {left} behind:\n{where}\n{output}")
             time.sleep(0.1)
 
-    def _kill(self) -> None:
+    def _kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         for pid in self._members():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, how)
 
     def _members(self) -> list[int]:
         members = []
