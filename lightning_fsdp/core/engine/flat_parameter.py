@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,7 @@ from lightning_fsdp.core.engine.sharded import (
     local_gradient_of,
     take_own,
 )
-from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.watcher import GradientWatcher, Owner
 
 
 @dataclass(eq=False)
@@ -84,7 +81,7 @@ class FlatParameter:
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
     )
-    _schedules: list[weakref.ref[Schedule]] = field(default_factory=list, init=False)
+    _owners: list[weakref.ref[Owner]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.take_in(self.shard)
@@ -122,23 +119,19 @@ class FlatParameter:
             parameter._local = parameter.spec.part_of(shard)
         return replace(self, shard=shard, parameters=parameters)
 
-    def watch(self, schedule: Schedule) -> None:
-        """Be watched by a schedule, and by what hangs on it, from now on."""
-        self._schedules.append(weakref.ref(schedule))
+    def belong_to(self, owner: Owner) -> None:
+        """Be run by a schedule, and watched by what hangs on it, from now on."""
+        self._owners.append(weakref.ref(owner))
         if self.copy is ParameterState.SHARDED:
-            for call in schedule.watchers.on_freed:
+            for call in owner.watchers.on_freed:
                 call(self)
 
     @property
-    def _schedule(self) -> Schedule | None:
-        # A schedule owns its flat parameters, so those refer to it weakly. The last one that is
-        # alive counts: of two models that share a weight and were sharded apart, one may go.
-        alive = [schedule for known in self._schedules if (schedule := known()) is not None]
-        return alive[-1] if alive else None
-
-    @property
-    def _watchers(self) -> Watchers:
-        return Watchers() if (schedule := self._schedule) is None else schedule.watchers
+    def _owner(self) -> Owner:
+        # Referred to weakly, as it owns this. The last one that is alive counts: of two models that
+        # share a weight and were sharded apart, one may go.
+        alive = [owner for known in self._owners if (owner := known()) is not None]
+        return alive[-1] if alive else _NOBODY
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -151,7 +144,7 @@ class FlatParameter:
             return
         self.copy = ParameterState.GATHERING
         try:
-            for call in self._watchers.before_whole:
+            for call in self._owner.watchers.before_whole:
                 call(self)
             self.buffer.allocate()
             with torch.no_grad():
@@ -259,8 +252,7 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        if (schedule := self._schedule) is not None:
-            schedule.note_arrival(self)
+        self._owner.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -357,7 +349,7 @@ class FlatParameter:
             if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
                 self.copy = ParameterState.SHARDED
                 self.buffer.free()
-                for call in self._watchers.on_freed:
+                for call in self._owner.watchers.on_freed:
                     call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
@@ -369,6 +361,9 @@ class FlatParameter:
         total = add_reduced(parameter, gradient)
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
+
+
+_NOBODY = Owner()
 
 
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:

@@ -32,10 +32,10 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Watchers
+from lightning_fsdp.core.engine.watcher import Owner, Watchers
 
 
-class Schedule:
+class Schedule(Owner):
     """Runs the units of one sharded model.
 
     Attributes:
@@ -76,7 +76,7 @@ class Schedule:
             self.units.append(unit)
             for flat_param in unit.sites:
                 if flat_param not in self._users:
-                    flat_param.watch(self)
+                    flat_param.belong_to(self)
                 self._users[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------

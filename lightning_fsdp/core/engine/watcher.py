@@ -90,6 +90,19 @@ class Watchers:
         return [w for w in self.each if getattr(type(w), event) is not getattr(Watcher, event)]
 
 
+class Owner:
+    """A schedule, as its flat parameters know it. This one is nobody's, and not watched.
+
+    Attributes:
+        watchers: What hangs on it.
+    """
+
+    watchers = Watchers()
+
+    def note_arrival(self, flat_param: FlatParameter) -> None:
+        """A local gradient arrives."""
+
+
 class GradientWatcher:
     """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
 
