@@ -341,14 +341,14 @@ def _replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) -
 
 
 def _forget_waits_for(what: str) -> None:
-    original = Pending._join
+    original = Pending.join
 
     def join(self: Pending) -> None:
         if self.what.startswith(what):
             self.works = ()
         original(self)
 
-    Pending._join = join
+    Pending.join = join
 
 
 def _after_reductions_start(change: Callable[[Tensor], object]) -> None:

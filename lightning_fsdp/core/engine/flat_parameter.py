@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
+from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer, Home
 from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
@@ -106,6 +106,7 @@ class FlatParameter:
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
+        self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
@@ -279,17 +280,23 @@ class FlatParameter:
             dtypes = self.sent_dtype, self._reduce_dtype
             region = LocalRegion(gradients, self.layout, self.name, self.home.empty, *dtypes)
             self._reduction = self.communicator.reduce(region)
-        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
-            self._reduction.then(name, self.name, stage)
+        self._stages = [*self.communicator.after_reduction, *self.home.after_reduction]
         self.sends_sums = False
         return has_one
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
-        return self._reduction is not None and self._reduction.advance()
+        if self._reduction is None or not self._stages:
+            return False
+        name, stage = self._stages.pop(0)
+        with torch_internals.profiled(name, self.name):
+            self._reduction = stage(self._reduction.wait(), self.name)
+        return True
 
     def land(self) -> None:
         """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        while self.advance():
+            pass
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
@@ -321,9 +328,10 @@ class FlatParameter:
         if drops_gradients:
             self._take_local()
         reduction, self._reduction = self._reduction, None
+        self._stages.clear()
         try:
             if reduction is not None:
-                reduction.give_up()
+                reduction.join()
         finally:
             self._free()
 
