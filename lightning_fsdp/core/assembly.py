@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
@@ -18,7 +19,7 @@ from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
-from lightning_fsdp.core.engine.watcher import Watcher, Watchers
+from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
@@ -151,7 +152,7 @@ def assemble(
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
     support_slices()
     support_whole_values()
-    schedule = Schedule(communicator, Watchers(_watchers(communicator, home)))
+    schedule = Schedule(communicator, functools.partial(_watchers, communicator, home))
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more

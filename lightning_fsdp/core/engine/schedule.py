@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -32,11 +32,15 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Owner, Watchers
+from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
 
 
 class Schedule(Owner):
     """Runs the units of one sharded model.
+
+    Args:
+        communicator: See below.
+        new_watchers: Makes what hangs on it, and on its copies.
 
     Attributes:
         communicator: The sharding group and its replicas.
@@ -44,21 +48,24 @@ class Schedule(Owner):
         units: All units, in the order in which they were sharded.
     """
 
-    def __init__(self, communicator: Communicator, watchers: Watchers) -> None:
+    def __init__(
+        self, communicator: Communicator, new_watchers: Callable[[], Sequence[Watcher]]
+    ) -> None:
         self.communicator = communicator
-        self.watchers = watchers
+        self._new_watchers = new_watchers
+        self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
         self._forward = Forward()
         self._backward: Backward | None = None
-        self._gathers = Gathers(watchers)
-        self._reductions = Reductions(watchers)
+        self._gathers = Gathers(self.watchers)
+        self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
         self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
         # Units are added as they are copied.
-        return Schedule(self.communicator, self.watchers.anew())
+        return Schedule(self.communicator, self._new_watchers)
 
     @property
     def is_busy(self) -> bool:

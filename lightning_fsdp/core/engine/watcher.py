@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,10 +18,6 @@ class Watcher:
 
     Each method does nothing here.
     """
-
-    def anew(self) -> Self:
-        """The same, for the schedule of a copied model."""
-        return type(self)()
 
     def on_pass(self) -> None:
         """An outermost call into a sharded module begins."""
@@ -81,10 +77,6 @@ class Watchers:
         self.on_backward_end = [w.on_backward_end for w in self._of("on_backward_end")]
         self.on_step = [w.on_step for w in self._of("on_step")]
         self.on_failure = [w.on_failure for w in self._of("on_failure")]
-
-    def anew(self) -> Watchers:
-        """The same, for the schedule of a copied model."""
-        return Watchers([watcher.anew() for watcher in self.each])
 
     def _of(self, event: str) -> list[Watcher]:
         return [w for w in self.each if getattr(type(w), event) is not getattr(Watcher, event)]
