@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from torch import nn
 
@@ -37,14 +36,6 @@ class Forward:
     running: dict[Unit, Running] = field(default_factory=dict)
 
 
-class Progress(Enum):
-    """How far a backward has come in a unit."""
-
-    TOUCHED = "touched"  # a gradient came, or it was recomputed, before its outputs were reached
-    ENTERED = "entered"
-    FINISHED = "finished"
-
-
 @dataclass(eq=False)
 class Backward:
     """A run of the autograd engine."""
@@ -52,7 +43,8 @@ class Backward:
     # What is called at its end, and owned by it. Nothing tells of an exception that ends it; but
     # once this is gone, so is the backward.
     ending: weakref.ref[Callable[[], None]]
-    progress: dict[Unit, Progress] = field(default_factory=dict)  # in the backward's order
+    # Whether it has left each unit that it reached, by whatever way; in its order.
+    has_left: dict[Unit, bool] = field(default_factory=dict)
     entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
     # With gradients to reduce, or to keep.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)

@@ -30,7 +30,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
-from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
+from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Running
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
 
@@ -154,7 +154,7 @@ class Schedule(Owner):
         backward = self._open_backward()
         if unit is None:
             return True
-        backward.progress.setdefault(unit, Progress.TOUCHED)
+        backward.has_left.setdefault(unit, False)
         self._gathers.refresh(unit)
         if unit not in self._forward.running:  # as in a training step that calls backward itself
             self._gathers.make_whole(unit)
@@ -190,7 +190,7 @@ class Schedule(Owner):
             return
         is_first = unit not in backward.entered
         backward.entered.add(unit)
-        self._note(backward, unit, Progress.ENTERED)
+        backward.has_left[unit] = False
         for call in self.watchers.before_gradients:
             call(unit)
         if not unit.needs_backward_gather:
@@ -210,15 +210,15 @@ class Schedule(Owner):
             self._finish(backward, call.unit)
 
     def _finish(self, backward: Backward, unit: Unit) -> None:
-        self._note(backward, unit, Progress.FINISHED)
+        backward.has_left[unit] = True
+        backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
-        finished = backward.progress.get
         self._settle(
             backward,
             [
                 flat_param
                 for flat_param in unit.sites
-                if all(finished(user) is Progress.FINISHED for user in self._users[flat_param])
+                if all(map(backward.has_left.get, self._users[flat_param]))
             ],
         )
 
@@ -230,19 +230,13 @@ class Schedule(Owner):
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
 
-    def _note(self, backward: Backward, unit: Unit, progress: Progress) -> None:
-        """How far a backward has come in a unit, whose gradients are to be settled."""
-        backward.progress[unit] = progress
-        for flat_param in unit.sites:
-            backward.unsettled.setdefault(flat_param)
-
     def note_arrival(self, flat_param: FlatParameter) -> None:
         """A local gradient arrives, perhaps of a unit whose outputs nobody has seen."""
         backward, users = self._open_backward(), self._users[flat_param]
         backward.unsettled.setdefault(flat_param)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
-        if backward.progress.keys().isdisjoint(users):
-            backward.progress.update(dict.fromkeys(users, Progress.TOUCHED))
+        if backward.has_left.keys().isdisjoint(users):
+            backward.has_left.update(dict.fromkeys(users, False))
 
     def _settle(self, backward: Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
@@ -279,8 +273,8 @@ class Schedule(Owner):
     def _close_backward(self) -> None:
         backward = self._open_backward()
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
-        for unit, progress in list(backward.progress.items()):
-            if progress is not Progress.FINISHED:
+        for unit, has_left in list(backward.has_left.items()):
+            if not has_left:
                 self._finish(backward, unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
