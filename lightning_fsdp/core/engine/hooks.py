@@ -1,11 +1,11 @@
 """Ties units and their schedule to the events of modules and of autograd.
 
-    module call    ->  enter_call, enter_module      (forward pre-hook)
-                       recompute                     (likewise, inside of a backward)
-    inputs         ->  close_call                    (identity node: last in the unit's backward)
-    outputs        ->  before_backward               (pre-hook of the nodes that made them)
-    kept tensors   ->  before_backward               (likewise; see safety/kept_losses.py)
-    module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
+    module call    ->  pre_forward          (forward pre-hook)
+                       recompute            (likewise, inside of a backward)
+    inputs         ->  close_call           (identity node: last in the unit's backward)
+    outputs        ->  before_backward      (pre-hook of the nodes that made them)
+    kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
+    module return  ->  post_forward         (forward hook, called after exceptions too)
 
 Note: outputs
 The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
@@ -124,9 +124,7 @@ class ModuleHooks:
         if current_backward() != NO_BACKWARD:
             repeats = self.schedule.recompute(unit)
         else:
-            self.schedule.enter_call()
-            if unit is not None:
-                self.schedule.enter_module(unit)
+            self.schedule.pre_forward(unit)
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
@@ -153,17 +151,12 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
                 self._announce_backward([output, beside])
-            self._leave(failed=False)
+            self.schedule.post_forward(unit, self._module.alive(), failed=False)
         return output
 
     def _fail(self) -> None:
         if current_backward() == NO_BACKWARD:
-            self._leave(failed=True)
-
-    def _leave(self, *, failed: bool) -> None:
-        if self.unit is not None:
-            self.schedule.leave_module(self.unit, self._module.alive())
-        self.schedule.leave_call(failed)
+            self.schedule.post_forward(self.unit, self._module.alive(), failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]

@@ -88,8 +88,12 @@ class Schedule(Owner):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def enter_call(self) -> None:
-        """A call into a sharded module begins; the outermost one opens a pass."""
+    def pre_forward(self, unit: Unit | None) -> None:
+        """A call into a sharded module begins; the outermost one opens a pass.
+
+        Args:
+            unit: The module's, if it has one: its first module makes it whole.
+        """
         if self._forward.depth == 0:
             if self._backward is not None:
                 self._recover("a backward")
@@ -97,18 +101,40 @@ class Schedule(Owner):
             for call in self.watchers.on_pass:
                 call()
         self._forward.depth += 1
+        if unit is None:
+            return
+        if (running := self._forward.running.get(unit)) is not None:
+            self._gathers.refresh(unit)
+        else:
+            if unit.is_stale:
+                unit.reshard()
+            running = self._forward.running[unit] = Running(set(unit.modules), unit.is_whole)
+            self._gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
+            unit.install_leaves()
+        running.depth += 1
 
-    def leave_call(self, failed: bool) -> None:
-        """A call into a sharded module ends, by an exception if ``failed``."""
+    def post_forward(self, unit: Unit | None, module: nn.Module, *, failed: bool) -> None:
+        """A call into a sharded module ends, by an exception if ``failed``.
+
+        Args:
+            unit: The module's, if it has one: its last module releases it.
+            module: The module.
+            failed: Whether an exception ends it.
+        """
         forward = self._forward
+        if unit is not None and (running := forward.running.get(unit)) is not None:
+            running.depth -= 1
+            running.waiting_for.discard(module)
+            if running.depth <= 0 and not running.waiting_for:
+                self._end_forward(unit)
         forward.depth = max(forward.depth - 1, 0)
         if forward.depth > 0:
             return
         if failed:
             self._recover("a forward")
             return
-        for unit in list(forward.running):  # of its modules, only some ran
-            self._end_forward(unit)
+        for left in list(forward.running):  # of its modules, only some ran
+            self._end_forward(left)
         self._gathers.drop_ahead()
 
     def interrupt(self) -> None:
@@ -116,32 +142,9 @@ class Schedule(Owner):
         if self._forward.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
-    def enter_module(self, unit: Unit) -> None:
-        """A unit's module begins its forward: the first one makes the unit whole."""
-        forward = self._forward
-        if (running := forward.running.get(unit)) is not None:
-            self._gathers.refresh(unit)
-        else:
-            if unit.is_stale:
-                unit.reshard()
-            running = forward.running[unit] = Running(set(unit.modules), unit.is_whole)
-            self._gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
-            unit.install_leaves()
-        running.depth += 1
-
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
         return unit in self._forward.running and self._forward.running[unit].depth > 0
-
-    def leave_module(self, unit: Unit, module: nn.Module) -> None:
-        """A unit's module ends its forward: the last one releases the unit."""
-        running = self._forward.running.get(unit)
-        if running is None:
-            return
-        running.depth -= 1
-        running.waiting_for.discard(module)
-        if running.depth <= 0 and not running.waiting_for:
-            self._end_forward(unit)
 
     def recompute(self, unit: Unit | None) -> bool:
         """A module runs again inside of a backward, which ends what begins here.
