@@ -44,7 +44,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.passes import Call
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
@@ -162,8 +161,7 @@ class ModuleHooks:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        call = self.schedule.open_call(unit)
-        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
+        passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, output: Any) -> None:
@@ -199,14 +197,15 @@ class _EndOfBackward(torch.autograd.Function):
     """Passes inputs through; its backward runs after that of everything computed from them."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: ModuleHooks, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.call = hooks, call
+    def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.unit = hooks, unit
         ctx.set_materialize_grads(False)
+        hooks.schedule.open_call(unit, ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.hooks.schedule.close_call(ctx.call)
+        ctx.hooks.schedule.close_call(ctx.unit, ctx)
         return None, None, *gradients
 
 

@@ -12,13 +12,6 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.unit import Unit
 
 
-@dataclass(eq=False)
-class Call:
-    """One call of a unit's module whose graph is alive. The graph owns it."""
-
-    unit: Unit
-
-
 @dataclass
 class Running:
     """A unit in its forward: modules that have not run, and calls that have not returned."""

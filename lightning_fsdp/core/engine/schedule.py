@@ -22,6 +22,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
-from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Running
+from lightning_fsdp.core.engine.passes import Backward, Forward, Running
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
 
@@ -60,7 +61,8 @@ class Schedule(Owner):
         self._gathers = Gathers(self.watchers)
         self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
+        # Of each unit, the calls whose graphs are alive, and which those graphs own.
+        self._calls: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -164,11 +166,9 @@ class Schedule(Owner):
             unit.install_leaves()
         return unit in backward.entered or bool(self._calls[unit])
 
-    def open_call(self, unit: Unit) -> Call:
-        """Note a call whose backward will leave the unit through the call's inputs."""
-        call = Call(unit)
+    def open_call(self, unit: Unit, call: Any) -> None:
+        """Note a call, which its graph owns, whose backward will leave the unit by its inputs."""
         self._calls[unit].add(call)
-        return call
 
     def _end_forward(self, unit: Unit) -> None:
         running = self._forward.running.pop(unit)
@@ -205,12 +205,12 @@ class Schedule(Owner):
             self._gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
-    def close_call(self, call: Call) -> None:
+    def close_call(self, unit: Unit, call: Any) -> None:
         """The backward leaves a unit through the inputs of a call; the last call finishes it."""
-        backward, calls = self._open_backward(), self._calls[call.unit]
+        backward, calls = self._open_backward(), self._calls[unit]
         calls.discard(call)
         if not calls:
-            self._finish(backward, call.unit)
+            self._finish(backward, unit)
 
     def _finish(self, backward: Backward, unit: Unit) -> None:
         backward.has_left[unit] = True
