@@ -320,13 +320,13 @@ class Schedule(Owner):
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
-        is_stepped = {u: not stepped.isdisjoint(map(id, u.parameters())) for u in self.units}
-        if not any(is_stepped.values()):
+        of_step = {f for f in self._users if not stepped.isdisjoint(map(id, f.parameters))}
+        if not of_step:
             return
         for call in self.watchers.on_step:
             call()
         for unit in self.units:
-            if not is_stepped[unit] and not unit.is_kept_for_graph:
+            if of_step.isdisjoint(unit.sites) and not unit.is_kept_for_graph:
                 continue
             for flat_param in unit.sites:
                 flat_param.end_step()

@@ -142,12 +142,6 @@ class Unit:
         """What is whole at once."""
         return iter(self.sites)
 
-    def parameters(self) -> Iterator[Sharded]:
-        """The sharded parameters that the unit uses."""
-        for flat_param, slots in self.sites.items():
-            for slot in slots:
-                yield flat_param.parameters[slot]
-
     @property
     def is_held(self) -> bool:
         """Whether the whole copy is there for this unit, or on its way."""
