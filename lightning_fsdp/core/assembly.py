@@ -164,7 +164,7 @@ def assemble(
     flat_param_of = dict(prepared.known)
     for index, flat_param_plan in enumerate(prepared.flat_params):
         region = initialised.regions.get(index) or Region(flat_param_plan, communicator, home)
-        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy, communicator, home)
+        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy)
         flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, flat_param_of, prepared, communicator)
@@ -198,11 +198,7 @@ def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
 
 
 def _make_flat_param(
-    plan: FlatParameterPlan,
-    region: Region,
-    policy: PrecisionPolicy,
-    communicator: Communicator,
-    home: Home,
+    plan: FlatParameterPlan, region: Region, policy: PrecisionPolicy
 ) -> FlatParameter:
     parameters: list[ShardedTensor] = []
     for parameter in plan.parameters:
@@ -214,17 +210,9 @@ def _make_flat_param(
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    kind = ReplicatedFlatParameter if communicator.after_reduction else FlatParameter
-    return kind(
-        plan.users[0].name,
-        region.layout,
-        region.shard,
-        tuple(parameters),
-        communicator,
-        policy,
-        home,
-        UnreducedGradient,
-    )
+    has_replicas = bool(parameters[0].spec.communicator.after_reduction)
+    kind = ReplicatedFlatParameter if has_replicas else FlatParameter
+    return kind(plan.users[0].name, region.shard, tuple(parameters), policy, UnreducedGradient)
 
 
 def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:

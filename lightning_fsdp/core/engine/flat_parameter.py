@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending, Stage
-from lightning_fsdp.core.engine.home import FlatBuffer, Home
-from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
+from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
 from lightning_fsdp.core.engine.sharded import (
     MakeWaiting,
@@ -49,9 +48,10 @@ class FlatParameter:
 
     Attributes:
         name: Of the first unit that uses it, for messages.
-        layout: Places of the parameters in the region.
         shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        layout: Places of the parameters in the region; as their specs have it, and what follows.
+        communicator: The sharding group.
         home: Where the shard lives, and the way from and to it.
         make_waiting: Makes what stands in ``.grad`` for a gradient that waits to be reduced.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
@@ -68,12 +68,9 @@ class FlatParameter:
     """
 
     name: str
-    layout: FlatLayout
     shard: Tensor
     parameters: tuple[Sharded, ...]
-    communicator: Communicator
     policy: PrecisionPolicy
-    home: Home
     make_waiting: MakeWaiting
     divide_factor: float | None = None
     # A copy begins with these as any flat parameter does.
@@ -84,6 +81,8 @@ class FlatParameter:
     _owners: list[weakref.ref[Owner]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        spec = self.parameters[0].spec
+        self.layout, self.communicator, self.home = spec.layout, spec.communicator, spec.home
         self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
