@@ -14,7 +14,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
-from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
+from lightning_fsdp.core.engine.hooks import ModuleHooks, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
@@ -255,7 +255,7 @@ def _make_unit(
 
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    attach(module, unit, schedule)
+    ModuleHooks(module, unit, schedule)
     module.__class__ = _sharded_class(type(module))
     torch_internals.enter_as_sharded(module)
 

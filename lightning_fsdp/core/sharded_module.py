@@ -103,7 +103,7 @@ class ShardedModule(nn.Module):
         hooks = self._hooks()
         handle = UnshardHandle(hooks.unit)
         if hooks.unit is not None:
-            hooks.schedule.gather(hooks.unit)
+            hooks.schedule.gathers.start(hooks.unit)
         if async_op:
             return handle
         handle.wait()

@@ -64,18 +64,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
-def attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    """Hook a module. See :class:`ModuleHooks`."""
-    module.__dict__[_HOOKS] = ModuleHooks(module, unit, schedule)
-
-
 def enter_in_unit(module: nn.Module, unit: Unit) -> None:
     """Note that a module holds parameters of a unit; the first one counts."""
     module.__dict__.setdefault(_UNIT, unit)
 
 
 def detach(module: nn.Module) -> None:
-    """Undo both."""
+    """Undo that, and take the hooks off."""
     module.__dict__.pop(_UNIT, None)
     if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
         for handle in hooks.handles:
@@ -102,6 +97,7 @@ class ModuleHooks:
             module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
+        module.__dict__[_HOOKS] = self
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as if it were the module's forward; inside of that, as a part of it."""

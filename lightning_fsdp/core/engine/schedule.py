@@ -47,6 +47,7 @@ class Schedule(Owner):
         communicator: The sharding group and its replicas.
         watchers: What hangs on it.
         units: All units, in the order in which they were sharded.
+        gathers: Under way, or ahead.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class Schedule(Owner):
         self.units: list[Unit] = []
         self._forward = Forward()
         self._backward: Backward | None = None
-        self._gathers = Gathers(self.watchers)
+        self.gathers = Gathers(self.watchers)
         self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
         # Of each unit, the calls whose graphs are alive, and which those graphs own.
@@ -106,12 +107,12 @@ class Schedule(Owner):
         if unit is None:
             return
         if (running := self._forward.running.get(unit)) is not None:
-            self._gathers.refresh(unit)
+            self.gathers.refresh(unit)
         else:
             if unit.is_stale:
                 unit.reshard()
             running = self._forward.running[unit] = Running(set(unit.modules), unit.is_whole)
-            self._gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
+            self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
         running.depth += 1
 
@@ -137,7 +138,7 @@ class Schedule(Owner):
             return
         for left in list(forward.running):  # of its modules, only some ran
             self._end_forward(left)
-        self._gathers.drop_ahead()
+        self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
@@ -160,9 +161,9 @@ class Schedule(Owner):
         if unit is None:
             return True
         backward.has_left.setdefault(unit, False)
-        self._gathers.refresh(unit)
+        self.gathers.refresh(unit)
         if unit not in self._forward.running:  # as in a training step that calls backward itself
-            self._gathers.make_whole(unit)
+            self.gathers.make_whole(unit)
             unit.install_leaves()
         return unit in backward.entered or bool(self._calls[unit])
 
@@ -176,7 +177,7 @@ class Schedule(Owner):
         # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
         if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
-            self._gathers.keep(unit)  # the backward would gather it at once
+            self.gathers.keep(unit)  # the backward would gather it at once
         elif frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
@@ -201,8 +202,8 @@ class Schedule(Owner):
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
         # that graph is read, and when for the last time, is known to nobody.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        if not unit.is_whole or self._gathers.kept is unit:
-            self._gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
+        if not unit.is_whole or self.gathers.kept is unit:
+            self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def close_call(self, unit: Unit, call: Any) -> None:
@@ -285,7 +286,7 @@ class Schedule(Owner):
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
-        self._gathers.drop()
+        self.gathers.drop()
         self._reductions.land()
         for flat_param in self._users:
             flat_param.micro_batch += 1
@@ -331,15 +332,11 @@ class Schedule(Owner):
             for flat_param in unit.sites:
                 flat_param.end_step()
             if unit in self._forward.running:
-                self._gathers.refresh(unit)
+                self.gathers.refresh(unit)
             else:
                 unit.reshard()
 
     # -- by hand ---------------------------------------------------------------------------------
-
-    def gather(self, unit: Unit) -> None:
-        """Start a unit's gather, agreed on by all ranks."""
-        self._gathers.start(unit)
 
     def reshard(self, unit: Unit) -> None:
         """Free a unit's whole copy at the user's wish.
@@ -359,6 +356,6 @@ class Schedule(Owner):
         """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
         self._forward, self._backward = Forward(), None
-        self._gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
+        self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         for call in self.watchers.on_failure:
             call(self.units, what, in_backward=in_backward)
