@@ -37,7 +37,6 @@ from lightning_fsdp.core.engine.sharded import (
     add_reduced,
     let_wait,
     local_gradient_of,
-    take_own,
 )
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Owner
 
@@ -337,7 +336,12 @@ class FlatParameter:
     def _take_local(self) -> dict[int, Tensor]:
         """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
-        gradients.update(take_own(self.parameters))
+        for slot, parameter in enumerate(self.parameters):
+            local = local_gradient_of(parameter)
+            if local is not None and local.part is not None:
+                gradients[slot], local.part = local.part, None
+                if local.of_replica is None:
+                    parameter.grad = local.prior
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
