@@ -217,14 +217,8 @@ class Schedule(Owner):
         backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
-        self._settle(
-            backward,
-            [
-                flat_param
-                for flat_param in unit.sites
-                if all(map(backward.has_left.get, self._users[flat_param]))
-            ],
-        )
+        complete = [f for f in unit.sites if all(map(backward.has_left.get, self._users[f]))]
+        self._settle(backward, complete)
 
     def _release(self, unit: Unit) -> None:
         """Take the whole copy that a backward needed out of the modules, and free it."""
