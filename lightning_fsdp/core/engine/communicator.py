@@ -185,11 +185,13 @@ class Communicator:
             Which is current is each thread's own affair, so it is not asked again.
         after_reduction: What follows each reduction: names and stages.
         keeps_parts: Whether :meth:`regather` does more for a new shard, on all ranks or on none.
-        any_rank: Asks which flags are set on any rank; the answer comes when it is called.
+        any_rank: Asks which flags are set on any rank; the answer comes when it is called. Whoever
+            opens the group sets it.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
     keeps_parts = False
+    any_rank: Callable[[Flags], Callable[[], Flags]]
 
     def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
         self._group = weakref.ref(group)
@@ -202,7 +204,6 @@ class Communicator:
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.after_reduction: tuple[tuple[str, Stage], ...] = ()
-        self.any_rank: Callable[[Flags], Callable[[], Flags]] = _this_rank
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def __deepcopy__(self, memo: object) -> Communicator:
@@ -300,10 +301,6 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 Flags = list[Any]
 """Of bool, ``(n,)`` or ``(m, n)``, the same shape on every rank."""
-
-
-def _this_rank(flags: Flags) -> Callable[[], Flags]:
-    return lambda: flags
 
 
 def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
