@@ -47,7 +47,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
-from lightning_fsdp.core.engine.unit import Unit, WeakModule
+from lightning_fsdp.core.engine.unit import Unit
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
 
@@ -78,7 +78,7 @@ def detach(module: nn.Module) -> None:
 
 
 class ModuleHooks:
-    """The hooks of one sharded module.
+    """The hooks of one sharded module, which owns them.
 
     Attributes:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
@@ -89,32 +89,20 @@ class ModuleHooks:
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-        self._module = WeakModule(module)  # which owns these
         self.unit = unit
         self.schedule = schedule
         self.outputs_beside: Callable[[], list[Tensor]] | None = None
         self.handles = (
-            module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
         module.__dict__[_HOOKS] = self
 
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function as if it were the module's forward; inside of that, as a part of it."""
-        if self.unit is not None and self.schedule.is_inside(self.unit):
-            return method(*args, **kwargs)
-        try:
-            args, kwargs = self._on_call(self._module.alive(), args, kwargs)
-            output = method(*args, **kwargs)
-        except BaseException:
-            self._fail()
-            raise
-        return self._on_success(output)
-
     @torch_internals.not_compiled
-    def _on_call(
+    def on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's forward begins; gives the arguments that it is to have."""
         unit, repeats = self.unit, False
         if current_backward() != NO_BACKWARD:
             repeats = self.schedule.recompute(unit)
@@ -133,11 +121,12 @@ class ModuleHooks:
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:
-            self._fail()
+            self.on_failure(module)
             return None
-        return self._on_success(output)
+        return self.on_success(module, output)
 
-    def _on_success(self, output: Any) -> Any:
+    def on_success(self, module: nn.Module, output: Any) -> Any:
+        """The module's forward has returned; gives the output that it is to have."""
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
@@ -146,12 +135,13 @@ class ModuleHooks:
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
                 self._announce_backward([output, beside])
-            self.schedule.post_forward(unit, self._module.alive(), failed=False)
+            self.schedule.post_forward(unit, module, failed=False)
         return output
 
-    def _fail(self) -> None:
+    def on_failure(self, module: nn.Module) -> None:
+        """An exception has ended the module's forward."""
         if current_backward() == NO_BACKWARD:
-            self.schedule.post_forward(self.unit, self._module.alive(), failed=True)
+            self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]

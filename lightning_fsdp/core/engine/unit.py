@@ -24,12 +24,6 @@ from lightning_fsdp.core.engine.sharded import Sharded
 class WeakModule(weakref.ref[nn.Module]):
     """A module, referred to weakly by what it owns. A copy refers to the module's copy."""
 
-    def alive(self) -> nn.Module:
-        """The module, which is alive."""
-        module = self()
-        assert module is not None, "whoever asks has it"
-        return module
-
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
         return self if module is None else WeakModule(copy.deepcopy(module, memo))
@@ -48,7 +42,9 @@ class Site:
     @property
     def module(self) -> nn.Module:
         """The module, which is alive."""
-        return self._module.alive()
+        module = self._module()
+        assert module is not None, "whoever asks has it"
+        return module
 
     def get(self) -> Tensor | None:
         """The parameter that is registered here, if there is one."""
