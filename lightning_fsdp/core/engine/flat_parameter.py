@@ -31,13 +31,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
-from lightning_fsdp.core.engine.sharded import (
-    MakeWaiting,
-    Sharded,
-    add_reduced,
-    let_wait,
-    local_gradient_of,
-)
+from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Owner
 
 
@@ -368,8 +362,14 @@ class FlatParameter:
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
-        gradient = type(parameter)(shard, parameter.spec)
-        total = add_reduced(parameter, gradient)
+        gradient, local = type(parameter)(shard, parameter.spec), local_gradient_of(parameter)
+        total: Any = parameter.grad if local is None else local.prior
+        if total is not None:
+            total.add_(gradient)
+        elif local is None:
+            total = parameter.grad = gradient
+        else:
+            total = local.prior = gradient
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 
