@@ -201,9 +201,8 @@ class FlatParameter:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
-        return bool(self._arrived) or any(
-            local_gradient_of(parameter) is not None for parameter in self.parameters
-        )
+        waiting = map(local_gradient_of, self.parameters)
+        return bool(self._arrived) or any(local is not None for local in waiting)
 
     @property
     def may_wait(self) -> bool:

@@ -111,8 +111,7 @@ class ModuleHooks:
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
-            cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
-            args, kwargs = map_tensors((args, kwargs), cast)
+            args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
         if torch.is_grad_enabled() and not repeats:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
@@ -129,8 +128,7 @@ class ModuleHooks:
         """The module's forward has returned; gives the output that it is to have."""
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
-            cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
-            output = map_tensors(output, cast)
+            output = _cast(output, unit.policy.output_dtype)
         if current_backward() == NO_BACKWARD:  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
@@ -195,5 +193,5 @@ class _EndOfBackward(torch.autograd.Function):
         return None, None, *gradients
 
 
-def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(structure: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(structure, lambda t: t.to(dtype) if t.is_floating_point() else t)
