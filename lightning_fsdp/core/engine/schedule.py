@@ -145,6 +145,10 @@ class Schedule(Owner):
         if self._forward.depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
+    def is_running(self, unit: Unit) -> bool:
+        """Whether the unit is in its forward: from its first module's to its last one's."""
+        return unit in self._forward.running
+
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
         return unit in self._forward.running and self._forward.running[unit].depth > 0
@@ -329,22 +333,6 @@ class Schedule(Owner):
                 self.gathers.refresh(unit)
             else:
                 unit.reshard()
-
-    # -- by hand ---------------------------------------------------------------------------------
-
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's whole copy at the user's wish.
-
-        Raises:
-            RuntimeError: The unit is in its forward and computes with it.
-        """
-        if unit in self._forward.running:
-            raise RuntimeError(
-                f"unit {unit.name!r} (rank {self.communicator.mesh_rank}): expected reshard() "
-                "between forwards, got it inside of the unit's own, which uses the parameters. "
-                "Call it after the forward."
-            )
-        unit.reshard()
 
     def _recover(self, what: str) -> None:
         """After an exception: forget what ran; what hangs on it ends what is in flight."""
