@@ -22,6 +22,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,9 +32,39 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
-from lightning_fsdp.core.engine.passes import Backward, Forward, Running
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
+
+
+@dataclass
+class _Running:
+    """A unit in its forward: modules that have not run, and calls that have not returned."""
+
+    waiting_for: set[nn.Module]
+    was_whole: bool  # before it
+    depth: int = 0
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A pass."""
+
+    depth: int = 0  # calls into sharded modules that have not returned
+    running: dict[Unit, _Running] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Backward:
+    """A run of the autograd engine."""
+
+    # What is called at its end, and owned by it. Nothing tells of an exception that ends it; but
+    # once this is gone, so is the backward.
+    ending: weakref.ref[Callable[[], None]]
+    # Whether it has left each unit that it reached, by whatever way; in its order.
+    has_left: dict[Unit, bool] = field(default_factory=dict)
+    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
+    # With gradients to reduce, or to keep.
+    unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
 
 class Schedule(Owner):
@@ -57,8 +88,8 @@ class Schedule(Owner):
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
-        self._forward = Forward()
-        self._backward: Backward | None = None
+        self._forward = _Forward()
+        self._backward: _Backward | None = None
         self.gathers = Gathers(self.watchers)
         self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
@@ -111,7 +142,7 @@ class Schedule(Owner):
         else:
             if unit.is_stale:
                 unit.reshard()
-            running = self._forward.running[unit] = Running(set(unit.modules), unit.is_whole)
+            running = self._forward.running[unit] = _Running(set(unit.modules), unit.is_whole)
             self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
         running.depth += 1
@@ -217,7 +248,7 @@ class Schedule(Owner):
         if not calls:
             self._finish(backward, unit)
 
-    def _finish(self, backward: Backward, unit: Unit) -> None:
+    def _finish(self, backward: _Backward, unit: Unit) -> None:
         backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
@@ -240,7 +271,7 @@ class Schedule(Owner):
         if backward.has_left.keys().isdisjoint(users):
             backward.has_left.update(dict.fromkeys(users, False))
 
-    def _settle(self, backward: Backward, flat_params: Iterable[FlatParameter]) -> None:
+    def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
         for flat_param in flat_params:
@@ -256,7 +287,7 @@ class Schedule(Owner):
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
-    def _open_backward(self) -> Backward:
+    def _open_backward(self) -> _Backward:
         if self._backward is not None:
             if self._backward.ending() is not None:  # it runs, or a node of it runs another one
                 return self._backward
@@ -267,7 +298,7 @@ class Schedule(Owner):
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._backward = Backward(weakref.ref(close))
+        self._backward = _Backward(weakref.ref(close))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
@@ -337,7 +368,7 @@ class Schedule(Owner):
     def _recover(self, what: str) -> None:
         """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
-        self._forward, self._backward = Forward(), None
+        self._forward, self._backward = _Forward(), None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         for call in self.watchers.on_failure:
             call(self.units, what, in_backward=in_backward)
