@@ -46,14 +46,6 @@ class _Running:
 
 
 @dataclass(eq=False)
-class _Forward:
-    """A pass."""
-
-    depth: int = 0  # calls into sharded modules that have not returned
-    running: dict[Unit, _Running] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class _Backward:
     """A run of the autograd engine."""
 
@@ -88,7 +80,8 @@ class Schedule(Owner):
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
-        self._forward = _Forward()
+        self._depth = 0  # calls into sharded modules that have not returned
+        self._running: dict[Unit, _Running] = {}
         self._backward: _Backward | None = None
         self.gathers = Gathers(self.watchers)
         self._reductions = Reductions(self.watchers)
@@ -104,7 +97,7 @@ class Schedule(Owner):
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
-        return self._forward.depth > 0 or self._backward is not None
+        return self._depth > 0 or self._backward is not None
 
     @property
     def flat_params(self) -> Iterable[FlatParameter]:
@@ -128,21 +121,21 @@ class Schedule(Owner):
         Args:
             unit: The module's, if it has one: its first module makes it whole.
         """
-        if self._forward.depth == 0:
+        if self._depth == 0:
             if self._backward is not None:
                 self._recover("a backward")
             self._order_in_forward.begin()
             for call in self.watchers.on_pass:
                 call()
-        self._forward.depth += 1
+        self._depth += 1
         if unit is None:
             return
-        if (running := self._forward.running.get(unit)) is not None:
+        if (running := self._running.get(unit)) is not None:
             self.gathers.refresh(unit)
         else:
             if unit.is_stale:
                 unit.reshard()
-            running = self._forward.running[unit] = _Running(set(unit.modules), unit.is_whole)
+            running = self._running[unit] = _Running(set(unit.modules), unit.is_whole)
             self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
         running.depth += 1
@@ -155,34 +148,33 @@ class Schedule(Owner):
             module: The module.
             failed: Whether an exception ends it.
         """
-        forward = self._forward
-        if unit is not None and (running := forward.running.get(unit)) is not None:
+        if unit is not None and (running := self._running.get(unit)) is not None:
             running.depth -= 1
             running.waiting_for.discard(module)
             if running.depth <= 0 and not running.waiting_for:
                 self._end_forward(unit)
-        forward.depth = max(forward.depth - 1, 0)
-        if forward.depth > 0:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth > 0:
             return
         if failed:
             self._recover("a forward")
             return
-        for left in list(forward.running):  # of its modules, only some ran
+        for left in list(self._running):  # of its modules, only some ran
             self._end_forward(left)
         self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
-        if self._forward.depth > 0 and not torch_internals.is_in_backward():
+        if self._depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
     def is_running(self, unit: Unit) -> bool:
         """Whether the unit is in its forward: from its first module's to its last one's."""
-        return unit in self._forward.running
+        return unit in self._running
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
-        return unit in self._forward.running and self._forward.running[unit].depth > 0
+        return unit in self._running and self._running[unit].depth > 0
 
     def recompute(self, unit: Unit | None) -> bool:
         """A module runs again inside of a backward, which ends what begins here.
@@ -197,7 +189,7 @@ class Schedule(Owner):
             return True
         backward.has_left.setdefault(unit, False)
         self.gathers.refresh(unit)
-        if unit not in self._forward.running:  # as in a training step that calls backward itself
+        if unit not in self._running:  # as in a training step that calls backward itself
             self.gathers.make_whole(unit)
             unit.install_leaves()
         return unit in backward.entered or bool(self._calls[unit])
@@ -207,7 +199,7 @@ class Schedule(Owner):
         self._calls[unit].add(call)
 
     def _end_forward(self, unit: Unit) -> None:
-        running = self._forward.running.pop(unit)
+        running = self._running.pop(unit)
         unit.install_shards()
         # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
@@ -257,7 +249,7 @@ class Schedule(Owner):
 
     def _release(self, unit: Unit) -> None:
         """Take the whole copy that a backward needed out of the modules, and free it."""
-        if unit in self._forward.running:  # as in a training step that calls backward itself
+        if unit in self._running:  # as in a training step that calls backward itself
             return
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
@@ -360,7 +352,7 @@ class Schedule(Owner):
                 continue
             for flat_param in unit.sites:
                 flat_param.end_step()
-            if unit in self._forward.running:
+            if unit in self._running:
                 self.gathers.refresh(unit)
             else:
                 unit.reshard()
@@ -368,7 +360,7 @@ class Schedule(Owner):
     def _recover(self, what: str) -> None:
         """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
-        self._forward, self._backward = _Forward(), None
+        self._depth, self._running, self._backward = 0, {}, None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         for call in self.watchers.on_failure:
             call(self.units, what, in_backward=in_backward)
