@@ -304,9 +304,6 @@ Flags = list[Any]
 
 
 def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
-    return (
-        gradient is not None
-        and gradient.numel() == numel
-        and gradient.dtype == dtype
-        and gradient.is_contiguous()
-    )
+    if gradient is None or gradient.dtype != dtype:
+        return False
+    return gradient.numel() == numel and gradient.is_contiguous()

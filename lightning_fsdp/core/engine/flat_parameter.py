@@ -306,8 +306,7 @@ class FlatParameter:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
             slot, part = self._arrived.popitem()
-            local = let_wait(self.parameters[slot], self.make_waiting)
-            local.part = part.to(self._reduce_dtype)
+            let_wait(self.parameters[slot], self.make_waiting).part = part.to(self._reduce_dtype)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.

@@ -116,12 +116,11 @@ class Unit:
             NotImplementedError: Only modules inside of the unit's own are being copied.
         """
         if not any(id(module) in memo for module in self.modules):
-            cls = type(self.modules[0]).__name__
             raise NotImplementedError(
                 f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a deepcopy of "
-                f"{cls} {self.name!r} or of a module around it, got one of a module inside, whose "
-                "parameters are gathered with the unit only. Copy the unit's module and take the "
-                "part from the copy."
+                f"{type(self.modules[0]).__name__} {self.name!r} or of a module around it, got one "
+                "of a module inside, whose parameters are gathered with the unit only. Copy the "
+                "unit's module and take the part from the copy."
             )
         copied = memo[id(self)] = replace(self)  # the modules being copied refer to it
         copied.owners = copy.deepcopy(self.owners, memo)
