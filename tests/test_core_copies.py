@@ -148,7 +148,9 @@ def _share_nothing(rank, world_size):
         ours, theirs = ({id(part) for part in kind(m)} for m in (copied, model))
         assert len(ours) == len(theirs) > 0
         assert ours.isdisjoint(theirs)
-    assert all(hooks_of(m)._module() is m for m in copied.modules() if hooks_of(m))
+    for module in filter(hooks_of, copied.modules()):
+        called = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        assert {hook.__self__ for hook in called} == {hooks_of(module)}
     # Settings go with a copy, and stay apart.
     copied.set_reshard_after_forward(False)
     assert any(unit.reshard_after_forward for unit in units_in(model))

@@ -124,8 +124,8 @@ def _states_at_reductions(rank, world_size):
     reduce = communicator.reduce
 
     def watched(*args, **options):
-        in_flight = [s._reduction for s in flat_params if s._reduction is not None]
-        found.append(sum(not reduction.stages for reduction in in_flight))
+        in_flight = [s for s in flat_params if s._reduction is not None]
+        found.append(sum(not flat_param._stages for flat_param in in_flight))
         return reduce(*args, **options)
 
     communicator.reduce = watched

@@ -22,7 +22,6 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Watchers
 from lightning_fsdp.core.optimizers import optimizer_guard
 from tests.support.fake_device import DEVICE, NAME, entered
 from tests.support.models import TASKS
@@ -173,7 +172,7 @@ def test_hooks_on_optimizers_are_registered_once_whoever_shards_first(monkeypatc
     optimizer_guard._register_once.cache_clear()
     for name in ("register_optimizer_step_pre_hook", "register_optimizer_step_post_hook"):
         monkeypatch.setattr(optimizer_guard, name, register)
-    schedules = [Schedule(None, Watchers()) for _ in range(2)]
+    schedules = [Schedule(None, list) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(optimizer_guard.watch, schedules))
     assert len(registered) == 2
@@ -181,14 +180,14 @@ def test_hooks_on_optimizers_are_registered_once_whoever_shards_first(monkeypatc
 
 
 def test_an_optimizer_steps_while_another_thread_shards():
-    kept = [Schedule(None, Watchers()) for _ in range(500)]
+    kept = [Schedule(None, list) for _ in range(500)]
     for schedule in kept:
         optimizer_guard.watch(schedule)
     is_over = threading.Event()
 
     def shard():
         while not is_over.is_set() and len(kept) < 5000:
-            kept.append(Schedule(None, Watchers()))
+            kept.append(Schedule(None, list))
             optimizer_guard.watch(kept[-1])
 
     interval = sys.getswitchinterval()

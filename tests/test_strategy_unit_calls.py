@@ -161,7 +161,7 @@ def _counting_compiler(backend):
     return counter, functools.partial(torch.compile, backend=counter)
 
 
-HOOKS = ("ModuleHooks._on_call", "ModuleHooks._on_return", "skipping FSDP hooks")
+HOOKS = ("ModuleHooks.on_call", "ModuleHooks._on_return", "skipping FSDP hooks")
 
 
 def _compiled(strategy, folder, rank, backend="aot_eager", **options):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
@@ -13,12 +14,12 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
-from lightning_fsdp.core.engine.hooks import attach, enter_in_unit, hooks_of
+from lightning_fsdp.core.engine.hooks import ModuleHooks, enter_in_unit, hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.unit import Site, Unit, WeakModule
-from lightning_fsdp.core.engine.watcher import Watcher, Watchers
+from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.grouping import FlatParameterPlan, UnitPlan, reads_weights_in_backward
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.optimizers import optimizer_guard
@@ -151,7 +152,7 @@ def assemble(
     """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
     support_slices()
     support_whole_values()
-    schedule = Schedule(communicator, Watchers(_watchers(communicator, home)))
+    schedule = Schedule(communicator, functools.partial(_watchers, communicator, home))
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
@@ -163,7 +164,7 @@ def assemble(
     flat_param_of = dict(prepared.known)
     for index, flat_param_plan in enumerate(prepared.flat_params):
         region = initialised.regions.get(index) or Region(flat_param_plan, communicator, home)
-        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy, communicator, home)
+        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy)
         flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
     for unit_plan in prepared.units:
         unit = _make_unit(unit_plan, flat_param_of, prepared, communicator)
@@ -197,11 +198,7 @@ def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
 
 
 def _make_flat_param(
-    plan: FlatParameterPlan,
-    region: Region,
-    policy: PrecisionPolicy,
-    communicator: Communicator,
-    home: Home,
+    plan: FlatParameterPlan, region: Region, policy: PrecisionPolicy
 ) -> FlatParameter:
     parameters: list[ShardedTensor] = []
     for parameter in plan.parameters:
@@ -213,17 +210,9 @@ def _make_flat_param(
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
         parameters.append(cast(ShardedTensor, parameter))
-    kind = ReplicatedFlatParameter if communicator.after_reduction else FlatParameter
-    return kind(
-        plan.users[0].name,
-        region.layout,
-        region.shard,
-        tuple(parameters),
-        communicator,
-        policy,
-        home,
-        UnreducedGradient,
-    )
+    has_replicas = bool(parameters[0].spec.communicator.after_reduction)
+    kind = ReplicatedFlatParameter if has_replicas else FlatParameter
+    return kind(plan.users[0].name, region.shard, tuple(parameters), policy, UnreducedGradient)
 
 
 def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:
@@ -266,7 +255,7 @@ def _make_unit(
 
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    attach(module, unit, schedule)
+    ModuleHooks(module, unit, schedule)
     module.__class__ = _sharded_class(type(module))
     torch_internals.enter_as_sharded(module)
 

@@ -240,11 +240,26 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = hooks_of(self)
-        assert hooks is not None, "it was sharded"
-        return hooks.run(functools.partial(function, self), *args, **kwargs)
+        return call_as_forward(self, functools.partial(function, self), *args, **kwargs)
 
     setattr(module, name, types.MethodType(gathering, module))  # a deepcopy binds it to the copy
+
+
+def call_as_forward(
+    module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a function as if it were a sharded module's forward; inside of that, as a part of it."""
+    hooks = hooks_of(module)
+    assert hooks is not None, "it was sharded"
+    if hooks.unit is not None and hooks.schedule.is_inside(hooks.unit):
+        return function(*args, **kwargs)
+    try:
+        args, kwargs = hooks.on_call(module, args, kwargs)
+        output = function(*args, **kwargs)
+    except BaseException:
+        hooks.on_failure(module)
+        raise
+    return hooks.on_success(module, output)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

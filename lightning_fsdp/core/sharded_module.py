@@ -103,17 +103,20 @@ class ShardedModule(nn.Module):
         hooks = self._hooks()
         handle = UnshardHandle(hooks.unit)
         if hooks.unit is not None:
-            hooks.schedule.gather(hooks.unit)
+            hooks.schedule.gathers.start(hooks.unit)
         if async_op:
             return handle
         handle.wait()
         return None
 
     def reshard(self) -> None:
-        """Free the whole copy of this module's own unit."""
-        hooks = self._hooks()
-        if hooks.unit is not None:
-            hooks.schedule.reshard(hooks.unit)
+        """Free the whole copy of this module's own unit.
+
+        Raises:
+            RuntimeError: It is called inside of the unit's forward.
+        """
+        if (unit := self._hooks().unit) is not None:
+            self._reshard(unit)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -288,13 +291,9 @@ class ShardedModule(nn.Module):
                     continue
                 _check_conversion(unit, flat_param, dtype, ours)
                 converted[flat_param] = dtype
-        users = [
-            u
-            for u in self._hooks().schedule.units
-            if not converted.keys().isdisjoint(u.flat_params)
-        ]
-        for unit in users:
-            self._hooks().schedule.reshard(unit)
+        for unit in self._hooks().schedule.units:
+            if not converted.keys().isdisjoint(unit.flat_params):
+                self._reshard(unit)
         for flat_param, dtype in converted.items():
             convert(flat_param, dtype)
 
@@ -333,6 +332,15 @@ class ShardedModule(nn.Module):
             "process group, so it can be neither pickled (torch.save(module)) nor copied in part "
             "(copy.copy). Save full_state_dict(module), or take copy.deepcopy(module)."
         )
+
+    def _reshard(self, unit: Unit) -> None:
+        if self._hooks().schedule.is_running(unit):
+            raise RuntimeError(
+                f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected reshard() "
+                "between forwards, got it inside of the unit's own, which uses the parameters. "
+                "Call it after the forward."
+            )
+        unit.reshard()
 
     def _hooks(self) -> ModuleHooks:
         hooks = hooks_of(self)

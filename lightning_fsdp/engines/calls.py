@@ -22,7 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of, unit_of
+from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
+from lightning_fsdp.core.fully_shard import call_as_forward
 from lightning_fsdp.engines import torch_internals
 
 _Result = TypeVar("_Result")
@@ -57,9 +58,9 @@ def call_with(
         RuntimeError: The module is a part of one that torch has sharded, whose forward is not
             running.
     """
-    hooks = _hooks_around(module)
-    if hooks is not None:
-        result: _Result = hooks.run(function, *args, **kwargs)
+    around = _sharded_around(module)
+    if around is not None:
+        result: _Result = call_as_forward(around, function, *args, **kwargs)
         return result
     inner: nn.Module = module.module if isinstance(module, _WRAPPERS) else module
     if inner is module and not isinstance(module, FSDPModule):
@@ -99,15 +100,14 @@ def redirected(module: nn.Module, method: Callable[..., Any]) -> Iterator[None]:
         put_back()
 
 
-def _hooks_around(module: nn.Module) -> ModuleHooks | None:
-    """The hooks that make whole what a module's forward reads itself, not by calling a unit."""
-    hooks = hooks_of(module)
-    if hooks is not None:
-        return hooks
+def _sharded_around(module: nn.Module) -> nn.Module | None:
+    """What makes whole what a module's forward reads itself, not by calling a unit."""
+    if hooks_of(module) is not None:
+        return module
     for part in _parts(module):
         unit = unit_of(part)
         if unit is not None and unit.modules:
-            return hooks_of(unit.modules[0])
+            return unit.modules[0]
     return None
 
 

@@ -18,7 +18,7 @@ from lightning_fsdp.core.access.weights import weights
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.fully_shard import shard_model
+from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
 from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
@@ -80,8 +80,9 @@ class ScratchEngine(Engine):
 
     @override
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        hooks = None if self.module is None else hooks_of(self.module)
-        return method(*args, **kwargs) if hooks is None else hooks.run(method, *args, **kwargs)
+        if self.module is None or hooks_of(self.module) is None:
+            return method(*args, **kwargs)
+        return call_as_forward(self.module, method, *args, **kwargs)
 
     @property
     def communicator(self) -> Communicator | None:

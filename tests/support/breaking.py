@@ -54,14 +54,14 @@ def replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) ->
 
 
 def forget_waits_for(what: str) -> None:
-    original = Pending._join
+    original = Pending.join
 
     def join(self: Pending) -> None:
         if self.what.startswith(what):
             self.works = ()
         original(self)
 
-    Pending._join = join
+    Pending.join = join
 
 
 def after_reductions_start(change: Callable[[Tensor], object]) -> None:

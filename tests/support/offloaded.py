@@ -25,4 +25,4 @@ def flat_params_of(model):
 
 def stages_of(flat_param):
     """How many stages of its reduction are to come (the copy is the last); ``None``: it landed."""
-    return None if flat_param._reduction is None else len(flat_param._reduction.stages)
+    return None if flat_param._reduction is None else len(flat_param._stages)

@@ -49,41 +49,19 @@ class Traffic:
 
 @dataclass(eq=False)
 class Pending:
-    """A collective in flight, and the stages that follow it, each of which starts from a result.
+    """A collective in flight.
 
     Attributes:
         what: The operation and this rank, for the message if it fails.
         works: What to wait for, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
         keeps: Tensors that the collective reads or writes; given up once it was waited for.
-        stages: Still to come: what a profile calls each, its unit, and what starts it.
     """
 
     what: str
     works: Sequence[tuple[dist.Work, str]]
     finish: Callable[[], Tensor]
     keeps: Sequence[Tensor] = field(default=(), repr=False)
-    stages: list[tuple[str, str, Stage]] = field(default_factory=list)
-
-    def then(self, name: str, unit_name: str, stage: Stage) -> Pending:
-        """The same, with one more stage, which starts from the result of the one before."""
-        self.stages.append((name, unit_name, stage))
-        return self
-
-    def advance(self) -> bool:
-        """Wait for the present stage and start the next; ``False`` where none is to come.
-
-        Raises:
-            RuntimeError: Another rank did not take part within the group's timeout.
-        """
-        if not self.stages:
-            return False
-        name, unit_name, stage = self.stages.pop(0)
-        with torch_internals.profiled(name, unit_name):
-            following = stage(self._end(), unit_name)
-        self.what, self.works = following.what, following.works
-        self.finish, self.keeps = following.finish, following.keeps
-        return True
 
     def wait(self) -> Tensor:
         """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
@@ -91,24 +69,15 @@ class Pending:
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
-        while self.advance():
-            pass
-        return self._end()
+        self.join()
+        return self.finish()
 
-    def give_up(self) -> None:
-        """Wait for what is in flight, and start no further stage.
+    def join(self) -> None:
+        """Wait likewise, and leave the result.
 
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
-        self.stages.clear()
-        self._join()
-
-    def _end(self) -> Tensor:
-        self._join()
-        return self.finish()
-
-    def _join(self) -> None:
         works, self.works = self.works, ()
         for work, ranks in works:
             with collective(self.what, ranks):
@@ -117,7 +86,7 @@ class Pending:
 
 
 Stage = Callable[[Tensor, str], Pending]
-"""Starts from a result, in the name of a unit."""
+"""What follows a collective: starts from its result, in the name of a unit."""
 
 
 class collective:  # noqa: N801 (a context manager, read as a verb)
@@ -216,11 +185,13 @@ class Communicator:
             Which is current is each thread's own affair, so it is not asked again.
         after_reduction: What follows each reduction: names and stages.
         keeps_parts: Whether :meth:`regather` does more for a new shard, on all ranks or on none.
-        any_rank: Asks which flags are set on any rank; the answer comes when it is called.
+        any_rank: Asks which flags are set on any rank; the answer comes when it is called. Whoever
+            opens the group sets it.
         traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
     keeps_parts = False
+    any_rank: Callable[[Flags], Callable[[], Flags]]
 
     def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
         self._group = weakref.ref(group)
@@ -233,7 +204,6 @@ class Communicator:
         if "nccl" in dist.get_backend(group):
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.after_reduction: tuple[tuple[str, Stage], ...] = ()
-        self.any_rank: Callable[[Flags], Callable[[], Flags]] = _this_rank
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
     def __deepcopy__(self, memo: object) -> Communicator:
@@ -333,14 +303,7 @@ Flags = list[Any]
 """Of bool, ``(n,)`` or ``(m, n)``, the same shape on every rank."""
 
 
-def _this_rank(flags: Flags) -> Callable[[], Flags]:
-    return lambda: flags
-
-
 def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
-    return (
-        gradient is not None
-        and gradient.numel() == numel
-        and gradient.dtype == dtype
-        and gradient.is_contiguous()
-    )
+    if gradient is None or gradient.dtype != dtype:
+        return False
+    return gradient.numel() == numel and gradient.is_contiguous()

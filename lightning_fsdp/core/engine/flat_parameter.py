@@ -21,29 +21,18 @@ import functools
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
-from lightning_fsdp.core.engine.home import FlatBuffer, Home
-from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
+from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
-from lightning_fsdp.core.engine.sharded import (
-    MakeWaiting,
-    Sharded,
-    add_reduced,
-    let_wait,
-    local_gradient_of,
-    take_own,
-)
-from lightning_fsdp.core.engine.watcher import GradientWatcher, Watchers
-
-if TYPE_CHECKING:
-    from lightning_fsdp.core.engine.schedule import Schedule
+from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
+from lightning_fsdp.core.engine.watcher import GradientWatcher, Owner
 
 
 @dataclass(eq=False)
@@ -52,9 +41,10 @@ class FlatParameter:
 
     Attributes:
         name: Of the first unit that uses it, for messages.
-        layout: Places of the parameters in the region.
         shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        layout: Places of the parameters in the region; as their specs have it, and what follows.
+        communicator: The sharding group.
         home: Where the shard lives, and the way from and to it.
         make_waiting: Makes what stands in ``.grad`` for a gradient that waits to be reduced.
         buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
@@ -71,12 +61,9 @@ class FlatParameter:
     """
 
     name: str
-    layout: FlatLayout
     shard: Tensor
     parameters: tuple[Sharded, ...]
-    communicator: Communicator
     policy: PrecisionPolicy
-    home: Home
     make_waiting: MakeWaiting
     divide_factor: float | None = None
     # A copy begins with these as any flat parameter does.
@@ -84,9 +71,11 @@ class FlatParameter:
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
     )
-    _schedules: list[weakref.ref[Schedule]] = field(default_factory=list, init=False)
+    _owners: list[weakref.ref[Owner]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
+        spec = self.parameters[0].spec
+        self.layout, self.communicator, self.home = spec.layout, spec.communicator, spec.home
         self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
@@ -109,6 +98,7 @@ class FlatParameter:
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
+        self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
@@ -122,23 +112,19 @@ class FlatParameter:
             parameter._local = parameter.spec.part_of(shard)
         return replace(self, shard=shard, parameters=parameters)
 
-    def watch(self, schedule: Schedule) -> None:
-        """Be watched by a schedule, and by what hangs on it, from now on."""
-        self._schedules.append(weakref.ref(schedule))
+    def belong_to(self, owner: Owner) -> None:
+        """Be run by a schedule, and watched by what hangs on it, from now on."""
+        self._owners.append(weakref.ref(owner))
         if self.copy is ParameterState.SHARDED:
-            for call in schedule.watchers.on_freed:
+            for call in owner.watchers.on_freed:
                 call(self)
 
     @property
-    def _schedule(self) -> Schedule | None:
-        # A schedule owns its flat parameters, so those refer to it weakly. The last one that is
-        # alive counts: of two models that share a weight and were sharded apart, one may go.
-        alive = [schedule for known in self._schedules if (schedule := known()) is not None]
-        return alive[-1] if alive else None
-
-    @property
-    def _watchers(self) -> Watchers:
-        return Watchers() if (schedule := self._schedule) is None else schedule.watchers
+    def _owner(self) -> Owner:
+        # Referred to weakly, as it owns this. The last one that is alive counts: of two models that
+        # share a weight and were sharded apart, one may go.
+        alive = [owner for known in self._owners if (owner := known()) is not None]
+        return alive[-1] if alive else _NOBODY
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -151,7 +137,7 @@ class FlatParameter:
             return
         self.copy = ParameterState.GATHERING
         try:
-            for call in self._watchers.before_whole:
+            for call in self._owner.watchers.before_whole:
                 call(self)
             self.buffer.allocate()
             with torch.no_grad():
@@ -215,9 +201,8 @@ class FlatParameter:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
-        return bool(self._arrived) or any(
-            local_gradient_of(parameter) is not None for parameter in self.parameters
-        )
+        waiting = map(local_gradient_of, self.parameters)
+        return bool(self._arrived) or any(local is not None for local in waiting)
 
     @property
     def may_wait(self) -> bool:
@@ -259,8 +244,7 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        if (schedule := self._schedule) is not None:
-            schedule.note_arrival(self)
+        self._owner.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -287,17 +271,23 @@ class FlatParameter:
             dtypes = self.sent_dtype, self._reduce_dtype
             region = LocalRegion(gradients, self.layout, self.name, self.home.empty, *dtypes)
             self._reduction = self.communicator.reduce(region)
-        for name, stage in (*self.communicator.after_reduction, *self.home.after_reduction):
-            self._reduction.then(name, self.name, stage)
+        self._stages = [*self.communicator.after_reduction, *self.home.after_reduction]
         self.sends_sums = False
         return has_one
 
     def advance(self) -> bool:
         """Start the next stage of a reduction in flight; ``False`` where none is to come."""
-        return self._reduction is not None and self._reduction.advance()
+        if self._reduction is None or not self._stages:
+            return False
+        name, stage = self._stages.pop(0)
+        with torch_internals.profiled(name, self.name):
+            self._reduction = stage(self._reduction.wait(), self.name)
+        return True
 
     def land(self) -> None:
         """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        while self.advance():
+            pass
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
@@ -316,8 +306,7 @@ class FlatParameter:
         """End a backward without communication: what arrived now is ``.grad``'s, added up."""
         while self._arrived:
             slot, part = self._arrived.popitem()
-            local = let_wait(self.parameters[slot], self.make_waiting)
-            local.part = part.to(self._reduce_dtype)
+            let_wait(self.parameters[slot], self.make_waiting).part = part.to(self._reduce_dtype)
 
     def abandon(self, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, free what is whole.
@@ -329,16 +318,22 @@ class FlatParameter:
         if drops_gradients:
             self._take_local()
         reduction, self._reduction = self._reduction, None
+        self._stages.clear()
         try:
             if reduction is not None:
-                reduction.give_up()
+                reduction.join()
         finally:
             self._free()
 
     def _take_local(self) -> dict[int, Tensor]:
         """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
         gradients, self._arrived = self._arrived, {}
-        gradients.update(take_own(self.parameters))
+        for slot, parameter in enumerate(self.parameters):
+            local = local_gradient_of(parameter)
+            if local is not None and local.part is not None:
+                gradients[slot], local.part = local.part, None
+                if local.of_replica is None:
+                    parameter.grad = local.prior
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
@@ -357,7 +352,7 @@ class FlatParameter:
             if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
                 self.copy = ParameterState.SHARDED
                 self.buffer.free()
-                for call in self._watchers.on_freed:
+                for call in self._owner.watchers.on_freed:
                     call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
@@ -365,10 +360,19 @@ class FlatParameter:
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
-        gradient = type(parameter)(shard, parameter.spec)
-        total = add_reduced(parameter, gradient)
+        gradient, local = type(parameter)(shard, parameter.spec), local_gradient_of(parameter)
+        total: Any = parameter.grad if local is None else local.prior
+        if total is not None:
+            total.add_(gradient)
+        elif local is None:
+            total = parameter.grad = gradient
+        else:
+            total = local.prior = gradient
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
+
+
+_NOBODY = Owner()
 
 
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:

@@ -1,11 +1,11 @@
 """Ties units and their schedule to the events of modules and of autograd.
 
-    module call    ->  enter_call, enter_module      (forward pre-hook)
-                       recompute                     (likewise, inside of a backward)
-    inputs         ->  close_call                    (identity node: last in the unit's backward)
-    outputs        ->  before_backward               (pre-hook of the nodes that made them)
-    kept tensors   ->  before_backward               (likewise; see safety/kept_losses.py)
-    module return  ->  leave_module, leave_call      (forward hook, called after exceptions too)
+    module call    ->  pre_forward          (forward pre-hook)
+                       recompute            (likewise, inside of a backward)
+    inputs         ->  close_call           (identity node: last in the unit's backward)
+    outputs        ->  before_backward      (pre-hook of the nodes that made them)
+    kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
+    module return  ->  post_forward         (forward hook, called after exceptions too)
 
 Note: outputs
 The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
@@ -44,11 +44,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.passes import Call
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
-from lightning_fsdp.core.engine.unit import Unit, WeakModule
+from lightning_fsdp.core.engine.unit import Unit
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
 
@@ -65,18 +64,13 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit
 
 
-def attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-    """Hook a module. See :class:`ModuleHooks`."""
-    module.__dict__[_HOOKS] = ModuleHooks(module, unit, schedule)
-
-
 def enter_in_unit(module: nn.Module, unit: Unit) -> None:
     """Note that a module holds parameters of a unit; the first one counts."""
     module.__dict__.setdefault(_UNIT, unit)
 
 
 def detach(module: nn.Module) -> None:
-    """Undo both."""
+    """Undo that, and take the hooks off."""
     module.__dict__.pop(_UNIT, None)
     if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
         for handle in hooks.handles:
@@ -84,7 +78,7 @@ def detach(module: nn.Module) -> None:
 
 
 class ModuleHooks:
-    """The hooks of one sharded module.
+    """The hooks of one sharded module, which owns them.
 
     Attributes:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
@@ -95,43 +89,29 @@ class ModuleHooks:
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
-        self._module = WeakModule(module)  # which owns these
         self.unit = unit
         self.schedule = schedule
         self.outputs_beside: Callable[[], list[Tensor]] | None = None
         self.handles = (
-            module.register_forward_pre_hook(self._on_call, prepend=True, with_kwargs=True),
+            module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
         )
-
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function as if it were the module's forward; inside of that, as a part of it."""
-        if self.unit is not None and self.schedule.is_inside(self.unit):
-            return method(*args, **kwargs)
-        try:
-            args, kwargs = self._on_call(self._module.alive(), args, kwargs)
-            output = method(*args, **kwargs)
-        except BaseException:
-            self._fail()
-            raise
-        return self._on_success(output)
+        module.__dict__[_HOOKS] = self
 
     @torch_internals.not_compiled
-    def _on_call(
+    def on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The module's forward begins; gives the arguments that it is to have."""
         unit, repeats = self.unit, False
         if current_backward() != NO_BACKWARD:
             repeats = self.schedule.recompute(unit)
         else:
-            self.schedule.enter_call()
-            if unit is not None:
-                self.schedule.enter_module(unit)
+            self.schedule.pre_forward(unit)
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
-            cast = functools.partial(_cast_floating, dtype=unit.policy.param_dtype)
-            args, kwargs = map_tensors((args, kwargs), cast)
+            args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
         if torch.is_grad_enabled() and not repeats:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
@@ -140,37 +120,32 @@ class ModuleHooks:
     def _on_return(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         # torch calls hooks after an exception inside its handler, with None for the output.
         if output is None and sys.exc_info()[0] is not None:
-            self._fail()
+            self.on_failure(module)
             return None
-        return self._on_success(output)
+        return self.on_success(module, output)
 
-    def _on_success(self, output: Any) -> Any:
+    def on_success(self, module: nn.Module, output: Any) -> Any:
+        """The module's forward has returned; gives the output that it is to have."""
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
-            cast = functools.partial(_cast_floating, dtype=unit.policy.output_dtype)
-            output = map_tensors(output, cast)
+            output = _cast(output, unit.policy.output_dtype)
         if current_backward() == NO_BACKWARD:  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
                 self._announce_backward([output, beside])
-            self._leave(failed=False)
+            self.schedule.post_forward(unit, module, failed=False)
         return output
 
-    def _fail(self) -> None:
+    def on_failure(self, module: nn.Module) -> None:
+        """An exception has ended the module's forward."""
         if current_backward() == NO_BACKWARD:
-            self._leave(failed=True)
-
-    def _leave(self, *, failed: bool) -> None:
-        if self.unit is not None:
-            self.schedule.leave_module(self.unit, self._module.alive())
-        self.schedule.leave_call(failed)
+            self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        call = self.schedule.open_call(unit)
-        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
+        passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, output: Any) -> None:
@@ -206,16 +181,17 @@ class _EndOfBackward(torch.autograd.Function):
     """Passes inputs through; its backward runs after that of everything computed from them."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: ModuleHooks, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.call = hooks, call
+    def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.unit = hooks, unit
         ctx.set_materialize_grads(False)
+        hooks.schedule.open_call(unit, ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.hooks.schedule.close_call(ctx.call)
+        ctx.hooks.schedule.close_call(ctx.unit, ctx)
         return None, None, *gradients
 
 
-def _cast_floating(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _cast(structure: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(structure, lambda t: t.to(dtype) if t.is_floating_point() else t)

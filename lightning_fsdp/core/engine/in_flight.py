@@ -132,17 +132,13 @@ class Reductions:
         """Let all end: ``.grad`` holds what they gave."""
         for call in self._watchers.before_landing:
             call()
-        landing, self._in_flight = self._in_flight, []
-        advanced = landing
-        while advanced:  # all are under way before one is waited for
-            advanced = [flat_param for flat_param in advanced if flat_param.advance()]
-        for flat_param in landing:
-            flat_param.land()
+        while self._in_flight:
+            self._advance()
         for call in self._watchers.on_landed:
             call()
 
     def _advance(self) -> None:
-        """Let each go one stage on; after its last it lands."""
+        """Let each in flight go one stage on; after its last it lands."""
         # All start before one is waited for: so a slow line between hosts never rests between two.
         for flat_param in [f for f in self._in_flight if not f.advance()]:
             flat_param.land()

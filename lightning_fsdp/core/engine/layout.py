@@ -79,30 +79,17 @@ class FlatLayout:
     places: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.shard_numel % SHARD_ALIGNMENT:
-            raise ValueError(
-                f"layout: expected shards of a multiple of {SHARD_ALIGNMENT} elements, got "
-                f"{self.shard_numel}."
-            )
+        shards = f"shards of a multiple of {SHARD_ALIGNMENT} elements"
+        _expect(self.shard_numel % SHARD_ALIGNMENT == 0, shards, self.shard_numel)
         stop, before = 0, "the region's start"
         for slot in self.slots:
-            where = f"layout: expected slot {slot.name!r}"
-            if slot.numel != math.prod(slot.shape):
-                raise ValueError(
-                    f"{where} of shape {slot.shape} to have as many elements, got {slot.numel}."
-                )
-            if slot.offset % ALIGNMENT:
-                raise ValueError(f"{where} at a multiple of {ALIGNMENT}, got {slot.offset}.")
-            if slot.offset < stop:
-                raise ValueError(
-                    f"{where} behind {before}, which ends at {stop}, got {slot.offset}."
-                )
-            stop, before = slot.offset + slot.numel, f"{slot.name!r}"
-        if stop > self.numel:
-            raise ValueError(
-                f"layout: expected {before} to end in the region of {self.numel} "
-                f"elements, got {stop}."
-            )
+            name, offset, numel = f"slot {slot.name!r}", slot.offset, slot.numel
+            as_many = f"{name} of shape {slot.shape} to have as many elements"
+            _expect(numel == math.prod(slot.shape), as_many, numel)
+            _expect(offset % ALIGNMENT == 0, f"{name} at a multiple of {ALIGNMENT}", offset)
+            _expect(offset >= stop, f"{name} behind {before}, which ends at {stop}", offset)
+            stop, before = offset + numel, f"{slot.name!r}"
+        _expect(stop <= self.numel, f"{before} to end in the region of {self.numel} elements", stop)
 
     @functools.cached_property
     def numel(self) -> int:
@@ -170,6 +157,11 @@ def complement(
         position = max(position, used_stop)
     if stop > position:
         yield position, stop
+
+
+def _expect(is_so: bool, what: str, found: int) -> None:
+    if not is_so:
+        raise ValueError(f"layout: expected {what}, got {found}.")
 
 
 def _round_up(value: int, multiple: int) -> int:

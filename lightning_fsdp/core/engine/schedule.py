@@ -21,7 +21,9 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,40 +32,72 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
-from lightning_fsdp.core.engine.passes import Backward, Call, Forward, Progress, Running
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Watchers
+from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
 
 
-class Schedule:
+@dataclass
+class _Running:
+    """A unit in its forward: modules that have not run, and calls that have not returned."""
+
+    waiting_for: set[nn.Module]
+    was_whole: bool  # before it
+    depth: int = 0
+
+
+@dataclass(eq=False)
+class _Backward:
+    """A run of the autograd engine."""
+
+    # What is called at its end, and owned by it. Nothing tells of an exception that ends it; but
+    # once this is gone, so is the backward.
+    ending: weakref.ref[Callable[[], None]]
+    # Whether it has left each unit that it reached, by whatever way; in its order.
+    has_left: dict[Unit, bool] = field(default_factory=dict)
+    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
+    # With gradients to reduce, or to keep.
+    unsettled: dict[FlatParameter, None] = field(default_factory=dict)
+
+
+class Schedule(Owner):
     """Runs the units of one sharded model.
+
+    Args:
+        communicator: See below.
+        new_watchers: Makes what hangs on it, and on its copies.
 
     Attributes:
         communicator: The sharding group and its replicas.
         watchers: What hangs on it.
         units: All units, in the order in which they were sharded.
+        gathers: Under way, or ahead.
     """
 
-    def __init__(self, communicator: Communicator, watchers: Watchers) -> None:
+    def __init__(
+        self, communicator: Communicator, new_watchers: Callable[[], Sequence[Watcher]]
+    ) -> None:
         self.communicator = communicator
-        self.watchers = watchers
+        self._new_watchers = new_watchers
+        self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
-        self._forward = Forward()
-        self._backward: Backward | None = None
-        self._gathers = Gathers(watchers)
-        self._reductions = Reductions(watchers)
+        self._depth = 0  # calls into sharded modules that have not returned
+        self._running: dict[Unit, _Running] = {}
+        self._backward: _Backward | None = None
+        self.gathers = Gathers(self.watchers)
+        self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self._calls: defaultdict[Unit, weakref.WeakSet[Call]] = defaultdict(weakref.WeakSet)
+        # Of each unit, the calls whose graphs are alive, and which those graphs own.
+        self._calls: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
         # Units are added as they are copied.
-        return Schedule(self.communicator, self.watchers.anew())
+        return Schedule(self.communicator, self._new_watchers)
 
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
-        return self._forward.depth > 0 or self._backward is not None
+        return self._depth > 0 or self._backward is not None
 
     @property
     def flat_params(self) -> Iterable[FlatParameter]:
@@ -76,65 +110,71 @@ class Schedule:
             self.units.append(unit)
             for flat_param in unit.sites:
                 if flat_param not in self._users:
-                    flat_param.watch(self)
+                    flat_param.belong_to(self)
                 self._users[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def enter_call(self) -> None:
-        """A call into a sharded module begins; the outermost one opens a pass."""
-        if self._forward.depth == 0:
+    def pre_forward(self, unit: Unit | None) -> None:
+        """A call into a sharded module begins; the outermost one opens a pass.
+
+        Args:
+            unit: The module's, if it has one: its first module makes it whole.
+        """
+        if self._depth == 0:
             if self._backward is not None:
                 self._recover("a backward")
             self._order_in_forward.begin()
             for call in self.watchers.on_pass:
                 call()
-        self._forward.depth += 1
+        self._depth += 1
+        if unit is None:
+            return
+        if (running := self._running.get(unit)) is not None:
+            self.gathers.refresh(unit)
+        else:
+            if unit.is_stale:
+                unit.reshard()
+            running = self._running[unit] = _Running(set(unit.modules), unit.is_whole)
+            self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
+            unit.install_leaves()
+        running.depth += 1
 
-    def leave_call(self, failed: bool) -> None:
-        """A call into a sharded module ends, by an exception if ``failed``."""
-        forward = self._forward
-        forward.depth = max(forward.depth - 1, 0)
-        if forward.depth > 0:
+    def post_forward(self, unit: Unit | None, module: nn.Module, *, failed: bool) -> None:
+        """A call into a sharded module ends, by an exception if ``failed``.
+
+        Args:
+            unit: The module's, if it has one: its last module releases it.
+            module: The module.
+            failed: Whether an exception ends it.
+        """
+        if unit is not None and (running := self._running.get(unit)) is not None:
+            running.depth -= 1
+            running.waiting_for.discard(module)
+            if running.depth <= 0 and not running.waiting_for:
+                self._end_forward(unit)
+        self._depth = max(self._depth - 1, 0)
+        if self._depth > 0:
             return
         if failed:
             self._recover("a forward")
             return
-        for unit in list(forward.running):  # of its modules, only some ran
-            self._end_forward(unit)
-        self._gathers.drop_ahead()
+        for left in list(self._running):  # of its modules, only some ran
+            self._end_forward(left)
+        self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
-        if self._forward.depth > 0 and not torch_internals.is_in_backward():
+        if self._depth > 0 and not torch_internals.is_in_backward():
             self._recover("a forward")
 
-    def enter_module(self, unit: Unit) -> None:
-        """A unit's module begins its forward: the first one makes the unit whole."""
-        forward = self._forward
-        if (running := forward.running.get(unit)) is not None:
-            self._gathers.refresh(unit)
-        else:
-            if unit.is_stale:
-                unit.reshard()
-            running = forward.running[unit] = Running(set(unit.modules), unit.is_whole)
-            self._gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
-            unit.install_leaves()
-        running.depth += 1
+    def is_running(self, unit: Unit) -> bool:
+        """Whether the unit is in its forward: from its first module's to its last one's."""
+        return unit in self._running
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether a module of the unit is in its forward, so that the unit is whole."""
-        return unit in self._forward.running and self._forward.running[unit].depth > 0
-
-    def leave_module(self, unit: Unit, module: nn.Module) -> None:
-        """A unit's module ends its forward: the last one releases the unit."""
-        running = self._forward.running.get(unit)
-        if running is None:
-            return
-        running.depth -= 1
-        running.waiting_for.discard(module)
-        if running.depth <= 0 and not running.waiting_for:
-            self._end_forward(unit)
+        return unit in self._running and self._running[unit].depth > 0
 
     def recompute(self, unit: Unit | None) -> bool:
         """A module runs again inside of a backward, which ends what begins here.
@@ -147,26 +187,24 @@ class Schedule:
         backward = self._open_backward()
         if unit is None:
             return True
-        backward.progress.setdefault(unit, Progress.TOUCHED)
-        self._gathers.refresh(unit)
-        if unit not in self._forward.running:  # as in a training step that calls backward itself
-            self._gathers.make_whole(unit)
+        backward.has_left.setdefault(unit, False)
+        self.gathers.refresh(unit)
+        if unit not in self._running:  # as in a training step that calls backward itself
+            self.gathers.make_whole(unit)
             unit.install_leaves()
         return unit in backward.entered or bool(self._calls[unit])
 
-    def open_call(self, unit: Unit) -> Call:
-        """Note a call whose backward will leave the unit through the call's inputs."""
-        call = Call(unit)
+    def open_call(self, unit: Unit, call: Any) -> None:
+        """Note a call, which its graph owns, whose backward will leave the unit by its inputs."""
         self._calls[unit].add(call)
-        return call
 
     def _end_forward(self, unit: Unit) -> None:
-        running = self._forward.running.pop(unit)
+        running = self._running.pop(unit)
         unit.install_shards()
         # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
         if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
-            self._gathers.keep(unit)  # the backward would gather it at once
+            self.gathers.keep(unit)  # the backward would gather it at once
         elif frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
@@ -183,7 +221,7 @@ class Schedule:
             return
         is_first = unit not in backward.entered
         backward.entered.add(unit)
-        self._note(backward, unit, Progress.ENTERED)
+        backward.has_left[unit] = False
         for call in self.watchers.before_gradients:
             call(unit)
         if not unit.needs_backward_gather:
@@ -191,53 +229,41 @@ class Schedule:
         # With create_graph=True the backward is recorded, and what it saves are weights again. When
         # that graph is read, and when for the last time, is known to nobody.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        if not unit.is_whole or self._gathers.kept is unit:
-            self._gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
+        if not unit.is_whole or self.gathers.kept is unit:
+            self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
-    def close_call(self, call: Call) -> None:
+    def close_call(self, unit: Unit, call: Any) -> None:
         """The backward leaves a unit through the inputs of a call; the last call finishes it."""
-        backward, calls = self._open_backward(), self._calls[call.unit]
+        backward, calls = self._open_backward(), self._calls[unit]
         calls.discard(call)
         if not calls:
-            self._finish(backward, call.unit)
+            self._finish(backward, unit)
 
-    def _finish(self, backward: Backward, unit: Unit) -> None:
-        self._note(backward, unit, Progress.FINISHED)
+    def _finish(self, backward: _Backward, unit: Unit) -> None:
+        backward.has_left[unit] = True
+        backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
-        finished = backward.progress.get
-        self._settle(
-            backward,
-            [
-                flat_param
-                for flat_param in unit.sites
-                if all(finished(user) is Progress.FINISHED for user in self._users[flat_param])
-            ],
-        )
+        complete = [f for f in unit.sites if all(map(backward.has_left.get, self._users[f]))]
+        self._settle(backward, complete)
 
     def _release(self, unit: Unit) -> None:
         """Take the whole copy that a backward needed out of the modules, and free it."""
-        if unit in self._forward.running:  # as in a training step that calls backward itself
+        if unit in self._running:  # as in a training step that calls backward itself
             return
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
             unit.reshard()
-
-    def _note(self, backward: Backward, unit: Unit, progress: Progress) -> None:
-        """How far a backward has come in a unit, whose gradients are to be settled."""
-        backward.progress[unit] = progress
-        for flat_param in unit.sites:
-            backward.unsettled.setdefault(flat_param)
 
     def note_arrival(self, flat_param: FlatParameter) -> None:
         """A local gradient arrives, perhaps of a unit whose outputs nobody has seen."""
         backward, users = self._open_backward(), self._users[flat_param]
         backward.unsettled.setdefault(flat_param)
         # Of a tied weight's users, one was entered on every rank; others may have no backward.
-        if backward.progress.keys().isdisjoint(users):
-            backward.progress.update(dict.fromkeys(users, Progress.TOUCHED))
+        if backward.has_left.keys().isdisjoint(users):
+            backward.has_left.update(dict.fromkeys(users, False))
 
-    def _settle(self, backward: Backward, flat_params: Iterable[FlatParameter]) -> None:
+    def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
         """Reduce what is complete in this backward, or keep it for the next."""
         synced = []
         for flat_param in flat_params:
@@ -253,7 +279,7 @@ class Schedule:
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
-    def _open_backward(self) -> Backward:
+    def _open_backward(self) -> _Backward:
         if self._backward is not None:
             if self._backward.ending() is not None:  # it runs, or a node of it runs another one
                 return self._backward
@@ -264,7 +290,7 @@ class Schedule:
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._backward = Backward(weakref.ref(close))
+        self._backward = _Backward(weakref.ref(close))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
@@ -272,8 +298,8 @@ class Schedule:
     def _close_backward(self) -> None:
         backward = self._open_backward()
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
-        for unit, progress in list(backward.progress.items()):
-            if progress is not Progress.FINISHED:
+        for unit, has_left in list(backward.has_left.items()):
+            if not has_left:
                 self._finish(backward, unit)
             elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
                 self._release(unit)
@@ -281,7 +307,7 @@ class Schedule:
             self._settle(backward, [flat_param])
         # An earlier, unsynced backward may have gone through units that this one did not enter.
         self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
-        self._gathers.drop()
+        self.gathers.drop()
         self._reductions.land()
         for flat_param in self._users:
             flat_param.micro_batch += 1
@@ -316,45 +342,25 @@ class Schedule:
         Args:
             stepped: ``id`` of each parameter of the optimizer.
         """
-        is_stepped = {u: not stepped.isdisjoint(map(id, u.parameters())) for u in self.units}
-        if not any(is_stepped.values()):
+        of_step = {f for f in self._users if not stepped.isdisjoint(map(id, f.parameters))}
+        if not of_step:
             return
         for call in self.watchers.on_step:
             call()
         for unit in self.units:
-            if not is_stepped[unit] and not unit.is_kept_for_graph:
+            if of_step.isdisjoint(unit.sites) and not unit.is_kept_for_graph:
                 continue
             for flat_param in unit.sites:
                 flat_param.end_step()
-            if unit in self._forward.running:
-                self._gathers.refresh(unit)
+            if unit in self._running:
+                self.gathers.refresh(unit)
             else:
                 unit.reshard()
-
-    # -- by hand ---------------------------------------------------------------------------------
-
-    def gather(self, unit: Unit) -> None:
-        """Start a unit's gather, agreed on by all ranks."""
-        self._gathers.start(unit)
-
-    def reshard(self, unit: Unit) -> None:
-        """Free a unit's whole copy at the user's wish.
-
-        Raises:
-            RuntimeError: The unit is in its forward and computes with it.
-        """
-        if unit in self._forward.running:
-            raise RuntimeError(
-                f"unit {unit.name!r} (rank {self.communicator.mesh_rank}): expected reshard() "
-                "between forwards, got it inside of the unit's own, which uses the parameters. "
-                "Call it after the forward."
-            )
-        unit.reshard()
 
     def _recover(self, what: str) -> None:
         """After an exception: forget what ran; what hangs on it ends what is in flight."""
         in_backward = self._backward is not None
-        self._forward, self._backward = Forward(), None
-        self._gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
+        self._depth, self._running, self._backward = 0, {}, None
+        self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         for call in self.watchers.on_failure:
             call(self.units, what, in_backward=in_backward)

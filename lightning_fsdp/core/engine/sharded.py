@@ -14,9 +14,9 @@ While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`L
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Self
 
 from torch import Tensor
 
@@ -108,28 +108,3 @@ def let_wait(parameter: Sharded, make: MakeWaiting) -> LocalGradient:
     if (local := local_gradient_of(parameter)) is None:
         parameter.grad = local = make(parameter)
     return local
-
-
-def take_own(parameters: Sequence[Sharded]) -> dict[int, Tensor]:
-    """This rank's own gradients by slot, which wait no more."""
-    taken = {}
-    for slot, parameter in enumerate(parameters):
-        local = local_gradient_of(parameter)
-        if local is not None and local.part is not None:
-            taken[slot], local.part = local.part, None
-            if local.of_replica is None:
-                parameter.grad = local.prior
-    return taken
-
-
-def add_reduced(parameter: Sharded, gradient: Sharded) -> Sharded:
-    """Add a reduced gradient to ``.grad``, beside what may wait there; gives their sum."""
-    local = local_gradient_of(parameter)
-    present = parameter.grad if local is None else local.prior
-    if present is not None:
-        return cast(Sharded, present.add_(gradient))
-    if local is not None:
-        local.prior = gradient
-    else:
-        parameter.grad = gradient
-    return gradient

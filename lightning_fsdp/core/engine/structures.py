@@ -49,11 +49,9 @@ def _items(structure: Any) -> list[tuple[Any, Any]]:
 
 def _with_items(structure: Any, items: list[tuple[Any, Any]]) -> Any:
     if isinstance(structure, (list, tuple)):
-        values = [value for _, value in items]
+        values, make = [value for _, value in items], type(structure)
         # A named tuple takes its values one by one.
-        return (
-            type(structure)(*values) if hasattr(structure, "_fields") else type(structure)(values)
-        )
+        return make(*values) if hasattr(structure, "_fields") else make(values)
     copied = copy.copy(structure)
     for key, value in items:
         if isinstance(structure, Mapping):

@@ -24,12 +24,6 @@ from lightning_fsdp.core.engine.sharded import Sharded
 class WeakModule(weakref.ref[nn.Module]):
     """A module, referred to weakly by what it owns. A copy refers to the module's copy."""
 
-    def alive(self) -> nn.Module:
-        """The module, which is alive."""
-        module = self()
-        assert module is not None, "whoever asks has it"
-        return module
-
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
         return self if module is None else WeakModule(copy.deepcopy(module, memo))
@@ -48,7 +42,9 @@ class Site:
     @property
     def module(self) -> nn.Module:
         """The module, which is alive."""
-        return self._module.alive()
+        module = self._module()
+        assert module is not None, "whoever asks has it"
+        return module
 
     def get(self) -> Tensor | None:
         """The parameter that is registered here, if there is one."""
@@ -120,12 +116,11 @@ class Unit:
             NotImplementedError: Only modules inside of the unit's own are being copied.
         """
         if not any(id(module) in memo for module in self.modules):
-            cls = type(self.modules[0]).__name__
             raise NotImplementedError(
                 f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a deepcopy of "
-                f"{cls} {self.name!r} or of a module around it, got one of a module inside, whose "
-                "parameters are gathered with the unit only. Copy the unit's module and take the "
-                "part from the copy."
+                f"{type(self.modules[0]).__name__} {self.name!r} or of a module around it, got one "
+                "of a module inside, whose parameters are gathered with the unit only. Copy the "
+                "unit's module and take the part from the copy."
             )
         copied = memo[id(self)] = replace(self)  # the modules being copied refer to it
         copied.owners = copy.deepcopy(self.owners, memo)
@@ -141,12 +136,6 @@ class Unit:
     def flat_params(self) -> Iterator[FlatParameter]:
         """What is whole at once."""
         return iter(self.sites)
-
-    def parameters(self) -> Iterator[Sharded]:
-        """The sharded parameters that the unit uses."""
-        for flat_param, slots in self.sites.items():
-            for slot in slots:
-                yield flat_param.parameters[slot]
 
     @property
     def is_held(self) -> bool:

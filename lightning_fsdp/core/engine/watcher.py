@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 class Watcher:
     """Sees what happens to the units of one schedule, in one order on every rank.
 
-    Each method does nothing here.
+    Each method is an event, and does nothing here.
     """
-
-    def anew(self) -> Self:
-        """The same, for the schedule of a copied model."""
-        return type(self)()
 
     def on_pass(self) -> None:
         """An outermost call into a sharded module begins."""
@@ -61,33 +57,31 @@ class Watcher:
 
 
 class Watchers:
-    """The watchers of a schedule by event: those that do nothing at an event are not called.
-
-    Attributes:
-        each: All of them.
-    """
+    """The watchers of a schedule: its attributes are the events, each a list of what to call."""
 
     def __init__(self, each: Sequence[Watcher] = ()) -> None:
-        self.each = tuple(each)
-        self.on_pass = [w.on_pass for w in self._of("on_pass")]
-        self.before_collective = [w.before_collective for w in self._of("before_collective")]
-        self.before_whole = [w.before_whole for w in self._of("before_whole")]
-        self.on_freed = [w.on_freed for w in self._of("on_freed")]
-        self.before_gradients = [w.before_gradients for w in self._of("before_gradients")]
-        self.on_reduce = [w.on_reduce for w in self._of("on_reduce")]
-        self.on_unreduced = [w.on_unreduced for w in self._of("on_unreduced")]
-        self.before_landing = [w.before_landing for w in self._of("before_landing")]
-        self.on_landed = [w.on_landed for w in self._of("on_landed")]
-        self.on_backward_end = [w.on_backward_end for w in self._of("on_backward_end")]
-        self.on_step = [w.on_step for w in self._of("on_step")]
-        self.on_failure = [w.on_failure for w in self._of("on_failure")]
+        self._each = tuple(each)
 
-    def anew(self) -> Watchers:
-        """The same, for the schedule of a copied model."""
-        return Watchers([watcher.anew() for watcher in self.each])
+    def __getattr__(self, event: str) -> list[Callable[..., None]]:
+        # An event is looked up once, and is a plain attribute then. Whose method is still that of
+        # the class above, which does nothing, is not called at all.
+        nothing = getattr(Watcher, event)
+        calls = [getattr(w, event) for w in self._each if getattr(type(w), event) is not nothing]
+        setattr(self, event, calls)
+        return calls
 
-    def _of(self, event: str) -> list[Watcher]:
-        return [w for w in self.each if getattr(type(w), event) is not getattr(Watcher, event)]
+
+class Owner:
+    """A schedule, as its flat parameters know it. This one is nobody's, and not watched.
+
+    Attributes:
+        watchers: What hangs on it.
+    """
+
+    watchers = Watchers()
+
+    def note_arrival(self, flat_param: FlatParameter) -> None:
+        """A local gradient arrives."""
 
 
 class GradientWatcher:

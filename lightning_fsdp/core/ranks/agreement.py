@@ -13,7 +13,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,10 +54,6 @@ class RecordedOrder(Watcher):
         self._control = control
         self._trail = 0  # hash of the events since the pass began
         self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
-
-    def anew(self) -> Self:
-        """The same, for the schedule of a copied model."""
-        return type(self)(self._control)
 
     def on_pass(self) -> None:
         """The trail begins."""

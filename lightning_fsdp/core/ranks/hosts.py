@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.layout import FlatLayout, Slot
 
@@ -100,13 +101,19 @@ class HostsCommunicator(Communicator):
     def _gather_through(
         self, part: Tensor, whole: Tensor, unit_name: str, kept: Tensor | None = None
     ) -> Pending:
-        def gather_in_row(part: Tensor, unit_name: str) -> Pending:
-            if kept is not None:
-                kept.copy_(part)
-            return self.row.gather(whole, unit_name)
+        gather = self.column.gather(part, unit_name)
+        arrive = gather.finish
 
-        gather_in_column = self.column.gather(part, unit_name)
-        return gather_in_column.then("gather_in_host", unit_name, gather_in_row)
+        def gather_in_row() -> Tensor:
+            arrive()
+            with torch_internals.profiled("gather_in_host", unit_name):
+                if kept is not None:
+                    kept.copy_(part)
+                in_row = self.row.gather(whole, unit_name)
+            return in_row.wait()
+
+        gather.finish = gather_in_row
+        return gather
 
     def _part_of(self, whole: Tensor) -> Tensor:
         """What this rank keeps of a whole copy, ``(numel / row.world_size,)``, sharing memory."""

@@ -68,7 +68,7 @@ class ReplicatedFlatParameter(FlatParameter):
         assert self._reduction is not None, "it was started"
         self.waits_for_mean = self.stays_in_replica
         if self.stays_in_replica:
-            self._reduction.stages.clear()
+            self._stages.clear()
             self._used = has_one
             return []
         self._take_along(self._reduction, has_one)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import cast
 
 from lightning_fsdp.core.engine.communicator import Flags
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -35,10 +35,6 @@ class UnusedParameters(Watcher):
         self._usage: dict[ShardedTensor, _Usage] = {}
         self._answer: Callable[[], Flags] | None = None
         self._landed: list[ShardedTensor] = []  # used on some rank
-
-    def anew(self) -> Self:
-        """The same, for the schedule of a copied model."""
-        return type(self)(self._any_rank)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
