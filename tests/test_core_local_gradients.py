@@ -169,7 +169,7 @@ def _add_up(rank, world_size, values):
     model = shard_model(torch.nn.Linear(8, 4, bias=False), mp_policy=policy)
     (unit,) = hooks_of(model).schedule.units
     (flat_param,) = unit.flat_params
-    flat_param._owners.clear()  # no backward runs
+    flat_param._runners.clear()  # no backward runs
     for value in values:
         flat_param.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
     assert flat_param.gradients is Gradients.LOCAL

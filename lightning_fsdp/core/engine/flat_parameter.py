@@ -32,7 +32,7 @@ from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
 from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
-from lightning_fsdp.core.engine.watcher import GradientWatcher, Owner
+from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class FlatParameter:
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
     )
-    _owners: list[weakref.ref[Owner]] = field(default_factory=list, init=False)
+    _runners: list[weakref.ref[Runner]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         spec = self.parameters[0].spec
@@ -112,18 +112,18 @@ class FlatParameter:
             parameter._local = parameter.spec.part_of(shard)
         return replace(self, shard=shard, parameters=parameters)
 
-    def belong_to(self, owner: Owner) -> None:
+    def be_run_by(self, runner: Runner) -> None:
         """Be run by a schedule, and watched by what hangs on it, from now on."""
-        self._owners.append(weakref.ref(owner))
+        self._runners.append(weakref.ref(runner))
         if self.copy is ParameterState.SHARDED:
-            for call in owner.watchers.on_freed:
+            for call in runner.watchers.on_freed:
                 call(self)
 
     @property
-    def _owner(self) -> Owner:
+    def _runner(self) -> Runner:
         # Referred to weakly, as it owns this. The last one that is alive counts: of two models that
         # share a weight and were sharded apart, one may go.
-        alive = [owner for known in self._owners if (owner := known()) is not None]
+        alive = [runner for known in self._runners if (runner := known()) is not None]
         return alive[-1] if alive else _NOBODY
 
     # -- the whole copy --------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class FlatParameter:
             return
         self.copy = ParameterState.GATHERING
         try:
-            for call in self._owner.watchers.before_whole:
+            for call in self._runner.watchers.before_whole:
                 call(self)
             self.buffer.allocate()
             with torch.no_grad():
@@ -244,7 +244,7 @@ class FlatParameter:
                 f"gradient of {self.parameters[slot].spec.name!r}, got {gradient.layout}. Build "
                 "the embedding with sparse=False, or pass the parameter in ignored_params."
             )
-        self._owner.note_arrival(self)
+        self._runner.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
         # A path through the graph may end after the reduction began. Landing is not for here: its
@@ -352,7 +352,7 @@ class FlatParameter:
             if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
                 self.copy = ParameterState.SHARDED
                 self.buffer.free()
-                for call in self._owner.watchers.on_freed:
+                for call in self._runner.watchers.on_freed:
                     call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
@@ -372,7 +372,7 @@ class FlatParameter:
             watcher.on_added(self, slot, gradient, total)
 
 
-_NOBODY = Owner()
+_NOBODY = Runner()
 
 
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:

@@ -33,7 +33,7 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Owner, Watcher, Watchers
+from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Backward:
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
 
-class Schedule(Owner):
+class Schedule(Runner):
     """Runs the units of one sharded model.
 
     Args:
@@ -110,7 +110,7 @@ class Schedule(Owner):
             self.units.append(unit)
             for flat_param in unit.sites:
                 if flat_param not in self._users:
-                    flat_param.belong_to(self)
+                    flat_param.be_run_by(self)
                 self._users[flat_param].append(unit)
 
     # -- forward ---------------------------------------------------------------------------------

@@ -71,8 +71,8 @@ class Watchers:
         return calls
 
 
-class Owner:
-    """A schedule, as its flat parameters know it. This one is nobody's, and not watched.
+class Runner:
+    """A schedule, as the flat parameters that it runs know it. This one does nothing.
 
     Attributes:
         watchers: What hangs on it.
