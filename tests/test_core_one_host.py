@@ -135,8 +135,9 @@ def sleep_at_random(rank, longest_s=0.004):
 
         return after_a_pause
 
-    for name in ("start", "wait_for", "_send", "_listen", "_receive", "_take", "_places"):
+    for name in ("start", "wait_for", "_send", "_receive", "_take", "_lose"):
         setattr(lines.Lines, name, paused(getattr(lines.Lines, name)))
+    lines._places = paused(lines._places)
     process_memory.Place.read = paused(process_memory.Place.read)
 
 

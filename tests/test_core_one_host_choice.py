@@ -44,7 +44,7 @@ def refused_on_one_rank(rank, world_size, road):
         def refuse(*args):
             raise PermissionError(1, "Operation not permitted")
 
-        neighbours.read_memory = refuse
+        process_memory.Place.read = refuse
     if road == "another host":
         neighbours.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
     if road == "no /proc" and rank == 1:
@@ -143,7 +143,7 @@ def choose_what_one_rank_is_refused(rank, world_size, shape):
         def refuse(*args):
             raise PermissionError(1, "Operation not permitted")
 
-        neighbours.read_memory = refuse
+        process_memory.Place.read = refuse
     mesh, model = new_mesh(*shape), layer()
     with pytest.raises(
         RuntimeError, match=r"comm='direct'(?s:.)*rank \d: \[Errno 1\] Operation not"
@@ -180,7 +180,7 @@ def make_and_destroy_groups(rank, world_size):
     for number, group in enumerate(groups, start=2):
         gather_on(group).wait()
         assert len(_threads()) == number
-    num_lines = 2 * (world_size - 1) + 1  # a socket and a process for each peer, and one to wake
+    num_lines = 2 * world_size  # a socket and a process for each peer, and a line to itself
     assert len(opened) == 3 * num_lines
     assert set(opened) <= _descriptors()
     dist.barrier()

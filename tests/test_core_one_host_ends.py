@@ -239,7 +239,7 @@ def interrupted(rank, world_size, when):
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         owner, name = {
-            "after the post": (one_host.OneHostCommunicator, "_start"),
+            "after the post": (one_host.OneHostCommunicator, "_exchange"),
             "before the wait": (Pending, "wait"),
         }[when]
         setattr(owner, name, _interrupted(owner, name))
@@ -319,11 +319,10 @@ def test_a_forked_child_does_not_end_the_lines_of_its_parent():
 
 
 def gather_many_at_once(rank, world_size):
-    communicator, listen = connected(dist.group.WORLD), lines.Lines._listen
-    dist.barrier()
     if rank == 1:  # for a while it receives nothing
-        pauses = iter([1.0])
-        lines.Lines._listen = lambda *args: (time.sleep(next(pauses, 0)), listen(*args))
+        pauses, receive = iter([1.0]), lines.Lines._receive
+        lines.Lines._receive = lambda *args: (time.sleep(next(pauses, 0)), receive(*args))[1]
+    communicator = connected(dist.group.WORLD)
     wholes = [torch.full((2 * n,), 10.0 * n + rank) for n in range(400)]  # one without elements
     gathers = [communicator.gather(whole, f"u{n}") for n, whole in enumerate(wholes)]
     for n, gather in enumerate(gathers):

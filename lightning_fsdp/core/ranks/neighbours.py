@@ -12,16 +12,19 @@ import os
 import secrets
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.ranks.lines import Lines
-from lightning_fsdp.core.ranks.process_memory import host_of_this_process, read_memory
+from lightning_fsdp.core.ranks.process_memory import Place, host_of_this_process
 
 _NUM_PROBED_BYTES = 16
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class _Card:
     content: bytes
 
 
+class _Refused(Exception):  # noqa: N818 (nothing is wrong)
+    """Why there are no lines."""
+
+
 def connect(group: dist.ProcessGroup) -> Lines | str:
     """Lines to all other ranks, or why there are none, the same on all ranks. Collective."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -50,80 +57,78 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
     probed = ctypes.create_string_buffer(secrets.token_bytes(_NUM_PROBED_BYTES), _NUM_PROBED_BYTES)
     sockets: dict[int, socket.socket] = {}
     processes: dict[int, int] = {}
-    with contextlib.ExitStack() as opened, contextlib.ExitStack() as listening:
-        mine: _Card | str
-        try:
-            listener = listening.enter_context(_listener(world_size, timeout_s))
-            host, line = host_of_this_process(), listener.getsockname()
-            mine = _Card(host, os.getpid(), line, ctypes.addressof(probed), probed.raw)
-        except (OSError, AttributeError) as error:  # not on Linux
-            mine = f"rank {rank}: {error}"
-        cards, refusal = _read_cards(_tell_all(group, mine))
-        try:
+    with contextlib.ExitStack() as opened:
+
+        def introduce() -> _Card:
+            sockets[rank] = opened.enter_context(_new_socket())  # that it listens on
+            sockets[rank].bind("")  # the kernel gives it an address that is in no file system
+            sockets[rank].listen(world_size)
+            line, memory = sockets[rank].getsockname(), ctypes.addressof(probed)
+            return _Card(host_of_this_process(), os.getpid(), line, memory, probed.raw)
+
+        def reach(cards: list[_Card]) -> None:
             for peer, card in enumerate(cards):
                 if peer != rank:
-                    _probe(card)
+                    _probe(peer, card)
                     processes[peer] = os.pidfd_open(card.pid)
                     opened.callback(os.close, processes[peer])
                 if peer < rank:
-                    sockets[peer] = opened.enter_context(_new_socket(timeout_s))
+                    sockets[peer] = opened.enter_context(_new_socket())
                     sockets[peer].connect(card.line)
-        except (OSError, AttributeError) as error:
-            refusal = f"rank {rank}: {error}"
-        # From here on all have read what they were to, and connected, or there is a reason.
-        refusal = next(filter(None, _tell_all(group, refusal)), "")
-        if refusal:
-            return refusal
+
+        try:
+            cards = _on_all(group, introduce)
+            if len({card.host for card in cards}) > 1:
+                return "they are on several hosts, or in several namespaces"
+            _on_all(group, lambda: reach(cards))
+        except _Refused as refused:
+            return str(refused)
         peers = {card.pid: peer for peer, card in enumerate(cards) if peer > rank}
-        while len(sockets) < world_size - 1:
-            stranger, _ = listener.accept()  # at once: all have connected
-            peer = peers.get(_pid_of(stranger), rank)
-            if peer == rank:
-                stranger.close()
-            else:
-                sockets[peer] = opened.enter_context(stranger)
-        lines = Lines(sockets, {peer: cards[peer].pid for peer in sockets}, processes, timeout_s)
-        opened.pop_all()
-    return lines
+        with sockets.pop(rank) as listener:
+            while peers:  # they have connected, and so may have others
+                accepted = opened.enter_context(listener.accept()[0])
+                with contextlib.suppress(KeyError):
+                    sockets[peers.pop(_pid_of(accepted))] = accepted
+        return Lines(
+            rank,
+            sockets,
+            processes=processes,
+            pids={peer: card.pid for peer, card in enumerate(cards)},
+            opened=opened.pop_all(),
+            timeout_s=timeout_s,
+        )
 
 
-def _tell_all(group: dist.ProcessGroup, mine: _Card | str) -> list[Any]:
+def _on_all(group: dist.ProcessGroup, step: Callable[[], _T]) -> list[_T]:
+    """What a step gives, by rank. Collective.
+
+    Raises:
+        _Refused: It failed on a rank; on all ranks.
+    """
     every: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        mine: _T | _Refused = step()
+    except (OSError, AttributeError) as error:  # some have no name where this is not Linux
+        mine = _Refused(f"rank {dist.get_rank(group)}: {error}")
     dist.all_gather_object(every, mine, group=group)
+    for refused in every:
+        if isinstance(refused, _Refused):
+            raise refused
     return every
 
 
-def _read_cards(every: list[_Card | str]) -> tuple[list[_Card], str]:
-    """The cards, or none of them and a reason."""
-    cards = [card for card in every if isinstance(card, _Card)]
-    if len(cards) < len(every):
-        return [], next(card for card in every if isinstance(card, str))
-    if len({card.host for card in cards}) > 1:
-        return [], "they are on several hosts, or in several namespaces"
-    return cards, ""
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
 
 
-def _new_socket(timeout_s: float) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(timeout_s)
-    return made
-
-
-def _listener(world_size: int, timeout_s: float) -> socket.socket:
-    listener = _new_socket(timeout_s)
-    listener.bind("")  # the kernel gives it an address that is in no file system
-    listener.listen(world_size)
-    return listener
-
-
-def _probe(card: _Card) -> None:
+def _probe(peer: int, card: _Card) -> None:
     """Read what a process lets everybody read.
 
     Raises:
         OSError: The kernel does not permit it.
     """
     found = ctypes.create_string_buffer(len(card.content))
-    read_memory(card.pid, card.memory, ctypes.addressof(found), len(card.content))
+    Place(peer, card.pid, card.memory, len(found)).read(ctypes.addressof(found), len(found))
     if found.raw != card.content:
         raise OSError(f"process_vm_readv of process {card.pid}: it is another process")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,9 +18,16 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.engine.layout import complement
-from lightning_fsdp.core.ranks.lines import Exchange, Lines, Places
+from lightning_fsdp.core.ranks.lines import Lines, Places, Take
 from lightning_fsdp.core.ranks.neighbours import connect
-from lightning_fsdp.core.ranks.pairs import PairCommunicator, Piece, cut_out, mean, tag_of
+from lightning_fsdp.core.ranks.pairs import (
+    PairCommunicator,
+    Parts,
+    Piece,
+    mean,
+    send_and_receive,
+    tag_of,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +64,13 @@ class OneHostCommunicator(PairCommunicator):
         if may_read:
             with collective(f"first exchange {self.where}", "every rank"):
                 found = connect(self.group)
+        way = f"send to each other in pairs: {found}"
+        self.refusal = str(found)
         if isinstance(found, Lines):
-            self.refusal, self._lines = "", found
-            weakref.finalize(self.group, found.close)  # also when the process exits
+            self.refusal, self._lines, way = "", found, "read each other's memory"
             self._shown = torch_internals.likeness_of(self.group)
-        else:
-            self.refusal = found
+            weakref.finalize(self.group, found.close)  # also when the process exits
         if self.rank == 0:
-            way = (
-                f"send to each other in pairs: {found}"
-                if self.refusal
-                else "read each other's memory"
-            )
             _log.info("ranks %s of %d %s", list(self.ranks), self.mesh_size, way)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
@@ -88,71 +90,48 @@ class OneHostCommunicator(PairCommunicator):
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str
     ) -> None:
         """All-to-all of parts that lie where they are; see ``exchange.py``. Synchronous."""
-
-        def take(places: Places) -> None:
-            for peer, found in places.items():
-                for part, place in zip(incoming[peer], found, strict=True):
-                    place.read(part.data_ptr(), place.nbytes)
-
-        peers, tag = self._peers(), tag_of(f"all_to_all {what}", reduces=False)
-        to, into = {peer: outgoing[peer] for peer in peers}, {p: incoming[p] for p in peers}
+        to, into = ({p: parts[p] for p in self._peers()} for parts in (outgoing, incoming))
+        where = f"{what} {self.where}"
         try:
-            for work, peer in self._start(tag, to, into, take):
-                with collective(f"{what} {self.where}", peer):
+            works = self._exchange(where, to, into, tag_of(f"all_to_all {what}", reduces=False))
+            for work, peer in works:
+                with collective(where, peer):
                     work.wait()
         except BaseException:  # what peers still read may change from now on
             self.break_off()
             raise
-
-    def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
-        if self._lines is None:
-            return super()._gather(whole, slots, what, unit_name)
-
-        def take(places: Places) -> None:
-            for peer, (place,) in places.items():
-                place.read(slots[peer].data_ptr(), place.nbytes)
-
-        mine, tag = slots[self.rank], tag_of(unit_name, reduces=False)
-        return self._start(
-            tag,
-            {peer: [mine] for peer in self._peers()},
-            {peer: [slots[peer]] for peer in self._peers()},
-            take,
-        )
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
         if self._lines is None:
             return super()._reduce(region, what)
         pieces, shards = self._pieces(region)
         mine, shard = shards[self.rank], region.empty(region.layout.shard_numel, region.dtype)
-        works = self._start(
-            tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True),
-            {peer: [piece.data for piece in shards[peer]] for peer in self._peers()},
-            {peer: [piece.data for piece in mine] for peer in self._peers()},  # as many and as long
-            functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype),
-        )
+        to = {peer: [piece.data for piece in shards[peer]] for peer in self._peers()}
+        like = {peer: [piece.data for piece in mine] for peer in to}  # as many and as long
+        tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
+        take = functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype)
+        works = self._exchange(what, to, like, tag, take)
         return Pending(what, works, lambda: shard, keeps=[piece.data for piece in pieces])
 
-    def _start(
-        self,
-        tag: int,
-        outgoing: Mapping[int, Sequence[Tensor]],
-        like_incoming: Mapping[int, Sequence[Tensor]],
-        take: Callable[[Places], None],
+    def _exchange(
+        self, what: str, to: Parts, into: Parts, tag: int, take: Take | None = None
     ) -> Works:
+        if self._lines is None:
+            return super()._exchange(what, to, into, tag)
         assert self.group is not None, "it raises where the group is gone"
-        assert self._lines is not None, "it was asked"
-        for peer in self._peers():  # for whoever counts or traces what is sent
-            for data in like_incoming[peer]:
-                self._shown.recv([data], peer, tag)
-            for data in outgoing[peer]:
-                self._shown.send([data], peer, tag)
-        sizes = {peer: [data.nbytes for data in like] for peer, like in like_incoming.items()}
+        send_and_receive(self._shown, what, to, into, tag)  # for whoever counts or traces
+        sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
-            return self._lines.start(Exchange(tag, outgoing, sizes, take))
+            return self._lines.start(tag, to, sizes, take or functools.partial(_take, into))
         except BaseException:  # or what is started next would be taken for what was not posted
             self.break_off()
             raise
+
+
+def _take(incoming: Parts, places: Places) -> None:
+    for peer, parts in incoming.items():
+        for part, place in zip(parts, places[peer], strict=True):
+            place.read(part.data_ptr(), place.nbytes)
 
 
 @torch.no_grad()
@@ -160,26 +139,14 @@ def _take_mean(
     mine: list[Piece], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
 ) -> None:
     """Read the peers' parts of a shard, and write the mean over all ranks, by blocks."""
-    itemsize = sent_dtype.itemsize
+    for start, stop in complement([piece.extent for piece in mine], 0, shard.numel()):
+        shard[start:stop].zero_()
     scratch = torch.empty(len(places), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
-    for start in range(0, shard.numel(), _BLOCK_NUMEL):
-        block = shard[start : start + _BLOCK_NUMEL]
-        stop, own = start + block.numel(), cut_out(mine, start, block.numel())
-        rows = {p: row[: block.numel()] for p, row in zip(sorted(places), scratch, strict=True)}
-        if sent_dtype == shard.dtype:  # the sum is made in the first row
-            rows[min(rows)] = block
-        free = list(complement([piece.extent for piece in own], 0, block.numel()))
-        for peer, row in rows.items():
-            for free_start, free_stop in free:
-                row[free_start:free_stop].zero_()
-            for piece, place in zip(mine, places[peer], strict=True):
-                low, high = max(piece.offset, start), min(piece.extent[1], stop)
-                if low < high:
-                    place.read(
-                        row.data_ptr() + (low - start) * itemsize,
-                        (high - low) * itemsize,
-                        (low - piece.offset) * itemsize,
-                    )
-        result = mean(rows, own, rank, shard.dtype)
-        if result.data_ptr() != block.data_ptr():
-            block.copy_(result)
+    for index, piece in enumerate(mine):
+        for start in range(0, piece.data.numel(), _BLOCK_NUMEL):
+            own = piece.data[start : start + _BLOCK_NUMEL]
+            rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
+            for peer, row in rows.items():
+                places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
+            total = mean(rows, [Piece(0, own)], rank, shard.dtype)
+            shard.narrow(0, piece.offset + start, own.numel()).copy_(total)

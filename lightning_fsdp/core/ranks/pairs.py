@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,9 @@ from lightning_fsdp.core.ranks.narrow import may_overflow
 
 MAX_PAIRWISE_WORLD_SIZE = 8
 _LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
+
+Parts = Mapping[int, Sequence[Tensor]]
+"""By peer, what it gets or gives, each ``(n,)``."""
 
 
 def exchanges_in_pairs(backend: str, world_size: int) -> bool:
@@ -62,13 +65,9 @@ class PairCommunicator(Communicator):
     """Every rank sends each other rank what that one is to have."""
 
     def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
-        mine = slots[self.rank]
-        return self._exchange(
-            what,
-            lambda peer: [mine],
-            lambda peer: [slots[peer]],
-            tag_of(unit_name, reduces=False),
-        )
+        to = {peer: [slots[self.rank]] for peer in self._peers()}
+        into = {peer: [slots[peer]] for peer in to}
+        return self._exchange(what, to, into, tag_of(unit_name, reduces=False))
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
         pieces, shards = self._pieces(region)
@@ -77,12 +76,10 @@ class PairCommunicator(Communicator):
         for row in received.values():
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
-        works = self._exchange(
-            what,
-            lambda peer: [piece.data for piece in shards[peer]],
-            lambda peer: [received[peer].narrow(0, *piece.place) for piece in mine],
-            tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True),
-        )
+        to = {peer: [piece.data for piece in shards[peer]] for peer in received}
+        into = {p: [row.narrow(0, *piece.place) for piece in mine] for p, row in received.items()}
+        tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
+        works = self._exchange(what, to, into, tag)
         finish = functools.partial(mean, received, mine, self.rank, region.dtype)
         return Pending(what, works, finish, keeps=[piece.data for piece in pieces])
 
@@ -98,30 +95,24 @@ class PairCommunicator(Communicator):
         self.count("reduce_scatter", sum(sent))
         return pieces, shards
 
-    def _exchange(
-        self,
-        what: str,
-        to: Callable[[int], Sequence[Tensor]],
-        into: Callable[[int], Sequence[Tensor]],
-        tag: int,
-    ) -> Works:
-        """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
-        works: Works = []
-        group = self.group
-        for peer in self._peers():
-            with collective(what, f"rank {peer}"):
-                for data in into(peer):
-                    receive = dist.irecv(data, group=group, group_src=peer, tag=tag)
-                    assert receive is not None, "this rank is in the group"
-                    works.append((receive, f"rank {peer}"))
-                for data in to(peer):
-                    send = dist.isend(data, group=group, group_dst=peer, tag=tag)
-                    assert send is not None, "this rank is in the group"
-                    works.append((send, f"rank {peer}"))
-        return works
+    def _exchange(self, what: str, to: Parts, into: Parts, tag: int) -> Works:
+        return send_and_receive(self.group, what, to, into, tag)
 
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+
+def send_and_receive(
+    group: dist.ProcessGroup, what: str, to: Parts, into: Parts, tag: int
+) -> Works:
+    """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
+    works: Works = []
+    for peer in into:
+        with collective(what, f"rank {peer}"):
+            started = [group.recv([data], peer, tag) for data in into[peer]]
+            started += [group.send([data], peer, tag) for data in to[peer]]
+        works += [(work, f"rank {peer}") for work in started]
+    return works
 
 
 def mean(

@@ -15,43 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-
-class _Vector(ctypes.Structure):
-    """A range of memory, as the kernel's ``struct iovec``.
-
-    Attributes:
-        address: Of its first byte, in the process that it belongs to.
-        nbytes: Its length.
-    """
-
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-    address: int
-    nbytes: int
+_Range = ctypes.c_size_t * 2  # address and length: the kernel's struct iovec
 
 
-def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
-    """Copy from another process; other threads of this one run meanwhile.
-
-    Args:
-        pid: The process.
-        address: First byte there.
-        into: First byte here.
-        nbytes: How many.
-
-    Raises:
-        OSError: The process has ended, has no such memory, or the kernel refuses.
-    """
-    here, there = _Vector(), _Vector()
-    while nbytes:
-        here.address, here.nbytes, there.address, there.nbytes = into, nbytes, address, nbytes
-        num_read = _process_vm_readv()(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
-        if num_read <= 0:
-            code = ctypes.get_errno() or errno.EFAULT
-            raise OSError(code, f"process_vm_readv of process {pid}: {os.strerror(code)}")
-        into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
-
-
-class PeerLost(Exception):  # noqa: N818 (the lines catch it)
+class PeerLost(OSError):  # noqa: N818 (the lines catch it)
     """A peer cannot be read any more."""
 
     def __init__(self, peer: int, why: str) -> None:
@@ -78,13 +45,20 @@ class Place:
     def read(self, into: int, nbytes: int, start: int = 0) -> None:
         """Copy ``nbytes``, from ``start`` on, to an address of this process.
 
+        Other threads run meanwhile.
+
         Raises:
-            PeerLost: The peer cannot be read.
+            PeerLost: The peer has ended, has no such memory, or the kernel refuses.
         """
-        try:
-            read_memory(self.pid, self.address + start, into, nbytes)
-        except OSError as error:
-            raise PeerLost(self.peer, str(error)) from error
+        address = self.address + start
+        while nbytes:
+            here, there = _Range(into, nbytes), _Range(address, nbytes)
+            num_read = _process_vm_readv()(self.pid, here, 1, there, 1, 0)
+            if num_read <= 0:
+                code = ctypes.get_errno() or errno.EFAULT
+                what = f"[Errno {code}] process_vm_readv of process {self.pid}"
+                raise PeerLost(self.peer, f"{what}: {os.strerror(code)}")
+            into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
 
 
 def host_of_this_process() -> tuple[str, str, str]:
@@ -103,11 +77,14 @@ def host_of_this_process() -> tuple[str, str, str]:
 
 @functools.cache
 def _process_vm_readv() -> Callable[..., int]:
+    """Of the C library.
+
+    Raises:
+        AttributeError: It has none.
+    """
     # ``CDLL`` lets go of the GIL while it calls, and keeps errno per thread.
-    function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
-    if function is None:
-        raise OSError(errno.ENOSYS, "process_vm_readv: not in this C library")
+    function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     vectors = (ctypes.c_void_p, ctypes.c_ulong)
     function.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
     function.restype = ctypes.c_ssize_t
-    return function  # type: ignore[no-any-return]
+    return function
