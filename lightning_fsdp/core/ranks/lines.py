@@ -1,8 +1,8 @@
 """Lines between processes of one host: messages that say when memory may be read, and was read.
 
-Each two ranks share a socket of the kernel, and a rank has one to itself. A rank posts to all where
-its data for them lies. Once all have posted, each copies what is for it from there, and tells all
-that it has read; then the exchange is over:
+Each two ranks share a socket of the kernel. A rank posts where its data for each of the others
+lies. Once all have posted, each copies what is for it from there and tells the others; when all
+have read, the exchange is over:
 
     sender                               receiver
     post: key, where a table lies  --->  read the table, then the places that it lists
@@ -10,8 +10,9 @@ that it has read; then the exchange is over:
     everything may change          <---  acknowledge: key
 
 Messages are received, and data is read, in a thread that sleeps unless a message comes, so ranks do
-not wait for each other to wait. A key is a tag and how often it was used before, so what has the
-same tag is matched in the order in which it was started.
+not wait for each other to wait. A rank that is the last to start posts to its own thread as well. A
+key is a tag and how often it was used before, so what has one tag is matched in the order in which
+it was started.
 
 Note: lifetimes
 Data stays as it is until the sender's ``wait()`` has returned, and that needs the acknowledgement.
@@ -127,7 +128,7 @@ class Lines:
         timeout_s: float,
     ) -> None:
         ends = [opened.enter_context(end) for end in socket.socketpair(type=socket.SOCK_SEQPACKET)]
-        self._to, self._from = ({**sockets, rank: end} for end in ends)  # this rank is the last
+        self._to, self._from = ({**sockets, rank: end} for end in ends)
         self._rank, self._timeout_s = rank, timeout_s
         self._pids, self._processes, self._opened = pids, processes, opened
         # Reentrant, both: the garbage collector may close lines wherever it runs.
@@ -166,9 +167,11 @@ class Lines:
             )
             key = tag, self._num_started[tag]
             self._num_started[tag] += 1
-            exchange = Exchange(sizes, take, set(self._to), self._posts[key])
-            self._started[key] = exchange
-        for rank in self._to:
+            posts = self._posts[key]
+            posts[self._rank] = Place(self._rank, self._pids[self._rank], 0, 0)
+            all_have_posted = len(posts) == len(self._to)
+            self._started[key] = exchange = Exchange(sizes, take, set(self._to), posts)
+        for rank in self._to if all_have_posted else sizes:  # to its thread, or else to peers only
             places = [(data.data_ptr(), data.nbytes) for data in outgoing.get(rank, ())]
             table = array("Q", [number for place in places for number in place])
             exchange.tables.append(table)
@@ -264,12 +267,8 @@ class Lines:
                 self._lose(rank, f"it waited for rank {tag} in vain")
             elif kind == _POST:
                 self._posts[key][rank] = Place(rank, self._pids[rank], address, nbytes)
-            elif key in self._started:
-                unread_by = self._started[key].unread_by
-                unread_by.discard(rank)
-                if not unread_by:
-                    del self._started[key]
-                    self._changed.notify_all()
+            else:
+                self._note_read(key, rank)
         if kind == _POST and len(self._posts[key]) == len(self._to):
             self._take(key)
         return True
@@ -286,8 +285,19 @@ class Lines:
             except PeerLost as lost:
                 self._lose(lost.peer, lost.why)
                 return
-            # To itself last: what was read counts if the lines are still there.
-            all(self._send(rank, _ACKNOWLEDGE, *key) for rank in self._to)
+            # What was read counts if the lines are still there.
+            if all(self._send(peer, _ACKNOWLEDGE, *key) for peer in exchange.sizes):
+                self._note_read(key, self._rank)
+
+    def _note_read(self, key: Key, rank: int) -> None:
+        with self._changed:
+            if key not in self._started:  # it was hung up
+                return
+            unread_by = self._started[key].unread_by
+            unread_by.discard(rank)
+            if not unread_by:
+                del self._started[key]
+                self._changed.notify_all()
 
     # -- in either ---------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -23,8 +23,6 @@ from lightning_fsdp.core.ranks.lines import Lines
 from lightning_fsdp.core.ranks.process_memory import Place, host_of_this_process
 
 _NUM_PROBED_BYTES = 16
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
                     sockets[peer].connect(card.line)
 
         try:
-            cards = _on_all(group, introduce)
+            cards: list[_Card] = _on_all(group, introduce)
             if len({card.host for card in cards}) > 1:
                 return "they are on several hosts, or in several namespaces"
             _on_all(group, lambda: reach(cards))
@@ -99,7 +97,7 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
         )
 
 
-def _on_all(group: dist.ProcessGroup, step: Callable[[], _T]) -> list[_T]:
+def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
     """What a step gives, by rank. Collective.
 
     Raises:
@@ -107,7 +105,7 @@ def _on_all(group: dist.ProcessGroup, step: Callable[[], _T]) -> list[_T]:
     """
     every: list[Any] = [None] * dist.get_world_size(group)
     try:
-        mine: _T | _Refused = step()
+        mine = step()
     except (OSError, AttributeError) as error:  # some have no name where this is not Linux
         mine = _Refused(f"rank {dist.get_rank(group)}: {error}")
     dist.all_gather_object(every, mine, group=group)

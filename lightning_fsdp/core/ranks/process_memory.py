@@ -12,8 +12,8 @@ import errno
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _Range = ctypes.c_size_t * 2  # address and length: the kernel's struct iovec
 
@@ -26,8 +26,7 @@ class PeerLost(OSError):  # noqa: N818 (the lines catch it)
         self.peer, self.why = peer, why
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Memory of a peer.
 
     Attributes:
