@@ -188,6 +188,29 @@ def test_what_was_posted_stays_until_every_peer_has_read_it(world_size):
     run_on_ranks(overwrite_as_soon_as_permitted, world_size)
 
 
+def drop_a_reduction(rank, world_size):
+    """As an interrupt does: rank 0 forgets it, and other values get what is freed."""
+    communicator = connected(dist.new_group())
+    take = lines.Lines._take
+    if rank == 1:
+        lines.Lines._take = lambda *args: (time.sleep(0.5), take(*args))
+    numel = 20 * SHARD_NUMEL
+    layout = plan_layout([("a", (numel,)), ("b", (numel,))], world_size)  # one in each shard
+    gradients = {index: torch.full((numel,), float(rank)) for index in range(2)}
+    reduction = communicator.reduce(LocalRegion(gradients, layout, "u", empty, FP32, FP32))
+    if rank == 0:
+        del reduction
+        for _ in range(20):
+            poison(torch.empty(numel))
+    else:
+        assert set(reduction.wait().tolist()) == {0.5}
+    dist.barrier()
+
+
+def test_gradients_stay_until_they_are_read_though_nobody_waits_for_their_reduction():
+    run_on_ranks(drop_a_reduction, 2)
+
+
 def run_programs_with_pauses(rank, world_size, first):
     sleep_at_random(rank, longest_s=0.001)
     for seed in range(first, first + 5):

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import selectors
+import select
 import socket
 import struct
 import threading
@@ -74,13 +74,15 @@ class Exchange:
     """What one collective moves between this rank and all others.
 
     Attributes:
+        outgoing: What each peer reads; nobody else may refer to it.
         sizes: By peer, of what it has for this rank, in bytes.
         take: Called in the thread of the lines.
         unread_by: The ranks that do not have all that is for them yet, this one included.
         posts: By rank that has posted, its table of places.
-        tables: Of this rank; peers read them.
+        tables: Of places of ``outgoing``; peers read them.
     """
 
+    outgoing: Mapping[int, Sequence[Tensor]]
     sizes: Mapping[int, list[int]]
     take: Take
     unread_by: set[int]
@@ -170,7 +172,8 @@ class Lines:
             posts = self._posts[key]
             posts[self._rank] = Place(self._rank, self._pids[self._rank], 0, 0)
             all_have_posted = len(posts) == len(self._to)
-            self._started[key] = exchange = Exchange(sizes, take, set(self._to), posts)
+            exchange = Exchange(outgoing, sizes, take, set(self._to), posts)
+            self._started[key] = exchange
         for rank in self._to if all_have_posted else sizes:  # to its thread, or else to peers only
             places = [(data.data_ptr(), data.nbytes) for data in outgoing.get(rank, ())]
             table = array("Q", [number for place in places for number in place])
@@ -240,15 +243,18 @@ class Lines:
                 self.hang_up(f"the thread that reads has failed with {error!r}")
 
     def _listen(self) -> None:
-        poll = selectors.PollSelector()
+        calls: dict[int, Callable[[], bool | None]] = {}
         for rank, line in self._from.items():
-            poll.register(line, selectors.EVENT_READ, functools.partial(self._receive, rank))
+            calls[line.fileno()] = functools.partial(self._receive, rank)
         for peer, process in self._processes.items():  # when it ends, its line does
-            poll.register(process, selectors.EVENT_READ, functools.partial(_shut, self._from[peer]))
+            calls[process] = functools.partial(_shut, self._from[peer])
+        poll = select.poll()
+        for descriptor in calls:
+            poll.register(descriptor, select.POLLIN)
         while self._rank not in self._lost:
-            for key, _ in poll.select():
-                if not key.data():
-                    poll.unregister(key.fileobj)
+            for descriptor, _ in poll.poll():
+                if not calls[descriptor]():
+                    poll.unregister(descriptor)
 
     def _receive(self, rank: int) -> bool:
         """Take in one message; ``False`` where none will come any more."""
