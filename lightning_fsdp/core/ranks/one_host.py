@@ -145,8 +145,12 @@ def _take_mean(
     for index, piece in enumerate(mine):
         for start in range(0, piece.data.numel(), _BLOCK_NUMEL):
             own = piece.data[start : start + _BLOCK_NUMEL]
+            block = shard.narrow(0, piece.offset + start, own.numel())
             rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
+            if sent_dtype == shard.dtype:  # the sum is made in the first row
+                rows[min(rows)] = block
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
-            total = mean(rows, [Piece(0, own)], rank, shard.dtype)
-            shard.narrow(0, piece.offset + start, own.numel()).copy_(total)
+            result = mean(rows, [Piece(0, own)], rank, shard.dtype)
+            if result is not block:
+                block.copy_(result)
