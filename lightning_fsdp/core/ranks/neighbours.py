@@ -83,10 +83,7 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
             return str(refused)
         peers = {card.pid: peer for peer, card in enumerate(cards) if peer > rank}
         with sockets.pop(rank) as listener:
-            while peers:  # they have connected, and so may have others
-                accepted = opened.enter_context(listener.accept()[0])
-                with contextlib.suppress(KeyError):
-                    sockets[peers.pop(_pid_of(accepted))] = accepted
+            sockets |= _accept(listener, peers, opened)
         return Lines(
             rank,
             sockets,
@@ -129,6 +126,18 @@ def _probe(peer: int, card: _Card) -> None:
     Place(peer, card.pid, card.memory, len(found)).read(ctypes.addressof(found), len(found))
     if found.raw != card.content:
         raise OSError(f"process_vm_readv of process {card.pid}: it is another process")
+
+
+def _accept(
+    listener: socket.socket, peers: dict[int, int], opened: contextlib.ExitStack
+) -> dict[int, socket.socket]:
+    """The lines of peers that have connected, by rank; they are given by process."""
+    accepted = {}
+    while peers:  # others may have connected as well
+        line = opened.enter_context(listener.accept()[0])
+        with contextlib.suppress(KeyError):
+            accepted[peers.pop(_pid_of(line))] = line
+    return accepted
 
 
 def _pid_of(line: socket.socket) -> int:
