@@ -4,6 +4,8 @@ import contextlib
 import gc
 import logging
 import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,28 @@ def make_and_destroy_groups(rank, world_size):
 
 def test_nothing_is_left_of_a_group_that_was_destroyed():
     run_on_ranks(make_and_destroy_groups, 3)
+
+
+def destroy_a_group_within_its_lines(rank, world_size, lock):
+    """As the garbage collector does where it finds the group while a method holds a lock."""
+    group = dist.new_group(timeout=timedelta(seconds=120))
+    gather_on(group).wait()
+    lines = communicator_of(group)._lines
+    with getattr(lines, lock) if rank == 0 else contextlib.nullcontext():
+        dist.barrier()  # rank 1 posts after it
+        pending = gather_on(group)
+        dist.barrier()
+        time.sleep(0.3)  # the thread of rank 0 is to read, and waits for the lock
+        if rank == 0:
+            dist.destroy_process_group(group)
+            del group
+    with pytest.raises(RuntimeError, match=f"expected rank {1 - rank} to take part"):
+        pending.wait()
+    if rank == 0:
+        lines._thread.join(AT_ONCE_S)
+        assert not lines._thread.is_alive()
+
+
+@pytest.mark.parametrize("lock", ["_changed", "_reading"])
+def test_a_group_may_be_destroyed_where_its_lines_hold_a_lock(lock):
+    run_on_ranks(destroy_a_group_within_its_lines, 2, lock, timeout_s=20.0)

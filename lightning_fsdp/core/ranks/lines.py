@@ -135,7 +135,7 @@ class Lines:
         self._pids, self._processes, self._opened = pids, processes, opened
         # Reentrant, both: the garbage collector may close lines wherever it runs.
         self._changed = threading.Condition(threading.RLock())
-        self._reading = threading.RLock()
+        self._reading = threading.Condition(threading.RLock())
         self._num_started: Counter[int] = Counter()  # by tag
         self._started: dict[Key, Exchange] = {}  # and not over
         self._posts: defaultdict[Key, dict[int, Place]] = defaultdict(dict)  # and not read yet
@@ -196,8 +196,9 @@ class Lines:
                 return
             # Who is lost; else who did not post; else who did not read.
             posts, unread_by = exchange.posts, exchange.unread_by
-            late = min(exchange.sizes, key=lambda p: (p in posts, p not in unread_by))
-            self._lose(late, f"nothing came within {self._timeout_s:g} s")
+            if not any(map(needed, self._lost)):
+                late = min(exchange.sizes, key=lambda p: (p in posts, p not in unread_by))
+                self._lose(late, f"nothing came within {self._timeout_s:g} s")
             missed = next(filter(needed, self._lost))
             self._started.clear()  # or the next part would find another
         self.hang_up(f"this rank gave up when it waited for rank {missed}", missed)
@@ -210,6 +211,9 @@ class Lines:
 
     def hang_up(self, why: str, missed: int | None = None) -> None:
         """End all lines. When this returns nothing here is written any more by a read.
+
+        Called by the garbage collector within a method here it returns before: the thread may wait
+        for that method.
 
         Args:
             why: What messages say.
@@ -224,14 +228,24 @@ class Lines:
                 self._send(rank, _GIVE_UP, missed)
             self._lose(rank, why)
             _shut(line)
+        if self._is_within():  # the thread would wait for this one
+            return
         with self._reading:  # what is being read here has ended
             pass
 
     def close(self) -> None:
         """Hang up, and give back thread and descriptors."""
         self.hang_up("its process group was destroyed")
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self._is_within():
             self._thread.join()
+
+    def _is_within(self) -> bool:
+        """Whether this thread holds a lock here: then the garbage collector came in between."""
+        for lock in (self._changed, self._reading):
+            with contextlib.suppress(RuntimeError):  # this thread does not hold it
+                lock.notify_all()
+                return True
+        return False
 
     # -- in the thread ---------------------------------------------------------------------------
 

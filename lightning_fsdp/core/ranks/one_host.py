@@ -123,7 +123,7 @@ class OneHostCommunicator(PairCommunicator):
         sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
             return self._lines.start(tag, to, sizes, take or functools.partial(_take, into))
-        except BaseException:  # or what is started next would be taken for what was not posted
+        except BaseException:  # or peers would wait for what was not posted
             self.break_off()
             raise
 
