@@ -118,8 +118,7 @@ class Job:
     def _fail(self, why: str) -> None:
         """Kill it, and tell where it stood, and when it said what."""
         where = where_they_stand(self._members())
-        self._kill(signal.SIGABRT)
-        self._reader.join(_STACKS_S)
+        self._show_stacks()
         self._kill()
         self._reader.join()
         self.process.wait()
@@ -135,10 +134,19 @@ class Job:
                 pytest.fail(f"left processes {left} behind:\n{where}\n{output}")
             time.sleep(0.1)
 
-    def _kill(self, how: signal.Signals = signal.SIGKILL) -> None:
+    def _show_stacks(self) -> None:
+        """Python's, one process after the other: what two say at once is cut anywhere."""
+        deadline_s = time.monotonic() + _STACKS_S
         for pid in self._members():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, how)
+                os.kill(pid, signal.SIGABRT)
+            while pid in self._members() and time.monotonic() < deadline_s:
+                time.sleep(_PAUSE_S)
+
+    def _kill(self) -> None:
+        for pid in self._members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _members(self) -> list[int]:
         members = []
