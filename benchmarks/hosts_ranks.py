@@ -13,7 +13,8 @@ hsdp_fsdp2     torch's likewise
 flat_core_x4   four micro-batches, gradients of each rank's own until the last
 flat_core_x4s  four, gradients reduced with each
 hsdp_core_x4   four, reduced in the host with each, averaged over hosts with the last
-hsdp_fsdp2_x4  torch's likewise (``set_requires_all_reduce``)
+hsdp_core_x4l  four, gradients of each rank's own until the last, as ``flat_core_x4``
+hsdp_fsdp2_x4  torch's as ``hsdp_core_x4`` (``set_requires_all_reduce``)
 hfsdp_core     the core, ZeRO-3 in each host, optimizer state over all ranks
 hfsdp_core_x4  four micro-batches, as ``hsdp_core_x4``
 ============== ========================================================================
@@ -83,6 +84,7 @@ ARMS = {
     "flat_core_x4": Arm("core", False, MICRO_BATCHES, "local"),
     "flat_core_x4s": Arm("core", False, MICRO_BATCHES, "sum"),
     "hsdp_core_x4": Arm("core", True, MICRO_BATCHES, "replica"),
+    "hsdp_core_x4l": Arm("core", True, MICRO_BATCHES, "local"),
     "hsdp_fsdp2_x4": Arm("fsdp2", True, MICRO_BATCHES, "replica"),
     "hfsdp_core": Arm("core", True, state_over="all"),
     "hfsdp_core_x4": Arm("core", True, MICRO_BATCHES, "replica", "all"),
