@@ -30,6 +30,28 @@ def test_the_page_shows_the_record_and_bytes_are_those_of_theory():
         assert loss == pytest.approx(losses[other], abs=1e-3), arm
 
 
+def test_the_page_says_what_four_micro_batches_and_replicas_take():
+    rows = json.loads(command.OUT.read_text())["rows"]
+    ratios = {(row["mbit_s"], row["arm"]): row["ratios"] for row in rows}
+    page = " ".join(update_tables.page_of("hosts").read_text().split())
+
+    def at_both(arm, other):
+        return [f"{ratios[mbit_s, arm][other]:.2f}" for mbit_s in (1000.0, 200.0)]
+
+    said = "(`x4`, of `x4s`) four take {} of it at 1 Gbit/s and {} at 200 Mbit/s"
+    assert said.format(*at_both("hsdp_core_x4", "flat_core_x4s")) in page
+    assert "(`x4l`, of flat `x4`) {} and {}.".format(
+        *at_both("hsdp_core_x4l", "flat_core_x4")
+    ) in page  # fmt: skip
+    across, _ = at_both("hsdp_core_x4", "flat_core_x4")
+    assert f"(Adding up shards, it is {across} of the latter at 1 Gbit/s" in page
+    said = "the core's replicas take {} of the step at 1 Gbit/s and {} at 200 Mbit/s"
+    assert said.format(*at_both("hsdp_core", "hsdp_fsdp2")) in page
+    assert "and takes {} of the flat step at 1 Gbit/s and {} at 200 Mbit/s".format(
+        *at_both("hsdp_core", "flat_core")
+    ) in page  # fmt: skip
+
+
 def test_where_there_are_no_namespaces_it_says_so_in_a_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["hosts"])
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
