@@ -44,10 +44,6 @@ class _Card:
     content: bytes
 
 
-class _Refused(Exception):  # noqa: N818 (nothing is wrong)
-    """Why there are no lines."""
-
-
 def connect(group: dist.ProcessGroup) -> Lines | str:
     """Lines to all other ranks, or why there are none, the same on all ranks. Collective."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -74,13 +70,12 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
                     sockets[peer] = opened.enter_context(_new_socket())
                     sockets[peer].connect(card.line)
 
-        try:
-            cards: list[_Card] = _on_all(group, introduce)
-            if len({card.host for card in cards}) > 1:
-                return "they are on several hosts, or in several namespaces"
-            _on_all(group, lambda: reach(cards))
-        except _Refused as refused:
-            return str(refused)
+        if isinstance(cards := _on_all(group, introduce), str):
+            return cards
+        if len({card.host for card in cards}) > 1:
+            return "they are on several hosts, or in several namespaces"
+        if isinstance(refusal := _on_all(group, lambda: reach(cards)), str):
+            return refusal
         peers = {card.pid: peer for peer, card in enumerate(cards) if peer > rank}
         with sockets.pop(rank) as listener:
             sockets |= _accept(listener, peers, opened)
@@ -94,22 +89,15 @@ def connect(group: dist.ProcessGroup) -> Lines | str:
         )
 
 
-def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
-    """What a step gives, by rank. Collective.
-
-    Raises:
-        _Refused: It failed on a rank; on all ranks.
-    """
+def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any] | str:
+    """What a step gives, by rank; or why it failed, the same on all ranks. Collective."""
     every: list[Any] = [None] * dist.get_world_size(group)
     try:
         mine = step()
     except (OSError, AttributeError) as error:  # some have no name where this is not Linux
-        mine = _Refused(f"rank {dist.get_rank(group)}: {error}")
+        mine = f"rank {dist.get_rank(group)}: {error}"
     dist.all_gather_object(every, mine, group=group)
-    for refused in every:
-        if isinstance(refused, _Refused):
-            raise refused
-    return every
+    return next((refusal for refusal in every if isinstance(refusal, str)), every)
 
 
 def _new_socket() -> socket.socket:
@@ -133,15 +121,11 @@ def _accept(
 ) -> dict[int, socket.socket]:
     """The lines of peers that have connected, by rank; they are given by process."""
     accepted = {}
+    credentials = struct.Struct("3i")
     while peers:  # others may have connected as well
         line = opened.enter_context(listener.accept()[0])
-        with contextlib.suppress(KeyError):
-            accepted[peers.pop(_pid_of(line))] = line
+        packed = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+        pid, _uid, _gid = credentials.unpack(packed)
+        if pid in peers:
+            accepted[peers.pop(pid)] = line
     return accepted
-
-
-def _pid_of(line: socket.socket) -> int:
-    """The process at the other end."""
-    credentials = struct.Struct("3i")  # pid, uid, gid
-    packed = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
-    return int(credentials.unpack(packed)[0])
