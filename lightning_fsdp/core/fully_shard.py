@@ -18,42 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
+from lightning_fsdp.core import grouping
 from lightning_fsdp.core.access.by_name import schedules_in
 from lightning_fsdp.core.assembly import Prepared, assemble, initialise
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
-from lightning_fsdp.core.grouping import (
-    UnitPlan,
-    UnitSelector,
-    cut_flat_params,
-    find_units,
-    plan_units,
-)
 from lightning_fsdp.core.memory.host_memory import HostHome
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from lightning_fsdp.core.optimizers import optimizer_guard
-from lightning_fsdp.core.ranks.groups import (
-    Comm,
-    StateOver,
-    check_comm,
-    check_state_over,
-    communicator_of,
-    communicator_of_mesh,
-    connect,
-    control_of,
-    describe,
-)
-from lightning_fsdp.core.safety.checks import (
-    check_arguments,
-    check_meshes,
-    check_modules,
-    check_parameters,
-    check_ties,
-    is_offered,
-    read_offload_policy,
-)
+from lightning_fsdp.core.ranks import groups
+from lightning_fsdp.core.ranks.groups import Comm, StateOver
+from lightning_fsdp.core.safety import checks
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -162,7 +139,7 @@ def shard_model(
     model: _Module,
     plan: ShardingPlan = ZERO3,
     *,
-    units: UnitSelector = None,
+    units: grouping.UnitSelector = None,
     mesh: DeviceMesh | None = None,
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
@@ -203,7 +180,7 @@ def shard_model(
         _Request(
             modules=[model],
             plan_of=plan_of,
-            units_of=lambda root: find_units(root, units),
+            units_of=lambda root: grouping.find_units(root, units),
             mesh=mesh,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
@@ -283,22 +260,14 @@ def _shard(request: _Request) -> None:
     """Check everything, agree with the other ranks, then change the module."""
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
         communicator, device = _open_group(request)
-        prepared = _agree_on(request, communicator)
-        connect(communicator, request.comm)
+        what = ", ".join(type(module).__name__ for module in request.modules)
+        prepare = functools.partial(_prepare, request, communicator)
+        prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
+        groups.connect(communicator, request.comm)
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
         assemble(prepared, communicator, home, initialise(prepared, communicator, home))
-
-
-def _agree_on(request: _Request, communicator: Communicator) -> Prepared:
-    def prepare() -> tuple[Prepared, str]:
-        prepared = _prepare(request, communicator)
-        where = f"{describe(communicator)}; comm={request.comm!r}"
-        return prepared, f"{where}; {prepared.describe()}"
-
-    what = ", ".join(type(module).__name__ for module in request.modules)
-    return control_of(communicator).agree_on(f"sharding {what}", prepare)
 
 
 def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
@@ -308,13 +277,13 @@ def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    if isinstance(mesh, DeviceMesh) and is_offered(mesh):
-        communicator = communicator_of_mesh(mesh, comm=comm, state_over=request.state_over)
+    if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh):
+        communicator = groups.communicator_of_mesh(mesh, comm=comm, state_over=request.state_over)
         device_type = mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
         assert default is not None, "it is initialized"
-        communicator = communicator_of(default, comm=comm)
+        communicator = groups.communicator_of(default, comm=comm)
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device = torch.device(device_type)
     if device_type == "cuda":
@@ -322,40 +291,43 @@ def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
     return communicator, device
 
 
-def _prepare(request: _Request, communicator: Communicator) -> Prepared:
-    check_arguments(request.modules, request.mesh, request.mp_policy)
-    check_comm(communicator, request.comm)
-    check_state_over(request.mesh, request.state_over)
-    offload = read_offload_policy(request.offload_policy)
+def _prepare(request: _Request, communicator: Communicator) -> tuple[Prepared, str]:
+    """What is to be done, and a text that is equal on two ranks exactly if it is the same there."""
+    checks.check_arguments(request.modules, request.mesh, request.mp_policy)
+    groups.check_comm(communicator, request.comm)
+    groups.check_state_over(request.mesh, request.state_over)
+    offload = checks.read_offload_policy(request.offload_policy)
     plan = request.plan_of()
     modules: list[nn.Module] = request.modules
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = schedules_in(root)
-    check_modules(modules, inner)
-    check_meshes([schedule.communicator for schedule in inner], communicator)
+    checks.check_modules(modules, inner)
+    checks.check_meshes([schedule.communicator for schedule in inner], communicator)
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(request.ignored_params or ())
-    units = plan_units(root, request.units_of(root), ignored, managed)
+    units = grouping.plan_units(root, request.units_of(root), ignored, managed)
     known = _known_flat_params(units)
     for unit in units:
-        check_parameters(unit, known)
+        checks.check_parameters(unit, known)
     policy = request.mp_policy or MixedPrecisionPolicy()
-    check_ties(known.values(), policy, offload)
-    check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
-    return Prepared(
+    checks.check_ties(known.values(), policy, offload)
+    checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
+    prepared = Prepared(
         root=root,
         outermost=modules,
         plan=plan,
         policy=policy,
         offload=offload,
         units=units,
-        flat_params=cut_flat_params(units),
+        flat_params=grouping.cut_flat_params(units),
         inner=inner,
         known=known,
     )
+    where = f"{groups.describe(communicator)}; comm={request.comm!r}"
+    return prepared, f"{where}; {prepared.describe()}"
 
 
-def _known_flat_params(units: Sequence[UnitPlan]) -> dict[Tensor, FlatParameter]:
+def _known_flat_params(units: Sequence[grouping.UnitPlan]) -> dict[Tensor, FlatParameter]:
     """By parameter that is tied to a unit sharded before, the flat one that it is a part of."""
     flat_param_of: dict[Tensor, FlatParameter] = {
         parameter: flat_param
