@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, cast
 
 import torch
@@ -31,7 +31,7 @@ from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
-from lightning_fsdp.core.state.materialize import Materialized, materialize, meta_buffers
+from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
 from lightning_fsdp.core.tensors.slices import support_slices
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
@@ -97,21 +97,14 @@ class Region:
             self.local_of(parameter).copy_(self.specs[parameter].slice_of(whole))
 
 
-@dataclass(frozen=True)
-class Initialised:
-    """What was on the meta device and has values now.
-
-    Attributes:
-        regions: Filled with this rank's slices of parameters, by index of the plan.
-        buffers: The real buffer, by the one that it replaces.
-    """
-
-    regions: dict[int, Region] = field(default_factory=dict)
-    buffers: dict[Tensor, Tensor] = field(default_factory=dict)
-
-
-def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> Initialised:
+def initialise(
+    prepared: Prepared, communicator: Communicator, home: Home
+) -> tuple[dict[int, Region], dict[Tensor, Tensor]]:
     """Give values to what is on the meta device; changes nothing of the module. Collective.
+
+    Returns:
+        By index of the plan, regions filled with this rank's slices of such parameters; and the
+        real buffer, by the one that it replaces.
 
     Raises:
         ValueError: Something has no initialiser, on every rank.
@@ -119,7 +112,7 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
     """
     metas = [any(p.is_meta for p in plan.parameters) for plan in prepared.flat_params]
     if not any(metas) and not meta_buffers(prepared.root):
-        return Initialised()
+        return {}, {}
     regions: dict[int, Region] = {}
     region_of: dict[Tensor, Region] = {}
     for index, plan in enumerate(prepared.flat_params):
@@ -127,29 +120,33 @@ def initialise(prepared: Prepared, communicator: Communicator, home: Home) -> In
             regions[index] = Region(plan, communicator, home)
             region_of.update(dict.fromkeys(plan.parameters, regions[index]))
 
-    def compute() -> tuple[Materialized, str]:
+    def compute() -> tuple[dict[Tensor, Tensor], str]:
         with one_stream_of_numbers(communicator):
-            result = materialize(
+            buffers, digest = materialize(
                 prepared.root,
                 [unit.sites for unit in prepared.units],
                 lambda parameter, whole: region_of[parameter].take(parameter, whole),
             )
-        return result, (
-            f"initial values {result.digest} (where ranks differ, initialisers drew from another "
+        return buffers, (
+            f"initial values {digest} (where ranks differ, initialisers drew from another "
             "generator than torch's, or read what differs between ranks)"
         )
 
     what = f"initialising {type(prepared.root).__name__}"
-    return Initialised(regions, control_of(communicator).agree_on(what, compute).buffers)
+    return regions, control_of(communicator).agree_on(what, compute)
 
 
 def assemble(
     prepared: Prepared,
     communicator: Communicator,
     home: Home,
-    initialised: Initialised,
+    regions: dict[int, Region],
+    buffers: dict[Tensor, Tensor],
 ) -> None:
-    """Shard what was prepared. Raises nothing that the ranks have not agreed on before."""
+    """Shard what was prepared, with values of :func:`initialise`.
+
+    Raises nothing that the ranks have not agreed on before.
+    """
     support_slices()
     support_whole_values()
     schedule = Schedule(communicator, functools.partial(_watchers, communicator, home))
@@ -163,7 +160,7 @@ def assemble(
             torch_internals.detach_flat_weights(module)
     flat_param_of = dict(prepared.known)
     for index, flat_param_plan in enumerate(prepared.flat_params):
-        region = initialised.regions.get(index) or Region(flat_param_plan, communicator, home)
+        region = regions.get(index) or Region(flat_param_plan, communicator, home)
         flat_param = _make_flat_param(flat_param_plan, region, prepared.policy)
         flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
     for unit_plan in prepared.units:
@@ -181,7 +178,7 @@ def assemble(
         if hooks is not None:
             hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
     _rename(prepared.root, schedule)
-    _move_buffers(prepared.root, home.compute_device, initialised.buffers)
+    _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch(schedule)
 
 

@@ -267,7 +267,7 @@ def _shard(request: _Request) -> None:
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
-        assemble(prepared, communicator, home, initialise(prepared, communicator, home))
+        assemble(prepared, communicator, home, *initialise(prepared, communicator, home))
 
 
 def _open_group(request: _Request) -> tuple[Communicator, torch.device]:

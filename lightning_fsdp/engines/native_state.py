@@ -244,15 +244,15 @@ def materialize_whole(module: nn.Module) -> None:
     if not sites and not meta_buffers(module):
         return
     values: dict[Tensor, Tensor] = {}
-    result = materialize(module, [sites], lambda p, whole: values.update({p: whole.clone()}))
+    buffers, _ = materialize(module, [sites], lambda p, whole: values.update({p: whole.clone()}))
     for parameter, value in values.items():
         real = nn.Parameter(value, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
     for owner in owners:
         for name, buffer in owner._buffers.items():
-            if buffer in result.buffers:
-                owner._buffers[name] = result.buffers[buffer]
+            if buffer in buffers:
+                owner._buffers[name] = buffers[buffer]
 
 
 def _form(engine: Pieces) -> ModuleForm:

@@ -42,19 +42,6 @@ _OWN_INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights")
 _INITIALISED_BY_THEIR_MODEL = ("transformers", "transformers_modules")
 
 
-@dataclass(frozen=True)
-class Materialized:
-    """What :func:`materialize` computed beside the parameters, which it handed over.
-
-    Attributes:
-        buffers: The real buffer, by the meta one that it replaces.
-        digest: Of samples of all values; equal on ranks that computed the same.
-    """
-
-    buffers: dict[Tensor, Tensor]
-    digest: str
-
-
 def meta_buffers(root: nn.Module) -> dict[Tensor, str]:
     """The buffers on the meta device, by their first name."""
     return {buffer: name for name, buffer in root.named_buffers() if buffer.is_meta}
@@ -64,7 +51,7 @@ def materialize(
     root: nn.Module,
     groups: Sequence[Mapping[Tensor, Sequence[Site]]],
     keep: Callable[[Tensor, Tensor], None],
-) -> Materialized:
+) -> tuple[dict[Tensor, Tensor], str]:
     """Compute initial values of everything on the meta device; leaves ``root`` as it was.
 
     Args:
@@ -74,10 +61,14 @@ def materialize(
         keep: Called once per parameter on the meta device, with the parameter and its whole value
             of the same shape and dtype on the host, which is freed after the call.
 
+    Returns:
+        The real buffer, by the meta one that it replaces; and a digest of samples of all values,
+        equal on ranks that computed the same.
+
     Raises:
         ValueError: A parameter or buffer has no initialiser; the message names it.
     """
-    stage = _Stage(root)
+    tree = _Tree(root)
     digest = hashlib.blake2b(digest_size=8)
     buffers: dict[Tensor, Tensor] = {}
 
@@ -85,16 +76,16 @@ def materialize(
         digest.update(sample(whole))
         keep(parameter, whole)
 
-    with torch.no_grad(), torch.device("cpu"), stage.shielded():
-        for scene in stage.plan(groups):
-            stage.play(scene, keep_and_digest, buffers)
+    with torch.no_grad(), torch.device("cpu"), tree.shielded():
+        for batch in tree.plan(groups):
+            tree.compute(batch, keep_and_digest, buffers)
     for buffer in buffers.values():
         digest.update(sample(buffer))
-    return Materialized(buffers, digest.hexdigest())
+    return buffers, digest.hexdigest()
 
 
 @dataclass(eq=False)
-class _Scene:
+class _Batch:
     """What is real at one time.
 
     Attributes:
@@ -112,18 +103,16 @@ class _Scene:
         self.owners.add(site.module)
 
 
-class _Stage:
+class _Tree:
     """A module tree whose tensors can be replaced for a while.
 
     Attributes:
-        root: The tree.
         names: Of its modules.
         position: Of each module among all, children first.
         models: Per module, the nearest enclosing one with ``_init_weights(module)``.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.root = root
         self.names = {module: name for name, module in root.named_modules()}
         self.position: dict[nn.Module, int] = {}
         self.models: dict[nn.Module, nn.Module | None] = {}
@@ -132,32 +121,32 @@ class _Stage:
         self._original = {m: (dict(m._parameters), dict(m._buffers)) for m in self.names}
         self._shields: dict[Tensor, Tensor] = {}
 
-    def plan(self, groups: Sequence[Mapping[Tensor, Sequence[Site]]]) -> list[_Scene]:
-        """Which tensors are real together; scenes in the order of a constructor."""
+    def plan(self, groups: Sequence[Mapping[Tensor, Sequence[Site]]]) -> list[_Batch]:
+        """Which tensors are real together; batches in the order of a constructor."""
         order = {module: index for index, module in enumerate(self.names)}
-        scenes = [_Scene() for _ in groups]
-        first: dict[Tensor, tuple[int, _Scene, Site]] = {}
-        for scene, group in zip(scenes, groups, strict=True):
+        batches = [_Batch() for _ in groups]
+        first: dict[Tensor, tuple[int, _Batch, Site]] = {}
+        for batch, group in zip(batches, groups, strict=True):
             for parameter, sites in group.items():
                 for site in sites if parameter.is_meta else ():
-                    place = (order[site.module], scene, site)
+                    place = (order[site.module], batch, site)
                     if parameter not in first or place[0] < first[parameter][0]:
                         first[parameter] = place
-        scene_of: dict[nn.Module, _Scene] = {}
-        for parameter, (_, scene, site) in first.items():
-            scene.add(scene.parameters, site, parameter)
-            scene_of[site.module] = scene
+        batch_of: dict[nn.Module, _Batch] = {}
+        for parameter, (_, batch, site) in first.items():
+            batch.add(batch.parameters, site, parameter)
+            batch_of[site.module] = batch
         seen: set[Tensor] = set()
         for module, (_, buffers) in self._original.items():
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.is_meta and buffer not in seen:
                     seen.add(buffer)
-                    if module not in scene_of:
-                        scene_of[module] = _Scene()
-                        scenes.append(scene_of[module])
-                    scene_of[module].add(scene_of[module].buffers, Site(module, name), buffer)
-        scenes = [scene for scene in scenes if scene.owners]
-        return sorted(scenes, key=lambda scene: max(self.position[m] for m in scene.owners))
+                    if module not in batch_of:
+                        batch_of[module] = _Batch()
+                        batches.append(batch_of[module])
+                    batch_of[module].add(batch_of[module].buffers, Site(module, name), buffer)
+        batches = [batch for batch in batches if batch.owners]
+        return sorted(batches, key=lambda batch: max(self.position[m] for m in batch.owners))
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
@@ -169,18 +158,18 @@ class _Stage:
                 _put_parameters(module, parameters)
                 _put_buffers(module, buffers)
 
-    def play(
-        self, scene: _Scene, keep: Callable[[Tensor, Tensor], None], finished: dict[Tensor, Tensor]
+    def compute(
+        self, batch: _Batch, keep: Callable[[Tensor, Tensor], None], finished: dict[Tensor, Tensor]
     ) -> None:
-        """Compute the tensors of one scene."""
-        cast = self._with_enclosing(scene.owners)
-        self._set(scene, cast, finished)
-        self._initialise(scene, cast)
-        for site, buffer in scene.buffers:
+        """Compute the tensors of one batch."""
+        modules = self._with_enclosing(batch.owners)
+        self._set(batch, modules, finished)
+        self._initialise(batch, modules)
+        for site, buffer in batch.buffers:
             real = self._result(site, buffer, site.module._buffers.get(site.name), "buffer")
             real.__dict__.update(buffer.__dict__)  # whether it is an nn.Buffer
             finished[buffer] = real
-        for site, parameter in scene.parameters:
+        for site, parameter in batch.parameters:
             value = site.module._parameters.get(site.name)
             whole = self._result(site, parameter, value, "parameter")
             keep(parameter, whole)
@@ -209,38 +198,38 @@ class _Stage:
         return sorted(found, key=self.position.__getitem__)
 
     def _set(
-        self, scene: _Scene, cast: Sequence[nn.Module], finished: Mapping[Tensor, Tensor]
+        self, batch: _Batch, modules: Sequence[nn.Module], finished: Mapping[Tensor, Tensor]
     ) -> None:
-        on_stage = set(cast)
+        initialising = set(modules)
         for module, (parameters, buffers) in self._original.items():
             _put_parameters(module, {n: self._shield(p) for n, p in parameters.items()})
             copies = {
                 name: self._copy_or_shield(buffer, finished)
-                if module in on_stage
+                if module in initialising
                 else self._shield(buffer)
                 for name, buffer in buffers.items()
             }
             _put_buffers(module, copies)
-        for site, parameter in scene.parameters:
+        for site, parameter in batch.parameters:
             fresh = nn.Parameter(marked(parameter), requires_grad=parameter.requires_grad)
             fresh.__dict__.update(parameter.__dict__)  # marks that an initialiser may look for
             site.put(fresh)
-        for site, buffer in scene.buffers:
+        for site, buffer in batch.buffers:
             site.module._buffers[site.name] = marked(buffer)
 
-    def _initialise(self, scene: _Scene, cast: Sequence[nn.Module]) -> None:
-        for module in cast:
+    def _initialise(self, batch: _Batch, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
             for name in _OWN_INITIALISERS:
                 initialiser = getattr(module, name, None)
                 if _num_required(initialiser) == 0:
                     self._call(module, name, initialiser)
                     break
-        for module in cast:
+        for module in modules:
             model = self.models[module]
             if model is not None:
                 self._call(model, "_init_weights", model._init_weights, module)
             elif (
-                module in scene.owners
+                module in batch.owners
                 and type(module).__module__.split(".")[0] in _INITIALISED_BY_THEIR_MODEL
             ):
                 raise ValueError(
@@ -249,7 +238,7 @@ class _Stage:
                     "initial values come from its model's _init_weights. Call shard_model on the "
                     "whole model, or build it on a real device."
                 )
-        for module in cast:
+        for module in modules:
             reset: Any = getattr(module, "reset_lora_parameters", None)
             adapters: Any = () if reset is None else module.r
             for adapter in adapters:
