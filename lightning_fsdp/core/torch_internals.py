@@ -47,6 +47,11 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The closure of a step, if it has one. Hooks get the optimizer first, which is not said."""
+    return kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+
 def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
     """Let ``before`` be the last hook in front of an optimizer's step, ``after`` the first behind.
 

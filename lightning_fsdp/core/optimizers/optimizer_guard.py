@@ -29,7 +29,7 @@ from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
-from lightning_fsdp.core.optimizers.whole_tensors import is_known, whole_tensors_of
+from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.tensors.slices import slices_beside
 from lightning_fsdp.core.tensors.unreduced_gradient import (
@@ -75,9 +75,7 @@ def _register_once() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     sharded = _sharded_in(optimizer)
-    whole_tensors = None
-    if type(optimizer) not in ELEMENTWISE and (sharded or is_known(optimizer)):
-        whole_tensors = whole_tensors_of(optimizer)
+    whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
     if whole_tensors is not None:
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
@@ -86,8 +84,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     _shard_whole_state(optimizer, {id(piece.parameter) for piece in owned})
     if whole_tensors is not None:
         return None  # the last hook does the rest
-    has_closure = _closure_of(args, kwargs) is not None
-    if not has_closure:  # else the backward, which reduces, is still to come
+    if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
         _check_all(sharded)
     if type(optimizer) not in ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
@@ -168,11 +165,6 @@ def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
         if tensors:  # kinds of state that this group does without stay empty
             tensors[:] = slices_beside(parameters, tensors, "optimizer step")
     return True
-
-
-def _closure_of(args: Any, kwargs: Any) -> Any:
-    # torch passes the arguments of ``step``, the optimizer first.
-    return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def _shard_whole_state(optimizer: Optimizer, owned: Collection[int]) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.blocks import blocks_in
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
@@ -81,7 +82,7 @@ class WholeTensors:
         if self._twin is not None:
             self._forget_step()
         twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = torch_internals.closure_of(args, kwargs)
         if closure is None:
             self._gather(check)
             return (twin.optimizer, *args[1:]), kwargs
@@ -298,11 +299,6 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     if example is None or not steps_whole_tensors(optimizer, example.spec.name):
         return None
     return let_step_whole_tensors(optimizer, ShardedTensors())
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps whole tensors, or did."""
-    return optimizer in _known
 
 
 def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors:
