@@ -24,15 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, collective
 from lightning_fsdp.core.engine.torch_internals import all_gather_single
+from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
 from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
-from lightning_fsdp.core.ranks.pairs import (
-    MAX_PAIRWISE_WORLD_SIZE,
-    PairCommunicator,
-    exchanges_in_pairs,
-)
 from lightning_fsdp.core.ranks.replicas import Replicas
 
 Comm = Literal["auto", "pairs", "direct"]
@@ -89,11 +85,11 @@ def check_comm(communicator: Communicator, comm: Comm) -> None:
     """
     if comm not in get_args(Comm):
         raise ValueError(f"fully_shard: expected one of {get_args(Comm)} for comm, got {comm!r}.")
-    has_choice = any(isinstance(c, PairCommunicator) for c in _parts(communicator))
+    has_choice = any(isinstance(c, pairs.PairCommunicator) for c in _parts(communicator))
     has_choice |= communicator.world_size == 1
     if comm != "auto" and not has_choice:
         raise ValueError(
-            f"fully_shard: expected gloo and at most {MAX_PAIRWISE_WORLD_SIZE} ranks for "
+            f"fully_shard: expected gloo and at most {pairs.MAX_PAIRWISE_WORLD_SIZE} ranks for "
             f"comm={comm!r}, got {dist.get_backend(communicator.group)} and "
             f"{communicator.world_size}. Leave it at 'auto'."
         )
@@ -294,11 +290,11 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
 
 def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
     """What its backend wants."""
-    is_small_gloo = exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
+    is_small_gloo = pairs.exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-_KINDS: dict[bool, type[Communicator]] = {True: PairCommunicator, False: NarrowCommunicator}
+_KINDS: dict[bool, type[Communicator]] = {True: pairs.PairCommunicator, False: NarrowCommunicator}
 
 # By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
 # over which ranks state is.

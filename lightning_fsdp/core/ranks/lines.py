@@ -187,7 +187,10 @@ class Lines:
         Raises:
             RuntimeError: It did not come, and it was up to this peer.
         """
-        needed = functools.partial(self._needs, exchange)
+
+        def needed(rank: int) -> bool:  # it has something to do, or its data is to be read
+            return rank != self._rank and not exchange.unread_by.isdisjoint((rank, self._rank))
+
         with self._changed:
             self._changed.wait_for(
                 lambda: not exchange.unread_by or any(map(needed, self._lost)), self._timeout_s
@@ -335,10 +338,6 @@ class Lines:
         with self._changed:
             self._lost.setdefault(rank, why)
             self._changed.notify_all()
-
-    def _needs(self, exchange: Exchange, peer: int) -> bool:
-        """Whether a peer has something to do for it, or its data is to be read."""
-        return peer != self._rank and not exchange.unread_by.isdisjoint((peer, self._rank))
 
 
 def _shut(line: socket.socket) -> None:

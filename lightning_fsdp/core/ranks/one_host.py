@@ -18,23 +18,17 @@ from torch import Tensor
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.engine.layout import complement
+from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.lines import Lines, Places, Take
 from lightning_fsdp.core.ranks.neighbours import connect
-from lightning_fsdp.core.ranks.pairs import (
-    PairCommunicator,
-    Parts,
-    Piece,
-    mean,
-    send_and_receive,
-    tag_of,
-)
+from lightning_fsdp.core.ranks.pairs import Parts, Piece
 
 _log = logging.getLogger(__name__)
 
 _BLOCK_NUMEL = 2**18  # read and added up at a time: what caches hold
 
 
-class OneHostCommunicator(PairCommunicator):
+class OneHostCommunicator(pairs.PairCommunicator):
     """Every rank reads what each other rank has for it; in pairs, where not all of them can.
 
     Attributes:
@@ -93,8 +87,8 @@ class OneHostCommunicator(PairCommunicator):
         to, into = ({p: parts[p] for p in self._peers()} for parts in (outgoing, incoming))
         where = f"{what} {self.where}"
         try:
-            works = self._exchange(where, to, into, tag_of(f"all_to_all {what}", reduces=False))
-            for work, peer in works:
+            tag = pairs.tag_of(f"all_to_all {what}", reduces=False)
+            for work, peer in self._exchange(where, to, into, tag):
                 with collective(where, peer):
                     work.wait()
         except BaseException:  # what peers still read may change from now on
@@ -104,14 +98,13 @@ class OneHostCommunicator(PairCommunicator):
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
         if self._lines is None:
             return super()._reduce(region, what)
-        pieces, shards = self._pieces(region)
-        mine, shard = shards[self.rank], region.empty(region.layout.shard_numel, region.dtype)
-        to = {peer: [piece.data for piece in shards[peer]] for peer in self._peers()}
+        keeps, mine, to = self._cut(region)
+        shard = region.empty(region.layout.shard_numel, region.dtype)
         like = {peer: [piece.data for piece in mine] for peer in to}  # as many and as long
-        tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
+        tag = pairs.tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         take = functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype)
         works = self._exchange(what, to, like, tag, take)
-        return Pending(what, works, lambda: shard, keeps=[piece.data for piece in pieces])
+        return Pending(what, works, lambda: shard, keeps=keeps)
 
     def _exchange(
         self, what: str, to: Parts, into: Parts, tag: int, take: Take | None = None
@@ -119,7 +112,7 @@ class OneHostCommunicator(PairCommunicator):
         if self._lines is None:
             return super()._exchange(what, to, into, tag)
         assert self.group is not None, "it raises where the group is gone"
-        send_and_receive(self._shown, what, to, into, tag)  # for whoever counts or traces
+        pairs.send_and_receive(self._shown, what, to, into, tag)  # for whoever counts or traces
         sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
             return self._lines.start(tag, to, sizes, take or functools.partial(_take, into))
@@ -151,6 +144,6 @@ def _take_mean(
                 rows[min(rows)] = block
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
-            result = mean(rows, [Piece(0, own)], rank, shard.dtype)
+            result = pairs.mean(rows, [Piece(0, own)], rank, shard.dtype)
             if result is not block:
                 block.copy_(result)

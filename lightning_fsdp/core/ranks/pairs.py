@@ -70,30 +70,28 @@ class PairCommunicator(Communicator):
         return self._exchange(what, to, into, tag_of(unit_name, reduces=False))
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
-        pieces, shards = self._pieces(region)
-        mine, shard_numel = shards[self.rank], region.layout.shard_numel
+        (keeps, mine, to), shard_numel = self._cut(region), region.layout.shard_numel
         received = {peer: region.empty(shard_numel, region.sent_dtype) for peer in self._peers()}
         for row in received.values():
             for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
-        to = {peer: [piece.data for piece in shards[peer]] for peer in received}
         into = {p: [row.narrow(0, *piece.place) for piece in mine] for p, row in received.items()}
         tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         works = self._exchange(what, to, into, tag)
         finish = functools.partial(mean, received, mine, self.rank, region.dtype)
-        return Pending(what, works, finish, keeps=[piece.data for piece in pieces])
+        return Pending(what, works, finish, keeps=keeps)
 
-    def _pieces(self, region: LocalRegion) -> tuple[list[Piece], list[list[Piece]]]:
-        """What travels of a region: in its own memory, and cut to the shard of each rank."""
+    def _cut(self, region: LocalRegion) -> tuple[list[Tensor], list[Piece], Parts]:
+        """The memory of what travels of a region, what of it is for this rank, and for peers."""
         layout, numel = region.layout, region.layout.shard_numel
         pieces = [
             Piece(layout.extent(slots)[0], region.pack(slots))
             for slots in cut_into_runs(layout, _LARGE_NUMEL)
         ]
         shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
-        sent = [piece.data.nbytes for peer in self._peers() for piece in shards[peer]]
-        self.count("reduce_scatter", sum(sent))
-        return pieces, shards
+        to = {peer: [piece.data for piece in shards[peer]] for peer in self._peers()}
+        self.count("reduce_scatter", sum(part.nbytes for parts in to.values() for part in parts))
+        return [piece.data for piece in pieces], shards[self.rank], to
 
     def _exchange(self, what: str, to: Parts, into: Parts, tag: int) -> Works:
         return send_and_receive(self.group, what, to, into, tag)
