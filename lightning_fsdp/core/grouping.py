@@ -106,7 +106,7 @@ def plan_units(
         for module in modules:
             for inner in _subtree(module, managed):
                 owner.setdefault(inner, plan)
-    names = _names(root)
+    names = {parameter: name for name, parameter in root.named_parameters()}
     for module in root.modules():
         plan_of_module = owner.get(module)
         if plan_of_module is None:
@@ -274,10 +274,6 @@ def _subtree(module: nn.Module, managed: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         yield from _subtree(child, managed)
-
-
-def _names(root: nn.Module) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in root.named_parameters()}
 
 
 def _numel(module: nn.Module) -> int:

@@ -277,25 +277,20 @@ class ShardedModule(nn.Module):
                 parameters that share memory are not in this module.
             NotImplementedError: It would move to another device.
         """
-        self._convert(fn)
-        return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
-
-    def _convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        units = units_in(self)
         ours = {id(parameter) for parameter in self.parameters()}
         converted: dict[FlatParameter, torch.dtype] = {}
-        for unit in units:
+        for unit in units_in(self):
             for flat_param in unit.flat_params:
                 dtype = fn(flat_param.shard.new_empty(0)).dtype
-                if dtype == flat_param.shard.dtype:
-                    continue
-                _check_conversion(unit, flat_param, dtype, ours)
-                converted[flat_param] = dtype
+                if dtype != flat_param.shard.dtype:
+                    _check_conversion(unit, flat_param, dtype, ours)
+                    converted[flat_param] = dtype
         for unit in self._hooks().schedule.units:
             if not converted.keys().isdisjoint(unit.flat_params):
                 self._reshard(unit)
         for flat_param, dtype in converted.items():
             convert(flat_param, dtype)
+        return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Another sharded module, at any time and without communication.

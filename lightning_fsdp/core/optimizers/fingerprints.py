@@ -27,15 +27,12 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
     """
     if not tensors or not torch_internals.has_values(tensors[0]):
         return [(0, 0)] * len(tensors)
-    return [(plain, weighted) for plain, weighted in sums_of_bits(tensors).tolist()]
-
-
-def sums_of_bits(tensors: Sequence[Tensor]) -> Tensor:
-    """The same as ``(n, 2)`` of int64, on the device of the tensors; does not synchronise."""
-    return torch.stack(list(map(_sums, tensors)))
+    sums = torch.stack(list(map(_sums, tensors)))
+    return [(plain, weighted) for plain, weighted in sums.tolist()]
 
 
 def _sums(flat: Tensor) -> Tensor:
+    """Both, of int64, on the device of the tensor."""
     # Several elements at once, as words of 64 bits: torch sums these ten times as fast as integers
     # that it has to widen. Sums of rows and of columns take one vectorized pass each, and tell the
     # places as well: that of a word is that of its row and that in its row.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,11 @@ class FlatPiece(FlatChunks, Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in _COPIES:
-            _refuse(func, args)
+            piece = next(arg for arg in args if isinstance(arg, FlatPiece))
+            raise RuntimeError(
+                f"{func}: expected a whole tensor, got {piece!r}: a sharded checkpoint is written "
+                "from slices. Rename or drop the entry, or compute with to_local() on every rank."
+            )
         piece, options = args[0], dict(kwargs or {})
         options.pop("memory_format", None)
         local = func(piece._local, *args[1:], **options)
@@ -70,11 +74,3 @@ _COPIES = {
     torch.ops.aten.clone.default,
     torch.ops.aten._to_copy.default,
 }
-
-
-def _refuse(func: Any, args: tuple[Any, ...]) -> NoReturn:
-    piece = next(arg for arg in args if isinstance(arg, FlatPiece))
-    raise RuntimeError(
-        f"{func}: expected a whole tensor, got {piece!r}: a sharded checkpoint is written from "
-        "slices. Rename or drop the entry, or compute with to_local() on every rank."
-    )
