@@ -235,12 +235,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         for flat_param in flat_params:
             flat_param.micro_batch = 0
         # Where another context keeps them apart already, that one does.
-        watched = [
-            f
-            for f in flat_params
-            if mode == "separate"
-            and not any(isinstance(w, _KeepingApart) for w in f.gradient_watchers.values())
-        ]
+        watched = [f for f in flat_params if mode == "separate" and not _keeps_apart(f)]
         apart = Handle([register(f.gradient_watchers, _KeepingApart()) for f in watched])
         try:
             yield
@@ -308,8 +303,11 @@ def gradients(module: nn.Module) -> Gradients:
 
 def keeps_apart(unit: Unit) -> bool:
     """Whether ``micro_batches("separate")`` keeps the gradients of a unit apart now."""
-    watchers = (w for f in unit.flat_params for w in f.gradient_watchers.values())
-    return any(isinstance(watcher, _KeepingApart) for watcher in watchers)
+    return any(map(_keeps_apart, unit.flat_params))
+
+
+def _keeps_apart(flat_param: FlatParameter) -> bool:
+    return any(isinstance(w, _KeepingApart) for w in flat_param.gradient_watchers.values())
 
 
 def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
