@@ -6,13 +6,13 @@ or in the engine's own file, and nowhere else.
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import functools
 import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -57,17 +57,14 @@ def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> Non
 
     By public names hooks are called in the order in which they came.
     """
-    hooks: tuple[dict[int, Any], dict[int, Any]]
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    if before not in hooks[0].values():
+    pre_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
+    post_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
+    if before not in pre_hooks.values():
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
-    for of_step, ours, is_last in ((hooks[0], before, True), (hooks[1], after, False)):
-        in_order: list[tuple[int, Any]] = sorted(
-            of_step.items(), key=lambda item: (item[1] is ours) == is_last
-        )
-        of_step.clear()
-        of_step.update(in_order)
+    for hooks, ours, is_last in ((pre_hooks, before, True), (post_hooks, after, False)):
+        (key,) = (key for key, hook in hooks.items() if hook is ours)
+        hooks.move_to_end(key, last=is_last)
 
 
 def enter_as_sharded(module: nn.Module) -> None:
@@ -196,7 +193,7 @@ class OptimizerOnLists:
         if self._change(group, lists):
             # SGD files its lists in ``state`` once more afterwards. Their memory is there already,
             # under the optimizer's parameters.
-            self.state = collections.defaultdict(dict)
+            self.state = defaultdict(dict)
         return result
 
 
