@@ -27,8 +27,8 @@ from lightning_fsdp.core.access.grad_norm import partial_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
-from lightning_fsdp.core.optimizers.optimizer_guard import watch_all
 from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.pieces import Slices
 from lightning_fsdp.core.optimizers.whole_state import owned_places
@@ -281,7 +281,7 @@ class NativeEngine(Engine):
         names = list(self._of(optimizer))
         if names and steps_whole_tensors(optimizer, names[0]):
             let_step_whole_tensors(optimizer, _Pieces(self))
-            watch_all()
+            optimizer_guard.watch()
         owned = owned_places(optimizer)
         for place, name in enumerate(names):  # state that was allocated before sharding
             if place in owned:

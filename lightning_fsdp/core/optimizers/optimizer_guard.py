@@ -47,17 +47,11 @@ _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 _lock = threading.Lock()  # models may be sharded in one thread while another one steps
 
 
-def watch(schedule: Schedule) -> None:
-    """Let optimizer steps be checked, and free this schedule's kept copies after them."""
+def watch(*schedules: Schedule) -> None:
+    """Let optimizer steps be checked, and free these schedules' kept copies after them."""
     with _lock:
         _register_once()
-        _schedules.add(schedule)
-
-
-def watch_all() -> None:
-    """Let optimizer steps be checked, of whatever engine."""
-    with _lock:
-        _register_once()
+        _schedules.update(schedules)
 
 
 def schedules() -> list[Schedule]:
