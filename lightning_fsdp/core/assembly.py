@@ -110,15 +110,14 @@ def initialise(
         ValueError: Something has no initialiser, on every rank.
         RuntimeError: Ranks came to different values.
     """
-    metas = [any(p.is_meta for p in plan.parameters) for plan in prepared.flat_params]
-    if not any(metas) and not meta_buffers(prepared.root):
+    regions = {
+        index: Region(plan, communicator, home)
+        for index, plan in enumerate(prepared.flat_params)
+        if any(parameter.is_meta for parameter in plan.parameters)
+    }
+    if not regions and not meta_buffers(prepared.root):
         return {}, {}
-    regions: dict[int, Region] = {}
-    region_of: dict[Tensor, Region] = {}
-    for index, plan in enumerate(prepared.flat_params):
-        if metas[index]:
-            regions[index] = Region(plan, communicator, home)
-            region_of.update(dict.fromkeys(plan.parameters, regions[index]))
+    region_of = {parameter: region for region in regions.values() for parameter in region.specs}
 
     def compute() -> tuple[dict[Tensor, Tensor], str]:
         with one_stream_of_numbers(communicator):
