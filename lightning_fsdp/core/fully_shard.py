@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,19 +38,9 @@ _Module = TypeVar("_Module", bound=nn.Module)
 _UnitModules = list[tuple[str, list[nn.Module]]]
 
 
-@dataclass(frozen=True)
-class _Request:
-    """What a call of the door asks for, as the caller gave it.
+class _Options(NamedTuple):
+    """What both calls of the door take, as the caller gave it; see :func:`fully_shard`."""
 
-    Attributes:
-        modules: The modules given; more than one form a unit together.
-        plan_of: Checks the plan.
-        units_of: Chooses the units below a root.
-    """
-
-    modules: list[Any]
-    plan_of: Callable[[], ShardingPlan]
-    units_of: Callable[[nn.Module], _UnitModules]
     mesh: DeviceMesh | None
     mp_policy: PrecisionPolicy | None
     offload_policy: Any
@@ -119,19 +109,8 @@ def fully_shard(
             )
         return replace(ZERO3, reshard_after_forward=reshard_after_forward)
 
-    _shard(
-        _Request(
-            modules=modules,
-            plan_of=plan_of,
-            units_of=lambda root: [("", modules)],
-            mesh=mesh,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            comm=comm,
-            state_over=state_over,
-        )
-    )
+    options = _Options(mesh, mp_policy, offload_policy, ignored_params, comm, state_over)
+    _shard(modules, options, plan_of=plan_of, units_of=lambda root: [("", modules)])
     return module
 
 
@@ -176,19 +155,9 @@ def shard_model(
             raise TypeError(f"shard_model: expected a ShardingPlan (ZERO2, ZERO3), got {plan!r}.")
         return plan
 
-    _shard(
-        _Request(
-            modules=[model],
-            plan_of=plan_of,
-            units_of=lambda root: grouping.find_units(root, units),
-            mesh=mesh,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            comm=comm,
-            state_over=state_over,
-        )
-    )
+    options = _Options(mesh, mp_policy, offload_policy, ignored_params, comm, state_over)
+    find_units = functools.partial(grouping.find_units, selector=units)
+    _shard([model], options, plan_of=plan_of, units_of=find_units)
     return model
 
 
@@ -256,29 +225,42 @@ def share_comm_ctx(modules: list[Any]) -> None:
             )
 
 
-def _shard(request: _Request) -> None:
-    """Check everything, agree with the other ranks, then change the module."""
+def _shard(
+    modules: list[Any],
+    options: _Options,
+    *,
+    plan_of: Callable[[], ShardingPlan],
+    units_of: Callable[[nn.Module], _UnitModules],
+) -> None:
+    """Check everything, agree with the other ranks, then change the module.
+
+    Args:
+        modules: The modules given; more than one form a unit together.
+        options: The rest.
+        plan_of: Checks the plan.
+        units_of: Chooses the units below a root.
+    """
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
-        communicator, device = _open_group(request)
-        what = ", ".join(type(module).__name__ for module in request.modules)
-        prepare = functools.partial(_prepare, request, communicator)
+        communicator, device = _open_group(options)
+        what = ", ".join(type(module).__name__ for module in modules)
+        prepare = functools.partial(_prepare, modules, options, plan_of, units_of, communicator)
         prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
-        groups.connect(communicator, request.comm)
+        groups.connect(communicator, options.comm)
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
         assemble(prepared, communicator, home, *initialise(prepared, communicator, home))
 
 
-def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
-    mesh, comm = request.mesh, request.comm
+def _open_group(options: _Options) -> tuple[Communicator, torch.device]:
+    mesh, comm = options.mesh, options.comm
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
     if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh):
-        communicator = groups.communicator_of_mesh(mesh, comm=comm, state_over=request.state_over)
+        communicator = groups.communicator_of_mesh(mesh, comm=comm, state_over=options.state_over)
         device_type = mesh.device_type
     else:  # a mesh that will be refused: ranks say so to each other in the default group
         default = dist.group.WORLD
@@ -291,25 +273,30 @@ def _open_group(request: _Request) -> tuple[Communicator, torch.device]:
     return communicator, device
 
 
-def _prepare(request: _Request, communicator: Communicator) -> tuple[Prepared, str]:
+def _prepare(
+    modules: list[Any],
+    options: _Options,
+    plan_of: Callable[[], ShardingPlan],
+    units_of: Callable[[nn.Module], _UnitModules],
+    communicator: Communicator,
+) -> tuple[Prepared, str]:
     """What is to be done, and a text that is equal on two ranks exactly if it is the same there."""
-    checks.check_arguments(request.modules, request.mesh, request.mp_policy)
-    groups.check_comm(communicator, request.comm)
-    groups.check_state_over(request.mesh, request.state_over)
-    offload = checks.read_offload_policy(request.offload_policy)
-    plan = request.plan_of()
-    modules: list[nn.Module] = request.modules
+    checks.check_arguments(modules, options.mesh, options.mp_policy)
+    groups.check_comm(communicator, options.comm)
+    groups.check_state_over(options.mesh, options.state_over)
+    offload = checks.read_offload_policy(options.offload_policy)
+    plan = plan_of()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = schedules_in(root)
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)
     managed = {module for module in root.modules() if unit_of(module) is not None}
-    ignored = set(request.ignored_params or ())
-    units = grouping.plan_units(root, request.units_of(root), ignored, managed)
+    ignored = set(options.ignored_params or ())
+    units = grouping.plan_units(root, units_of(root), ignored, managed)
     known = _known_flat_params(units)
     for unit in units:
         checks.check_parameters(unit, known)
-    policy = request.mp_policy or MixedPrecisionPolicy()
+    policy = options.mp_policy or MixedPrecisionPolicy()
     checks.check_ties(known.values(), policy, offload)
     checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
     prepared = Prepared(
@@ -323,7 +310,7 @@ def _prepare(request: _Request, communicator: Communicator) -> tuple[Prepared, s
         inner=inner,
         known=known,
     )
-    where = f"{groups.describe(communicator)}; comm={request.comm!r}"
+    where = f"{groups.describe(communicator)}; comm={options.comm!r}"
     return prepared, f"{where}; {prepared.describe()}"
 
 
