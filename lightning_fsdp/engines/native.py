@@ -425,17 +425,10 @@ class _Pieces(Slices):
         return self._engine.form is not None and id(parameter) in self._names
 
     @override
-    def name(self, parameter: Tensor) -> str:
-        return self._names[id(parameter)]
-
-    @override
-    def cut(self, parameter: Tensor) -> Cut:
+    def cut(self, parameter: Tensor) -> tuple[str, Communicator, Cut]:
         name = self._names[id(parameter)]
-        return Cut(tuple(self._engine.shapes[name]), tuple(self._engine.ranges(name)))
-
-    @override
-    def communicator(self, parameter: Tensor) -> Communicator:
-        return self._communicator
+        cut = Cut(tuple(self._engine.shapes[name]), tuple(self._engine.ranges(name)))
+        return name, self._communicator, cut
 
     @override
     def local(self, tensor: Tensor) -> Tensor:

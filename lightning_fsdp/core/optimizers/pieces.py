@@ -26,14 +26,8 @@ class Slices(Protocol):
     def is_sharded(self, parameter: Tensor) -> bool:
         """Others stay as they are: every rank has and steps them."""
 
-    def name(self, parameter: Tensor) -> str:
-        """As in ``named_parameters()``."""
-
-    def cut(self, parameter: Tensor) -> Cut:
-        """Who holds which elements."""
-
-    def communicator(self, parameter: Tensor) -> Communicator:
-        """The ranks that it is cut over."""
+    def cut(self, parameter: Tensor) -> tuple[str, Communicator, Cut]:
+        """Its name in ``named_parameters()``, over which ranks it is cut, and who holds what."""
 
     def local(self, tensor: Tensor) -> Tensor:
         """``(n,)``, what this rank holds of a parameter or its gradient, sharing memory."""
@@ -131,18 +125,11 @@ class ShardedTensors(Slices):
         return isinstance(parameter, ShardedTensor)
 
     @override
-    def name(self, parameter: Tensor) -> str:
-        return _spec_of(parameter).name
-
-    @override
-    def cut(self, parameter: Tensor) -> Cut:
+    def cut(self, parameter: Tensor) -> tuple[str, Communicator, Cut]:
         spec = _spec_of(parameter)
         slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
-        return Cut(tuple(parameter.shape), tuple((piece.start, piece.stop) for piece in slices))
-
-    @override
-    def communicator(self, parameter: Tensor) -> Communicator:
-        return _spec_of(parameter).communicator
+        ranges = tuple((piece.start, piece.stop) for piece in slices)
+        return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
 
     @override
     def local(self, tensor: Tensor) -> Tensor:

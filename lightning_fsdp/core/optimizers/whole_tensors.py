@@ -222,13 +222,12 @@ class WholeTensors:
         return [piece for piece in self.pieces() if not piece.is_slice]
 
     def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
-        communicator, local = self._slices.communicator(parameter), self._slices.local(parameter)
-        name = self._slices.name(parameter)
+        name, communicator, cut = self._slices.cut(parameter)
+        local = self._slices.local(parameter)
         if group.get(ELEMENTWISE_GROUP):
             cut = Cut((local.numel(),), ((0, local.numel()),) * communicator.world_size)
             owner = communicator.rank
             return Piece(parameter, name, cut, communicator, owner, local, is_slice=True)
-        cut = self._slices.cut(parameter)
         blocks = blocks_in(group, name, cut.shape)
         owner = NOBODY if before is None or before.is_slice else before.owner
         if before is None:
