@@ -38,18 +38,14 @@ StateOver = Literal["replica", "all"]
 """Over which ranks of a 2-D mesh shards and optimizer state are spread."""
 
 
-def communicator_of(
-    group: dist.ProcessGroup, *, comm: Comm = "auto", in_pairs: bool | None = None
-) -> Communicator:
+def communicator_of(group: dist.ProcessGroup, *, comm: Comm = "auto") -> Communicator:
     """The communicator of a group, made at the first request. Collective.
 
     Args:
         group: That moves data.
         comm: How. There is one for ``"pairs"``, and one for the other two.
-        in_pairs: Whether ranks send to each other in pairs; by default, as its backend wants it,
-            and on one host by its memory.
     """
-    return _known(group, None, None, comm, in_pairs, "replica")
+    return _known(group, None, None, comm, None, "replica")
 
 
 def communicator_of_mesh(
@@ -66,14 +62,15 @@ def communicator_of_mesh(
     Args:
         mesh: 1-D or 2-D; one replica is the same as none.
         comm: As in :func:`communicator_of`.
-        in_pairs: Likewise.
+        in_pairs: Whether ranks send to each other in pairs; by default, as the backend wants it,
+            and on one host by its memory.
         state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
 
     Raises:
         ValueError: See :func:`check_order`.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
-        return communicator_of(mesh.get_group(mesh.ndim - 1), comm=comm, in_pairs=in_pairs)
+        return _known(mesh.get_group(mesh.ndim - 1), None, None, comm, in_pairs, "replica")
     return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs, state_over)
 
 
