@@ -99,11 +99,9 @@ def plan_units(
         managed: Modules that earlier calls made part of a unit; their subtrees are left alone.
     """
     owner: dict[nn.Module, UnitPlan] = {}
-    plans = []
-    for name, modules in units:
-        plan = UnitPlan(name, modules)
-        plans.append(plan)
-        for module in modules:
+    plans = [UnitPlan(name, modules) for name, modules in units]
+    for plan in plans:
+        for module in plan.modules:
             for inner in _subtree(module, managed):
                 owner.setdefault(inner, plan)
     names = {parameter: name for name, parameter in root.named_parameters()}
@@ -243,29 +241,24 @@ def _once(named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]
 
 def _runs(
     leftovers: Sequence[tuple[str, nn.Module]], blocks: set[nn.Module], order: dict[nn.Module, int]
-) -> Iterator[list[tuple[str, nn.Module]]]:
+) -> list[list[tuple[str, nn.Module]]]:
     """Neighbours among the leftovers: no block between them, all embeddings or none."""
-    block_positions = sorted(order[block] for block in blocks)
-    run: list[tuple[str, nn.Module]] = []
+    block_positions = [order[block] for block in blocks]
+    runs: list[list[tuple[str, nn.Module]]] = []
+    previous: nn.Module | None = None  # that others may join
     for name, module in leftovers:
         encloses = any(inner in blocks for inner in module.modules())
-        if run and not encloses:
-            previous = run[-1][1]
-            between = range(order[previous], order[module])
-            is_neighbour = not any(position in between for position in block_positions)
-            if is_neighbour and isinstance(previous, nn.Embedding) == isinstance(
-                module, nn.Embedding
-            ):
-                run.append((name, module))
-                continue
-        if run:
-            yield run
-        run = [(name, module)]
-        if encloses:
-            yield run
-            run = []
-    if run:
-        yield run
+        joins = (
+            previous is not None
+            and not encloses
+            and isinstance(previous, nn.Embedding) == isinstance(module, nn.Embedding)
+            and not any(order[previous] <= block < order[module] for block in block_positions)
+        )
+        if not joins:
+            runs.append([])
+        runs[-1].append((name, module))
+        previous = None if encloses else module
+    return runs
 
 
 def _subtree(module: nn.Module, managed: set[nn.Module]) -> Iterator[nn.Module]:

@@ -79,7 +79,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
-        _check_all(sharded)
+        _check_gradients(sharded)
     if type(optimizer) not in ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
@@ -89,7 +89,7 @@ def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] 
     whole_tensors = whole_tensors_of(optimizer)
     if whole_tensors is None or not whole_tensors.has_sharded():
         return None
-    check = functools.partial(_check_all, _sharded_in(optimizer))
+    check = functools.partial(_check_gradients, _sharded_in(optimizer))
     return whole_tensors.begin(args, kwargs, check)
 
 
@@ -103,11 +103,6 @@ def _sharded_in(optimizer: Optimizer) -> set[int]:
     return {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
 
 
-def _check_all(stepped: Collection[int]) -> None:
-    for schedule in schedules():
-        _check_gradients(schedule, stepped)
-
-
 def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
     # A gradient scaler may keep the optimizer, which ends the count, from its step.
     unscaled = set(map(id, specs))
@@ -117,7 +112,7 @@ def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
                 flat_param.micro_batch = 0
 
 
-def _check_gradients(schedule: Schedule, stepped: Collection[int]) -> None:
+def _check_gradients(stepped: Collection[int]) -> None:
     """Let the gradients of a step be the same on all ranks, after backwards without reduction.
 
     Collective if there were such backwards since the last reduction. What was zeroed on some ranks
@@ -126,23 +121,24 @@ def _check_gradients(schedule: Schedule, stepped: Collection[int]) -> None:
     Raises:
         RuntimeError: A gradient waits to be reduced, on any rank.
     """
-    parameters = [
-        parameter
-        for flat_param in schedule.flat_params
-        if flat_param.sends_sums and flat_param.is_trainable
-        for parameter in flat_param.parameters
-        if id(parameter) in stepped
-    ]
-    if not parameters:
-        return
-    waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
-    present = [parameter.grad is not None for parameter in parameters]
-    any_rank = schedule.communicator.any_rank([waiting, present])()
-    for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
-        if is_waiting:
-            raise unreduced(parameter.spec, "an optimizer step")
-        if is_present and parameter.grad is None:
-            parameter.grad = zero_gradient(parameter)
+    for schedule in schedules():
+        parameters = [
+            parameter
+            for flat_param in schedule.flat_params
+            if flat_param.sends_sums and flat_param.is_trainable
+            for parameter in flat_param.parameters
+            if id(parameter) in stepped
+        ]
+        if not parameters:
+            continue
+        waiting = [isinstance(parameter.grad, UnreducedGradient) for parameter in parameters]
+        present = [parameter.grad is not None for parameter in parameters]
+        any_rank = schedule.communicator.any_rank([waiting, present])()
+        for parameter, is_waiting, is_present in zip(parameters, *any_rank, strict=True):
+            if is_waiting:
+                raise unreduced(parameter.spec, "an optimizer step")
+            if is_present and parameter.grad is None:
+                parameter.grad = zero_gradient(parameter)
 
 
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
