@@ -49,15 +49,8 @@ class Owned:
         whole = value.new_empty(self.shape, device=communicator.device)
         if me == self.owner:
             whole.copy_(value)
-        flat = whole.view(-1)
-        if rank0_only:
-            collect_each(communicator, {self.owner: flat}, "optimizer state")
-        else:
-            none = flat[:0]
-            parts = [
-                flat if rank == self.owner else none for rank in range(communicator.world_size)
-            ]
-            broadcast_each(communicator, parts, "optimizer state")
+        move = collect_each if rank0_only else broadcast_each
+        move(communicator, {self.owner: whole.view(-1)}, "optimizer state")
         return whole.to("meta") if rank0_only and me != 0 else whole
 
 

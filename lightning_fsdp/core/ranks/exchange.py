@@ -52,12 +52,12 @@ def _num_bytes(parts: Iterable[Tensor]) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def broadcast_each(communicator: Communicator, parts: Sequence[Tensor], what: str) -> None:
-    """Every rank's part to all ranks, in place. Synchronous.
+def broadcast_each(communicator: Communicator, parts: Mapping[int, Tensor], what: str) -> None:
+    """The parts of some ranks to all ranks, in place. Synchronous.
 
     Args:
         communicator: Of the ranks.
-        parts: ``(n,)`` per rank; this rank's has its values.
+        parts: ``(n,)`` by rank, of the same ones everywhere; this rank's has its values.
         what: The operation, for the message if it fails.
 
     Raises:
@@ -65,14 +65,14 @@ def broadcast_each(communicator: Communicator, parts: Sequence[Tensor], what: st
     """
     group = communicator.group
     with collective(f"{what} {communicator.where}", "every rank"):
-        for rank, part in enumerate(parts):
+        for rank, part in parts.items():
             if part.numel() and communicator.world_size > 1:
                 # As bytes: gloo does not know every dtype.
                 dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
 
 
 def collect_each(communicator: Communicator, parts: Mapping[int, Tensor], what: str) -> None:
-    """Every rank's part to rank 0 of the group, in place. Synchronous.
+    """The parts of some ranks to rank 0 of the group, in place. Synchronous.
 
     Args:
         communicator: Of the ranks.

@@ -84,11 +84,9 @@ class ShardedTensor(Sharded, FlatChunks):
             pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
             whole = home.empty(slot.numel, local.dtype)
             home.to_device(local, whole[spec.slice.start : spec.slice.stop])
-            parts = [whole[piece.start : piece.stop] for piece in pieces]
-            if rank0_only:
-                collect_each(communicator, dict(enumerate(parts)), what)
-            else:
-                broadcast_each(communicator, parts, what)
+            parts = {rank: whole[piece.start : piece.stop] for rank, piece in enumerate(pieces)}
+            move = collect_each if rank0_only else broadcast_each
+            move(communicator, parts, what)
             whole = home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
 
