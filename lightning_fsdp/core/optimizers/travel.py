@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,34 +38,27 @@ def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     yield from by_dtype.values()
 
 
-def to_owners(
-    pieces: Sequence[Piece], locals_: Sequence[Tensor], what: str
-) -> Iterator[tuple[Piece, Tensor]]:
+def to_owners(local_of: Mapping[Piece, Tensor], what: str) -> Iterator[tuple[Piece, Tensor]]:
     """Make whole what ranks hold, at owners. Collective over the one group of the pieces.
 
     Args:
-        pieces: Of one group, the same on every rank.
-        locals_: ``(n,)``, this rank's elements of each.
+        local_of: Of each piece of one group, the same ones on every rank, this rank's elements,
+            ``(n,)``.
         what: They are, for the message if it fails.
 
     Yields:
         What this rank owns, and the whole, of the original shape; over the memory of this rank's
         elements where they are all.
     """
-    local_of = dict(zip(pieces, locals_, strict=True))
-    for piece in pieces:
+    for piece, local in local_of.items():
         if piece.is_here and not piece.is_cut:
-            yield piece, local_of[piece].view(piece.cut.shape)
-    for bucket in _buckets(pieces):
+            yield piece, local.view(piece.cut.shape)
+    for bucket in _buckets(local_of):
         communicator = bucket[0].communicator
-        me, ranks = communicator.rank, range(communicator.world_size)
         flat = {p: local_of[p].new_empty(p.cut.numel) for p in bucket if p.is_here}
         for piece, whole in flat.items():
-            whole[slice(*piece.cut.ranges[me])].copy_(local_of[piece])
-        outgoing = [[local_of[p] for p in bucket if me != p.owner == r] for r in ranks]
-        incoming = [
-            [whole[slice(*p.cut.ranges[r])] for p, whole in flat.items() if r != me] for r in ranks
-        ]
+            whole[slice(*piece.cut.ranges[communicator.rank])].copy_(local_of[piece])
+        outgoing, incoming = _by_rank(bucket, local_of, flat)
         exchange(communicator, outgoing, incoming, f"{what} to owners")
         for piece, whole in flat.items():
             yield piece, whole.view(piece.cut.shape)
@@ -75,16 +68,21 @@ def from_owners(pieces: Sequence[Piece]) -> None:
     """Write what owners have to every rank's elements. Collective, likewise."""
     for bucket in _buckets(pieces):
         communicator = bucket[0].communicator
-        me, ranks = communicator.rank, range(communicator.world_size)
-        parts: list[list[Tensor]] = [[] for _ in ranks]
-        for piece in bucket:
-            if piece.whole is not None:
-                flat = piece.whole.view(-1)
-                for rank, (start, stop) in enumerate(piece.cut.ranges):
-                    parts[rank].append(flat[start:stop])
-        own = [p.local.detach() for p in bucket if p.owner == me]
-        for local, part in zip(own, parts[me], strict=True):
-            local.copy_(part)
-        parts[me] = []
-        incoming = [[p.local.detach() for p in bucket if me != p.owner == r] for r in ranks]
-        exchange(communicator, parts, incoming, "parameters from owners")
+        local_of = {piece: piece.local.detach() for piece in bucket}
+        flat = {p: p.whole.view(-1) for p in bucket if p.whole is not None}
+        for piece, whole in flat.items():
+            local_of[piece].copy_(whole[slice(*piece.cut.ranges[communicator.rank])])
+        incoming, outgoing = _by_rank(bucket, local_of, flat)
+        exchange(communicator, outgoing, incoming, "parameters from owners")
+
+
+def _by_rank(
+    bucket: Sequence[Piece], local_of: Mapping[Piece, Tensor], flat: Mapping[Piece, Tensor]
+) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+    """Of each other rank, what this one holds of its pieces; and what it holds of those here."""
+    communicator = bucket[0].communicator
+    me, ranks = communicator.rank, range(communicator.world_size)
+    held = [[local_of[p] for p in bucket if me != p.owner == r] for r in ranks]
+    wholes = flat.items()
+    here = [[whole[slice(*p.cut.ranges[r])] for p, whole in wholes if r != me] for r in ranks]
+    return held, here

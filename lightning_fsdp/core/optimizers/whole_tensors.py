@@ -137,16 +137,16 @@ class WholeTensors:
                     [has_one, [p.is_cut and p.seen != now[p] for p in of_group]]
                 )()
             )
-            for piece, whole in to_owners(changed, [p.local for p in changed], "parameters"):
+            for piece, whole in to_owners({p: p.local for p in changed}, "parameters"):
                 assert piece.whole is not None, "it is here"
                 piece.whole.copy_(whole)
             for piece, fingerprint in now.items():
                 piece.seen = fingerprint
-            locals_ = [
-                torch.zeros_like(p.local) if g is None else self._slices.local(g)
+            local_of = {
+                p: torch.zeros_like(p.local) if g is None else self._slices.local(g)
                 for p, g in ((piece, of_piece[piece]) for piece in steps)
-            ]
-            for piece, whole in to_owners(steps, locals_, "gradients"):
+            }
+            for piece, whole in to_owners(local_of, "gradients"):
                 piece.set_gradient(whole)
             self._stepped += steps
 
