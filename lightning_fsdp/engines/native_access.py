@@ -25,8 +25,8 @@ from lightning_fsdp.core.access.gradients import (
     MicroBatchMode,
     check_mode,
     frozen,
-    register,
 )
+from lightning_fsdp.core.tensors.sharded_tensor import register
 
 if TYPE_CHECKING:
     from lightning_fsdp.engines.native import NativeEngine

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, TypeVar, cast, get_args
+from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -28,13 +28,12 @@ from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import GradientWatcher
 from lightning_fsdp.core.ranks.groups import all_gather_slices
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 
 MicroBatchMode = Literal["sum", "local", "separate"]
 GradientState = Literal["none", "local", "replica", "reduced"]
 GradientFunction = Callable[[str, Tensor, int], None]
-Hook = TypeVar("Hook")
 GradientSet = int | Mapping[str, Tensor] | None
 """A micro-batch that was kept apart, shards by name, or ``None`` for the gradients themselves."""
 
@@ -308,13 +307,6 @@ def keeps_apart(unit: Unit) -> bool:
 
 def _keeps_apart(flat_param: FlatParameter) -> bool:
     return any(isinstance(w, _KeepingApart) for w in flat_param.gradient_watchers.values())
-
-
-def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
-    """Add a hook; the handle takes it off again."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def check_mode(mode: str) -> None:

@@ -209,8 +209,7 @@ def _known(
         control = _controls[others[0]] if others else _new_control(group, mesh)
 
         def over(group: dist.ProcessGroup) -> Communicator:
-            cls = _kind_of(group) if in_pairs is None else _KINDS[in_pairs]
-            return cls(group, control.rank, control.world_size)
+            return _kind_of(group, in_pairs)(group, control.rank, control.world_size)
 
         communicator = over(group)
         if replicas is not None and mesh is not None and state_over == "all":
@@ -285,13 +284,13 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
     )
 
 
-def _kind_of(group: dist.ProcessGroup) -> type[Communicator]:
-    """What its backend wants."""
+def _kind_of(group: dist.ProcessGroup, in_pairs: bool | None) -> type[Communicator]:
+    """What its backend wants, if it is not said."""
+    if in_pairs is not None:
+        return pairs.PairCommunicator if in_pairs else NarrowCommunicator
     is_small_gloo = pairs.exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
-
-_KINDS: dict[bool, type[Communicator]] = {True: pairs.PairCommunicator, False: NarrowCommunicator}
 
 # By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
 # over which ranks state is.

@@ -58,9 +58,9 @@ class OneHostCommunicator(pairs.PairCommunicator):
         if may_read:
             with collective(f"first exchange {self.where}", "every rank"):
                 found = connect(self.group)
-        way = f"send to each other in pairs: {found}"
-        self.refusal = str(found)
-        if isinstance(found, Lines):
+        if isinstance(found, str):
+            self.refusal, way = found, f"send to each other in pairs: {found}"
+        else:
             self.refusal, self._lines, way = "", found, "read each other's memory"
             self._shown = torch_internals.likeness_of(self.group)
             weakref.finalize(self.group, found.close)  # also when the process exits

@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
+
+Hook = TypeVar("Hook")
 
 
 class ShardedTensor(Sharded, FlatChunks):
@@ -145,9 +147,7 @@ class ShardedTensor(Sharded, FlatChunks):
         """
         if self.gradient_hooks is None:
             self.gradient_hooks = OrderedDict()
-        handle = RemovableHandle(self.gradient_hooks)
-        self.gradient_hooks[handle.id] = hook
-        return handle
+        return register(self.gradient_hooks, hook)
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Refused: this rank holds a slice; ``full_tensor()`` is collective and takes all ranks."""
@@ -199,6 +199,13 @@ def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> Shard
     sharded = ShardedTensor(local, spec, requires_grad=requires_grad)
     sharded._is_param = True  # what nn.Parameter's isinstance asks
     return sharded
+
+
+def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
+    """Add a hook; the handle takes it off again."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
