@@ -19,7 +19,7 @@ class ByName:
     def __init__(self, module: nn.Module, what: str) -> None:
         self.module = module
         units = [unit for schedule in schedules_in(module) for unit in schedule.units]
-        units += filter(None, map(unit_of, module.modules()))  # of which this is a part
+        units += filter(None, map(unit_of, module.modules()))  # also one around this module
         self._flat_param_of = {
             parameter: flat_param
             for unit in units

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _LIMITS = (1.1, 1.05, 1.02, 1.0)
-"""Of the mean: work from which on a rank gets nothing more only because it holds most."""
+"""Times the mean work: a rank that has so much gets no tensor for holding most of it alone."""
 
 _OF_TRAVEL = 0.05
-"""How much more of all elements may travel for the work of a mean rank less on the busiest one."""
+"""The share of all elements that may travel to take a mean rank's work off the busiest one."""
 
 
 @dataclass(frozen=True)

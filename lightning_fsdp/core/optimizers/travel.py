@@ -12,7 +12,7 @@ from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.ranks.exchange import exchange
 
 _BUCKET_BYTES = 2**25
-"""Of a rank, on average, that travel at once; a tensor of one owner may be larger."""
+"""That travel at once, per rank on average; a tensor of one owner may be larger."""
 
 
 def grouped(pieces: Iterable[Piece]) -> dict[Communicator, list[Piece]]:

@@ -110,7 +110,7 @@ class WholeTensors:
         self._twin = None
 
     def _forget_step(self) -> None:
-        """Of a step that raised, nothing is left but what it has written."""
+        """Drop what a step that raised has left here; what it has written stays."""
         self._stepped = []
         for piece in self._pieces.values():
             piece.set_gradient(None)
@@ -176,7 +176,7 @@ class WholeTensors:
         return any(map(self._slices.is_sharded, parameters_of(self.optimizer)))
 
     def known(self) -> list[Piece]:
-        """Of the last step."""
+        """The pieces as they were in the last step, or when state was last asked for."""
         return list(self._pieces.values())
 
     def pieces(self) -> list[Piece]:

@@ -63,7 +63,7 @@ class FreedMemory(Watcher):
 
     def __init__(self) -> None:
         self._flags: weakref.WeakKeyDictionary[FlatBuffer, Any] = weakref.WeakKeyDictionary()
-        # That numpy holds the memory.
+        # Those whose memory numpy holds, which was said once.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
     def before_whole(self, flat_param: FlatParameter) -> None:

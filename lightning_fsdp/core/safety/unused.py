@@ -1,7 +1,7 @@
 """Parameters that no rank used in a backward have no gradient, as in torch.
 
-A reduction sends zeros for what this rank did not use; whether any other did is known to nobody
-alone. So ranks ask each other, beside the landing of the last reductions, and wait for the answer
+A reduction sends zeros for what this rank did not use, and no rank knows by itself whether another
+one did. So ranks ask each other, beside the landing of the last reductions, and wait for the answer
 only where something was not used here.
 """
 
