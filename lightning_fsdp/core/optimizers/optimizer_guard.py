@@ -27,7 +27,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -100,7 +100,8 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _sharded_in(optimizer: Optimizer) -> set[int]:
-    return {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
+    groups = optimizer.param_groups
+    return {id(p) for group in groups for p in group["params"] if isinstance(p, ShardedTensor)}
 
 
 def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
