@@ -155,6 +155,7 @@ class NativeEngine(Engine):
     ) -> None:
         self.device = device
         agree_on_module(module)
+        _refuse_what_is_lost(module)
         native_state.materialize_whole(module)
         broadcast_from_rank0(module, device)
         module.zero_grad(set_to_none=True)
@@ -477,3 +478,21 @@ def refuse_own_parameters(module: nn.Module, engine: str) -> None:
             f"under {engine}, which shards them at a backward inside training_step, got {own}. Put "
             "them into one child module, or use scratch_fsdp."
         )
+
+
+def _refuse_what_is_lost(module: nn.Module) -> None:
+    """Refuse what is done to parameters that torch's engine computes without, as it has copies."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r}: expected no hook of its gradient, got one, which would never "
+                "be called. Use on_local or on_reduced of trainer.strategy.gradients."
+            )
+    for name, child in module.named_modules():
+        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if is_table and (child.sparse or child.max_norm is not None):
+            raise ValueError(
+                f"{name!r}: expected a forward that reads weights and a dense gradient, got an "
+                f"embedding with max_norm={child.max_norm} and sparse={child.sparse}. Build it "
+                "dense. Renormalise after the optimizer's step."
+            )
