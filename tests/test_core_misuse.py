@@ -137,6 +137,10 @@ MISUSES = {
         lambda: fully_shard(mlp()).bonus.register_hook(print),
         "gradients(module).on_local",
     ),
+    "parameter beside a batch": (
+        lambda: torch.ones(2, 3) * fully_shard(mlp()).bonus,
+        "register_forward_method",
+    ),
     "part of a unit to another dtype": (
         lambda: fully_shard(mlp()).second.to(torch.bfloat16),
         "convert the module that was sharded",
