@@ -159,6 +159,9 @@ class NativeEngine(Engine):
         native_state.materialize_whole(module)
         broadcast_from_rank0(module, device)
         module.zero_grad(set_to_none=True)
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():  # FSDP1 would cut it in the order of its memory
+                parameter.data = parameter.data.contiguous()
         self.form = ModuleForm(module)
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
         self.micro_batch, self._aside = 0, {}
