@@ -18,18 +18,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
-from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
+from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, write_outcome
 from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.processes import empty_folder, run_module
+from lightning_fsdp.harness.ranks import run_ranks_apart
 from lightning_fsdp.harness.tables import number, table_of
 
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
 PEER = "fsdp2_accelerate"
 NOT_FIXED = "fsdp2_before_not_fixed"
 """The arm that trains nothing; it shows why the others are needed."""
-_MODULE = "lightning_fsdp.bench.optimizer_arms"
 _MOST_POINTS = 300  # of a phase in the picture
 _DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
 
@@ -66,9 +65,11 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     failures: dict[str, str] = {}
     for arm in tqdm(arms, unit="arm", disable=None):
-        folder = empty_folder(args.out / "arms" / arm)
-        module = [_MODULE, arm, str(args.ranks), str(args.steps), str(folder)]
-        failure = run_module(module, folder, timeout_s=args.timeout)
+        folder = args.out / "arms" / arm
+        given = arm, args.steps, str(folder)
+        failure = run_ranks_apart(
+            write_outcome, args.ranks, *given, folder=folder, timeout_s=args.timeout
+        )
         if failure is None:
             files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
             outcomes[arm] = [load(Outcome, file) for file in files]
