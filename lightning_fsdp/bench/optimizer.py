@@ -131,11 +131,8 @@ def format_table(
     def per_rank(of: Callable[[Outcome], float], form: str) -> Callable[[str], str]:
         return lambda arm: " ".join(number(of(o), form, 1e6) for o in outcomes[arm])
 
-    def has_run(arm: str) -> bool:
-        return arm in outcomes
-
     columns: dict[str, Callable[[str], str]] = {
-        "arm": lambda arm: f"{arm} WRONG" if has_run(arm) and arm in failures else arm,
+        "arm": lambda arm: f"{arm} WRONG" if arm in outcomes and arm in failures else arm,
         "losses, weights": lambda arm: _likeness(outcomes[arm], outcomes.get(reference_of(arm))),
         "trained": lambda arm: _least(outcomes[arm], lambda o: (len(o.trained), len(o.weights))),
         "entries that are the model's": lambda arm: _least(
@@ -146,7 +143,7 @@ def format_table(
         "peak MB per rank": per_rank(lambda o: o.peak_bytes, ".1f"),
         "RSS MB per rank": per_rank(lambda o: o.rss_bytes, ".0f"),
     }
-    return table_of(arms, columns, has_failed=lambda arm: not has_run(arm))
+    return table_of(arms, columns, has_failed=lambda arm: arm not in outcomes)
 
 
 def _least(ranks: Sequence[Outcome], of: Callable[[Outcome], tuple[int, int]]) -> str:
@@ -181,11 +178,11 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         arms = [arm for arm in phases_of if engine_of(arm) == engine]
         names = [phase.name for phase in phases_of[arms[0]]]
         for index, arm in enumerate(arms):
-            points = [
-                point
-                for place, phase in enumerate(phases_of[arm])
-                for point in _heights(place, phase.live_bytes)
-            ]
+            points: list[tuple[float, float]] = []
+            for place, phase in enumerate(phases_of[arm]):
+                num = len(phase.live_bytes)
+                line = [(place + i / num, n) for i, n in enumerate(phase.live_bytes)]
+                points += [(x, n / 1e6) for x, n in thinned(line, _MOST_POINTS)]
             # Arms that do the same lie on each other: the first are wide, the last are thin.
             axes.plot(
                 *zip(*points, strict=True), label=arm.removeprefix(f"{engine}_"), alpha=0.8,
@@ -202,9 +199,3 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         axes.legend(title="optimizer", fontsize=9, frameon=False, loc="center left",
                     bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     return figure
-
-
-def _heights(place: int, live_bytes: Sequence[int]) -> list[tuple[float, float]]:
-    """Where and how high, in MB, of a phase."""
-    line = [(place + i / len(live_bytes), n) for i, n in enumerate(live_bytes)]
-    return [(x, n / 1e6) for x, n in thinned(line, _MOST_POINTS)]
