@@ -64,7 +64,7 @@ class HostTransfers:
     def _run(self, transfer: Transfer, cost: Cost, issued_s: float, future: Future) -> None:
         self._end_s = max(issued_s, self._end_s) + cost.duration_s
         try:
-            occupied_until_s = time.thread_time() + cost.occupied_s
+            occupied_until_s = time.thread_time() + self.network.host_share * cost.duration_s
             if transfer.move is not None:
                 with torch.no_grad():
                     transfer.move()
