@@ -41,7 +41,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -51,6 +50,7 @@ from benchmarks.core_step import VOCABULARY
 from benchmarks.update_tables import checkpoint_table
 from lightning_fsdp import async_save_sharded, load_sharded, save_sharded
 from lightning_fsdp.callbacks.storages import Observer
+from lightning_fsdp.harness.ranks import run_ranks
 
 OPERATIONS = (
     "save to the disk", "save to the cache", "load", "load from the disk",
@@ -215,13 +215,9 @@ def _sum_over_ranks(number: int) -> int:
     return int(total)
 
 
-def measure(rank: int, world_size: int, folder: str, args: argparse.Namespace) -> None:
+def measure(rank: int, folder: str, args: argparse.Namespace) -> None:
     """Run all arms on one rank; rank 0 writes what it found."""
-    torch.set_num_threads(1)
     torch.manual_seed(rank)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size
-    )
     arms = {name: ARMS[name]() for name in args.arms}
     gc.collect()
     gc.freeze()
@@ -235,8 +231,6 @@ def measure(rank: int, world_size: int, folder: str, args: argparse.Namespace) -
             rounds.append({name: times[name] for name in names})
     if rank == 0:
         (Path(folder) / "found.json").write_text(json.dumps({"about": about, "rounds": rounds}))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def summarize(found: dict[str, Any]) -> list[dict[str, Any]]:
@@ -264,7 +258,7 @@ def main() -> None:
     """Parse the command line, run, print a table in Markdown, write JSON."""
     args = make_parser().parse(None)
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
-        mp.spawn(measure, (args.ranks, folder, args), nprocs=args.ranks)
+        run_ranks(measure, args.ranks, folder, args)
         found = json.loads((Path(folder) / "found.json").read_text())
     document = {"world_size": args.ranks, "rows": summarize(found), **found}
     print("\n".join(checkpoint_table(document)))

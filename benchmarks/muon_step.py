@@ -30,12 +30,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import SHARD, VOCABULARY, blocks_of, build_model
+from lightning_fsdp.harness.ranks import run_ranks
 from lightning_fsdp.harness.tables import markdown_table
 
 LR = 1e-3
@@ -165,14 +165,8 @@ ARMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Callable[[]
 }
 
 
-def measure(
-    rank: int, world_size: int, rendezvous: str, args: argparse.Namespace, out: str
-) -> None:
+def measure(rank: int, args: argparse.Namespace, out: str) -> None:
     """Run all arms on one rank; rank 0 writes seconds and losses."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
-    )
     models = {name: ARMS[name][0]() for name in args.arms}
     steps = {name: ARMS[name][1](model) for name, model in models.items()}
     gc.collect()
@@ -193,8 +187,6 @@ def measure(
                     found[name][what].append(value)
     if rank == 0:
         Path(out).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def one_step(
@@ -258,7 +250,7 @@ def main() -> None:
     args = make_parser().parse(None)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        mp.spawn(measure, (args.ranks, f"{folder}/rendezvous", args, str(out)), nprocs=args.ranks)
+        run_ranks(measure, args.ranks, args, str(out))
         found = json.loads(out.read_text())
     rows = summarize(found)
     print(table_of(rows))

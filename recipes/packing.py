@@ -23,7 +23,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,8 +38,6 @@ from lightning_fsdp.checkpoint.new_folder import NewFolder
 from recipes.corpus import Corpus
 from recipes.documents import CorpusError
 from recipes.tokenizer import encode, end_of_text_id, load_tokenizer, train_tokenizer
-
-ReadTokens: TypeAlias = Callable[[int, int], NDArray[Any]]  # from a place to another
 
 _SEARCHED_AT_ONCE = 2**20  # tokens
 _FORMAT = 3  # raise it when the files of a cache folder change their meaning
@@ -202,7 +200,7 @@ class PackedSequences(Dataset[dict[str, Tensor]]):
         seq_len: Tokens in a sequence.
     """
 
-    read: ReadTokens
+    read: Callable[[int, int], NDArray[Any]]
     begin: int
     end: int
     seq_len: int

@@ -10,7 +10,7 @@ import pytest
 
 from lightning_fsdp.bench import documents, optimizer
 from lightning_fsdp.bench.optimizer import KINDS, NOT_FIXED, PEER
-from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, run_arm
+from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, run_arm, write_outcome
 from lightning_fsdp.harness.environment import environment
 from tests.support.trainer import on_trainer_ranks
 
@@ -139,13 +139,13 @@ def test_an_outcome_survives_its_file(tmp_path):
 
 
 def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
-    def run(module, folder, *, timeout_s):
-        name, arm, num_ranks, num_steps, given = module
-        assert name == "lightning_fsdp.bench.optimizer_arms"
-        assert (num_ranks, num_steps, given, timeout_s) == ("1", "2", str(folder), 1.0)
+    def run(function, num_ranks, arm, *given, folder, timeout_s):
+        assert function is write_outcome
+        assert (num_ranks, given, timeout_s) == (1, (2, str(folder)), 1.0)
+        folder.mkdir(parents=True)
         documents.write(folder / "rank0.json", _outcome(arm, phases=[Phase("build", [3, 1], [2])]))
 
-    monkeypatch.setattr(optimizer, "run_module", run)
+    monkeypatch.setattr(optimizer, "run_ranks_apart", run)
     args = argparse.Namespace(engines=["scratch"], ranks=1, steps=2, timeout=1.0, out=tmp_path)
     optimizer.compare(args, {"command": "optimizer", **environment()})
     (outcome,) = json.loads((tmp_path / "results.json").read_text())["arms"]["scratch_after"]

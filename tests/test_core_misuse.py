@@ -79,6 +79,12 @@ def _sparse_gradient():
     fully_shard(_SparseTable())(torch.arange(4)).sum().backward()
 
 
+def _hook_before(register="register_hook"):
+    model = mlp()
+    getattr(model.mix, register)(print)
+    fully_shard(model)
+
+
 def _other_slice():
     model = fully_shard(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)))
     model[0].weight.data + model[1].weight.data
@@ -111,12 +117,29 @@ MISUSES = {
         lambda: fully_shard(nn.Embedding(11, 3, max_norm=1.0)),
         "Renormalise after",
     ),
+    "sparse bag of embeddings": (
+        lambda: fully_shard(nn.EmbeddingBag(11, 3, sparse=True)),
+        "Build it dense",
+    ),
+    "renormalised bag of embeddings": (
+        lambda: fully_shard(nn.EmbeddingBag(11, 3, max_norm=1.0)),
+        "Renormalise after",
+    ),
+    "hook before sharding": (_hook_before, "Register it after sharding"),
+    "hook after accumulation before sharding": (
+        lambda: _hook_before("register_post_accumulate_grad_hook"),
+        "Register it after sharding",
+    ),
     "loading during the forward": (_load_in_forward, "Call it after the forward"),
     "sparse gradient": (_sparse_gradient, "sparse=False"),
     "two slices": (_other_slice, "full_tensor()"),
     "hook of a parameter": (
         lambda: fully_shard(mlp()).bonus.register_hook(print),
         "gradients(module).on_local",
+    ),
+    "parameter beside a batch": (
+        lambda: torch.ones(2, 3) * fully_shard(mlp()).bonus,
+        "register_forward_method",
     ),
     "part of a unit to another dtype": (
         lambda: fully_shard(mlp()).second.to(torch.bfloat16),

@@ -100,17 +100,17 @@ def test_files_functions_and_the_whole_of_the_core_stay_below_their_limits():
                 assert len(own) <= 40, f"{path}: {node.name}"
     sizes = {path: len(numbers) for path, numbers in lines.items()}
     assert sum(size for path, size in sizes.items() if path.parent.name == "engine") <= 1250
-    assert sum(sizes.values()) <= 6097
+    assert sum(sizes.values()) <= 6094
 
 
 def test_what_measures_stays_smaller_than_what_it_measures():
     lines = [len(_code_lines(path)) for name in MEASURING for path in (PACKAGE / name).glob("*.py")]
-    assert sum(lines) <= 3645
+    assert sum(lines) <= 3598
 
 
 def test_what_reads_and_packs_text_stays_below_its_limit():
     names = ("corpus", "data", "documents", "packing")
-    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 626
+    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 625
 
 
 def test_a_file_of_tests_has_one_idea_and_350_lines_at_most():

@@ -6,10 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_fsdp.harness.processes import empty_folder, run_command, run_module
+from lightning_fsdp.harness.ranks import run_ranks_apart
 
 SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
@@ -48,6 +52,23 @@ def test_a_module_runs_with_its_log_in_a_folder_without_what_was_there(tmp_path)
     failure = run_module(["json.tool", "nowhere.json"], folder, timeout_s=60)
     assert failure is not None
     assert "nowhere.json" in failure.says
+
+
+def _note(rank, folder, number):
+    shares = torch.tensor([rank + number])
+    dist.all_reduce(shares)
+    if number == 0:
+        raise ValueError(f"rank {rank} of {dist.get_world_size()}: nothing to note")
+    Path(folder, f"{rank}.txt").write_text(f"{shares.item()}")
+
+
+def test_ranks_below_a_process_of_their_own_get_what_is_given(tmp_path):
+    options = {"folder": tmp_path / "ranks", "timeout_s": 200}
+    assert run_ranks_apart(_note, 2, str(tmp_path), 10, **options) is None
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["21", "21"]
+    failure = run_ranks_apart(_note, 1, str(tmp_path), 0, **options)
+    assert failure is not None
+    assert "rank 0 of 1: nothing to note" in failure.says
 
 
 COMMAND = """

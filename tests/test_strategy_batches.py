@@ -220,7 +220,7 @@ def test_a_rank_without_any_batch_is_refused_on_every_rank(tmp_path, stage):
 # -- training: every rank stops at the shortest ----------------------------------------------------
 
 
-def _train(kind):
+def _train(kind, model_class=Regressor):
     def scenario(strategy, folder, rank):
         # Five batches on rank 0, three on rank 1; DDP would hang, so it gets what is used.
         loader = KINDS[kind](3 if strategy == "ddp" else 5 - 2 * rank, seed=rank)
@@ -231,7 +231,7 @@ def _train(kind):
             max_epochs=2,
             accumulate_grad_batches=2,
         )
-        model = seeded(Regressor)
+        model = seeded(model_class)
         if strategy != "ddp" and rank == 0:
             with pytest.warns(UserWarning, match=r"Ranks have different|Only 1 of 2 ranks"):
                 trainer.fit(model, loader, make_loader(16))
@@ -242,6 +242,18 @@ def _train(kind):
         return {"weights": weights_of(model), "losses": model.losses}
 
     return scenario
+
+
+class _CountsSteps(Regressor):
+    """Has the loader made before there is an optimizer."""
+
+    def configure_optimizers(self):
+        assert self.trainer.estimated_stepping_batches == 4
+        return super().configure_optimizers()
+
+
+def _train_counted(strategy, folder, rank):
+    return _train("map-style", _CountsSteps)(strategy, folder, rank)
 
 
 def _train_map_style(strategy, folder, rank):
@@ -262,7 +274,7 @@ def _train_own(strategy, folder, rank):
 
 @pytest.mark.quick
 def test_training_stops_at_the_shortest_rank(tmp_path):
-    scenarios = [_train_map_style, _train_stream, _train_lying, _train_own]
+    scenarios = [_train_map_style, _train_counted, _train_stream, _train_lying, _train_own]
     assert_each_like_ddp(scenarios, tmp_path)
 
 

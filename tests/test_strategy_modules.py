@@ -101,6 +101,20 @@ def _frozen(strategy, folder, rank):
     return outcome_of(trainer, model)
 
 
+class _Transposed(Regressor):
+    """Weights whose memory has another order than their elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(0.3 * torch.randn(7, 3).t())
+        for block in self.blocks:
+            block.up.weight = nn.Parameter(0.3 * torch.randn(7, 14).t())
+
+
+def _transposed(strategy, folder, rank):
+    return outcome_of(*fit(strategy, folder, seeded(_Transposed)))
+
+
 class _Tied(pl.LightningModule):
     """An embedding whose weight is also that of the head."""
 
@@ -237,6 +251,7 @@ def test_kinds_of_modules_train_as_with_ddp(tmp_path):
         _configure_model,
         _configure_on_meta,
         _frozen,
+        _transposed,
         _tied,
         _owns_parameters,
         _checkpointed,

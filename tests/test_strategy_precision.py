@@ -13,6 +13,7 @@ from tests.support.trainer import (
     SHARDED,
     Regressor,
     assert_like_ddp,
+    fit,
     make_loader,
     make_trainer,
     seeded,
@@ -151,6 +152,21 @@ def test_one_rank_accumulates_under_bf16_as_under_ddp(tmp_path):
     for strategy, ((ddp, sharded),) in found.items():
         assert len(ddp) == 4
         assert sharded == pytest.approx(ddp, rel=0.02), strategy
+
+
+class _CallsInHook(Regressor):
+    def on_train_epoch_end(self):
+        with torch.no_grad(), self.trainer.precision_plugin.forward_context():
+            self.seen = self(torch.ones(2, 5)).float()
+
+
+def _calls_in_hook(strategy, folder, rank):
+    _, model = fit(strategy, folder, seeded(_CallsInHook), precision="bf16-mixed")
+    return {"seen": model.seen}
+
+
+def test_a_forward_in_a_hook_is_that_of_ddp_in_the_context_of_a_step(tmp_path):
+    assert_like_ddp(_calls_in_hook, tmp_path, atol=0.02, rtol=0.02)
 
 
 def _num_hooks(model):

@@ -87,6 +87,14 @@ def _refuse_at_setup(rank, world_size, folder):
         with pytest.raises(RuntimeError, match="strategy"):
             make_trainer(strategy, folder).fit(compiled, make_loader())
 
+    for kind, message in (
+        (_Hooked, "expected no hook of its gradient"),
+        (_Renormalizes, "with max_norm.*Renormalise after the optimizer's step"),
+    ):
+        for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
+            with pytest.raises(ValueError, match=message):
+                make_trainer(strategy, folder).fit(seeded(kind), make_loader())
+
     for kind, name in [(_Lbfgs, "LBFGS"), (_Prodigy, "Prodigy")]:
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
             with pytest.raises(NotImplementedError, match=f"{name}.*all of them at once"):
@@ -108,6 +116,18 @@ def _refuse_at_setup(rank, world_size, folder):
 class _ShardsItself(Regressor):
     def configure_model(self):
         fully_shard(self.blocks[1])
+
+
+class _Hooked(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.head.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+class _Renormalizes(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(11, 5, max_norm=1.0)
 
 
 class _Lbfgs(Regressor):

@@ -48,11 +48,9 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         """Everything, by name; each attempt with its reason, its memory and its log."""
         document = {"arm": self.arm, "limit": self.search.limit, **asdict(self.search)}
-        of_run = ("failure_kind", "peak_bytes", "wall_s", "log")
-        document["tried"] = [
-            {**asdict(tried), **{name: getattr(run, name) for name in of_run}}
-            for tried, run in zip(self.search.tried, self.runs, strict=True)
-        ]
+        for tried, run in zip(document["tried"], self.runs, strict=True):
+            of_run = ("failure_kind", "peak_bytes", "wall_s", "log")
+            tried |= {name: getattr(run, name) for name in of_run}
         return document
 
 

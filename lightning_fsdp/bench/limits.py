@@ -1,18 +1,16 @@
 """What this machine can do at best: bytes per second between ranks, operations per second on one.
 
-Processes of their own, all at once, as in a run: ``python -m lightning_fsdp.bench.limits``. So a
-reference is measured under the load of as many ranks as share the machine.
+Processes of their own, all at once, as in a run. So a reference is measured under the load of as
+many ranks as share the machine.
 """
 
 from __future__ import annotations
 
-import sys
 import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +20,7 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
-from lightning_fsdp.harness.processes import empty_folder, run_module
-from lightning_fsdp.harness.ranks import run_ranks
+from lightning_fsdp.harness.ranks import run_ranks_apart
 
 _ROUNDS = 15
 _WIDTH = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied
@@ -70,15 +67,17 @@ def measure_limits(workload: Workload, runs: Sequence[Run], out: Path) -> Limits
     """
     units = next((rank.units for run in runs for rank in run.ranks if rank.units), None)
     unit_bytes = sum(unit.nbytes for unit in units) // len(units) if units else 2**20
-    path = empty_folder(out) / "limits.json"
-    given = [workload.num_ranks, workload.accelerator, workload.precision, unit_bytes, path]
-    module = ["lightning_fsdp.bench.limits", *map(str, given)]
-    failure = run_module(module, out, timeout_s=_TIMEOUT_S)
+    device_type, path = workload.accelerator, out / "limits.json"
+    given = device_type, workload.precision, unit_bytes, str(path)
+    failure = run_ranks_apart(
+        _measure, workload.num_ranks, *given,
+        folder=out, timeout_s=_TIMEOUT_S, device_type=device_type,
+    )  # fmt: skip
     return None if failure is not None else documents.load(Limits, path)
 
 
-def _measure(rank: int, num_ranks: int, device_type: str, precision: str, *rest: Any) -> None:
-    unit_bytes, path = rest
+def _measure(rank: int, device_type: str, precision: str, unit_bytes: int, path: str) -> None:
+    num_ranks = dist.get_world_size()
     dtype = _PRODUCT_DTYPES[precision.partition("-")[0]]
     device = torch.device(f"cuda:{rank}" if device_type == "cuda" else device_type)
     shard = torch.ones(max(1, unit_bytes // 4 // num_ranks), device=device)
@@ -103,7 +102,7 @@ def _measure(rank: int, num_ranks: int, device_type: str, precision: str, *rest:
             pair_bytes_per_s=pair,
             flops_per_s=2 * width**3 / product_s,
         )
-        documents.write(path, found)
+        documents.write(Path(path), found)
     dist.barrier()  # which the others wait in, and leave the machine alone
 
 
@@ -124,13 +123,3 @@ def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]
             torch.cuda.synchronize(device)
 
     return timeit.repeat(run, repeat=_ROUNDS, number=1)[_ROUNDS // 3 :]
-
-
-def main(num_ranks: str, device_type: str, precision: str, unit_bytes: str, path: str) -> None:
-    """Measure with what :func:`measure_limits` gives, and write a file."""
-    given = int(num_ranks), device_type, precision, int(unit_bytes), Path(path)
-    run_ranks(_measure, int(num_ranks), *given, device_type=device_type)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

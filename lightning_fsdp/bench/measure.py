@@ -72,7 +72,7 @@ class Measure(L.Callback):
         self.first_observed = warmup_steps + timed_steps + profiled_steps
         self.writes_traces = writes_traces
         self.writes_snapshots = writes_snapshots
-        self._snapshot: Snapshot | None = None  # of rank 0
+        self._snapshot = Snapshot(self.out / "memory_rank0.pickle")
         self._num_steps = 0  # optimizer steps that were made
         self._is_step = False
         self._tokens = 0
@@ -100,7 +100,7 @@ class Measure(L.Callback):
                 f"--snapshot: expected training on CUDA, got device {str(self._device)!r}."
             )
         if self.writes_snapshots and trainer.is_global_zero:
-            self._snapshot = Snapshot(self.out / "memory_rank0.pickle", self.first_timed - 1)
+            self._snapshot.step = self.first_timed - 1
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
         self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
         if not hasattr(trainer.strategy, "engine"):
@@ -114,8 +114,7 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Data is there. The first observed batch begins to be observed."""
-        if self._snapshot is not None:
-            self._snapshot.begin(self._num_steps)
+        self._snapshot.begin(self._num_steps)
         self._enter("compute")
         if self._num_steps >= self.first_observed and self._watcher is None:
             self._watcher = StepObserver(trainer, pl_module, tokens_in(batch))
@@ -156,8 +155,7 @@ class Measure(L.Callback):
             return
         before, self._last = self._last, self._now()
         self._is_step = False
-        if self._snapshot is not None:
-            self._snapshot.end()
+        self._snapshot.end()
         self._refuse_a_short_step(trainer)
         if self.first_timed <= self._num_steps < self.first_profiled:
             self.measured.step_s.append(self._last[0] - before[0])
@@ -192,8 +190,7 @@ class Measure(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
-        if self._snapshot is not None:
-            self._snapshot.end(has_failed=True)
+        self._snapshot.end(has_failed=True)
         if self._watcher is not None:
             self._watcher.stop()
             self._watcher = None

@@ -69,7 +69,7 @@ class StepObserver:
         """Put down what was seen; after :meth:`stop`."""
         ledger, seen, num_steps = self._ledger, self._ledger.observation, self._num_steps
         measured.resting_bytes = self._resting_bytes
-        if not torch_internals.has_compiled():
+        if not torch_internals.num_graphs():
             start, stop = self._step
             moments, clock = ledger.moments(OWNERS), range(start, stop + 1)
             totals = [sum(of_owners.values()) for of_owners in moments]

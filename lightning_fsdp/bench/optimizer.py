@@ -18,18 +18,17 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
-from lightning_fsdp.bench.optimizer_arms import Outcome, Phase
+from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, write_outcome
 from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.processes import empty_folder, run_module
+from lightning_fsdp.harness.ranks import run_ranks_apart
 from lightning_fsdp.harness.tables import number, table_of
 
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
 PEER = "fsdp2_accelerate"
 NOT_FIXED = "fsdp2_before_not_fixed"
 """The arm that trains nothing; it shows why the others are needed."""
-_MODULE = "lightning_fsdp.bench.optimizer_arms"
 _MOST_POINTS = 300  # of a phase in the picture
 _DASHES = ("-", "--", "-.", ":")  # so that a print in grey can be read
 
@@ -66,9 +65,11 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     failures: dict[str, str] = {}
     for arm in tqdm(arms, unit="arm", disable=None):
-        folder = empty_folder(args.out / "arms" / arm)
-        module = [_MODULE, arm, str(args.ranks), str(args.steps), str(folder)]
-        failure = run_module(module, folder, timeout_s=args.timeout)
+        folder = args.out / "arms" / arm
+        given = arm, args.steps, str(folder)
+        failure = run_ranks_apart(
+            write_outcome, args.ranks, *given, folder=folder, timeout_s=args.timeout
+        )
         if failure is None:
             files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
             outcomes[arm] = [load(Outcome, file) for file in files]
@@ -130,11 +131,8 @@ def format_table(
     def per_rank(of: Callable[[Outcome], float], form: str) -> Callable[[str], str]:
         return lambda arm: " ".join(number(of(o), form, 1e6) for o in outcomes[arm])
 
-    def has_run(arm: str) -> bool:
-        return arm in outcomes
-
     columns: dict[str, Callable[[str], str]] = {
-        "arm": lambda arm: f"{arm} WRONG" if has_run(arm) and arm in failures else arm,
+        "arm": lambda arm: f"{arm} WRONG" if arm in outcomes and arm in failures else arm,
         "losses, weights": lambda arm: _likeness(outcomes[arm], outcomes.get(reference_of(arm))),
         "trained": lambda arm: _least(outcomes[arm], lambda o: (len(o.trained), len(o.weights))),
         "entries that are the model's": lambda arm: _least(
@@ -145,7 +143,7 @@ def format_table(
         "peak MB per rank": per_rank(lambda o: o.peak_bytes, ".1f"),
         "RSS MB per rank": per_rank(lambda o: o.rss_bytes, ".0f"),
     }
-    return table_of(arms, columns, has_failed=lambda arm: not has_run(arm))
+    return table_of(arms, columns, has_failed=lambda arm: arm not in outcomes)
 
 
 def _least(ranks: Sequence[Outcome], of: Callable[[Outcome], tuple[int, int]]) -> str:
@@ -180,11 +178,11 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         arms = [arm for arm in phases_of if engine_of(arm) == engine]
         names = [phase.name for phase in phases_of[arms[0]]]
         for index, arm in enumerate(arms):
-            points = [
-                point
-                for place, phase in enumerate(phases_of[arm])
-                for point in _heights(place, phase.live_bytes)
-            ]
+            points: list[tuple[float, float]] = []
+            for place, phase in enumerate(phases_of[arm]):
+                num = len(phase.live_bytes)
+                line = [(place + i / num, n) for i, n in enumerate(phase.live_bytes)]
+                points += [(x, n / 1e6) for x, n in thinned(line, _MOST_POINTS)]
             # Arms that do the same lie on each other: the first are wide, the last are thin.
             axes.plot(
                 *zip(*points, strict=True), label=arm.removeprefix(f"{engine}_"), alpha=0.8,
@@ -201,9 +199,3 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         axes.legend(title="optimizer", fontsize=9, frameon=False, loc="center left",
                     bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     return figure
-
-
-def _heights(place: int, live_bytes: Sequence[int]) -> list[tuple[float, float]]:
-    """Where and how high, in MB, of a phase."""
-    line = [(place + i / len(live_bytes), n) for i, n in enumerate(live_bytes)]
-    return [(x, n / 1e6) for x, n in thinned(line, _MOST_POINTS)]

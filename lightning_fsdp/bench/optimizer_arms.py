@@ -1,7 +1,5 @@
 """The ranks of one arm: an optimizer that was built before or after sharding, a few steps, a look.
 
-``python -m lightning_fsdp.bench.optimizer_arms ARM NUM_RANKS STEPS FOLDER``
-
     arm                  model    optimizer    sharding
     after                built -----------------> x ------> built
     before_fixed         built --> built -------> x, inside of optimizers_follow
@@ -17,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -39,7 +36,6 @@ from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
 from lightning_fsdp.harness.gpt2 import build_gpt2
-from lightning_fsdp.harness.ranks import run_ranks
 
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
 _SHARDERS: dict[str, Callable[..., Any]] = {"fsdp2": fsdp.fully_shard, "scratch": fully_shard}
@@ -284,20 +280,13 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
-def _rank_main(rank: int, arm: str, num_ranks: int, num_steps: int, folder: Path) -> None:
+def write_outcome(rank: int, arm: str, num_steps: int, folder: str) -> None:
+    """Run one arm on this rank, and write what it found. Collective."""
     # As torchrun says it; Lightning and accelerate ask for it.
+    num_ranks = str(dist.get_world_size())
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks), GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench",
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=num_ranks, LOCAL_WORLD_SIZE=num_ranks,
+        GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    documents.write(folder / f"rank{rank}.json", run_arm(arm, rank, num_steps))
-
-
-def main(arm: str, num_ranks: str, num_steps: str, folder: str) -> None:
-    """Start the ranks of an arm and wait for them."""
-    run_ranks(_rank_main, int(num_ranks), arm, int(num_ranks), int(num_steps), Path(folder))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    documents.write(Path(folder) / f"rank{rank}.json", run_arm(arm, rank, num_steps))

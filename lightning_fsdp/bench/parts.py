@@ -180,15 +180,18 @@ class StepProfiler:
         self._profile.start()
         if self._world_size > 1:
             dist.barrier()  # a profiler that starts later on another rank is nothing to wait for
-        self._mark("data")
+        self.enter("data")
 
-    def enter(self, phase: PhaseName) -> None:
+    def enter(self, phase: PhaseName | Literal["step"]) -> None:
         """One phase ends, another begins."""
-        self._mark(phase)
+        if self._device.type == "cuda":  # phases of the host are then phases of the device
+            torch.cuda.synchronize(self._device)
+        with record_function(_MARK + phase):
+            pass
 
     def end_step(self) -> None:
         """A step ends; the data of the next begins."""
-        self._mark("step")
+        self.enter("step")
 
     def stop(self) -> None:
         """See no more."""
@@ -202,12 +205,6 @@ class StepProfiler:
     def write(self, path: Path) -> None:
         """Write a chrome trace; after :meth:`stop`."""
         self._profile.export_chrome_trace(str(path))
-
-    def _mark(self, name: str) -> None:
-        if self._device.type == "cuda":  # phases of the host are then phases of the device
-            torch.cuda.synchronize(self._device)
-        with record_function(_MARK + name):
-            pass
 
     def _trace(self) -> Trace:
         events = list(self._profile.events())  # type: ignore[no-untyped-call]

@@ -272,6 +272,11 @@ def of_all(function: Callable[[list[T]], R], figures: Iterable[T | None]) -> R |
     return function(known) if known and len(known) == len(every) else None
 
 
+def in_ms(function: Callable[[list[float]], float], seconds: Iterable[float | None]) -> Figure:
+    """A function of some times in milliseconds, if there are any and none of them is missing."""
+    return of_all(lambda known: 1e3 * function(known), seconds)
+
+
 def worst(figures: Iterable[T | None]) -> T | None:
     """The largest of the figures per rank, if all ranks have one."""
     return of_all(max, figures)

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.parts import Parts
-from lightning_fsdp.bench.records import RankMeasurement, Row, Run, Shape, of_all, worst
+from lightning_fsdp.bench.records import RankMeasurement, Row, Run, Shape, in_ms, of_all, worst
 from lightning_fsdp.bench.theory import demand, sent_bytes
 
 LOSS_TOLERANCE = 5e-3
@@ -97,8 +97,8 @@ def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
     names = [part.name.removesuffix("_s") for part in fields(Parts)]
     if parts:
         seconds = {name: [getattr(step, f"{name}_s") for step in parts] for name in names}
-        row.parts_ms = {f"{name}_ms": _median_ms(of) for name, of in seconds.items()}
-    row.host_ms = _median_ms(second for rank in firsts for second in rank.host_s)
+        row.parts_ms = {f"{name}_ms": in_ms(statistics.median, of) for name, of in seconds.items()}
+    row.host_ms = in_ms(statistics.median, [second for rank in firsts for second in rank.host_s])
     row.flops_per_token, row.peak_by_kind = first.flops_per_token, first.peak_by_kind
     row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
     row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
@@ -164,10 +164,6 @@ def _add_limits(
     limit_ms = max(row.compute_limit_ms or 0.0, row.communication_limit_ms or 0.0)
     if limit_ms and row.step_ms is not None:
         row.times_limit = row.step_ms / limit_ms
-
-
-def _median_ms(seconds: Iterable[float | None]) -> float | None:
-    return of_all(lambda known: 1e3 * statistics.median(known), seconds)
 
 
 def _highest(runs: Sequence[Run], get: Callable[[RankMeasurement], int | None]) -> list[int | None]:

@@ -90,16 +90,14 @@ def _times(arms: Sequence[ArmResult]) -> str:
     def utilization(arm: ArmResult) -> str:
         return " ".join(f"{v:.0f} ({k})" for k, v in arm.utilization.items()) or UNKNOWN
 
-    return table_of(
-        arms,
-        {
-            "arm": lambda arm: arm.name,
-            **{name: part(name) for name in _PARTS},
-            "host": lambda arm: number(arm.figures.host_ms, ".3g"),
-            "utilization %": utilization,
-            "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
-        },
-    )
+    columns: dict[str, Cell] = {
+        "arm": lambda arm: arm.name,
+        **{name: part(name) for name in _PARTS},
+        "host": lambda arm: number(arm.figures.host_ms, ".3g"),
+        "utilization %": utilization,
+        "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
+    }
+    return table_of(arms, columns)
 
 
 def _limits(arms: Sequence[ArmResult]) -> str:

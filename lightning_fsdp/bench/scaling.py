@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lightning_fsdp.bench import documents, plot_style
 from lightning_fsdp.bench.arms import OF_UNFUSED, Arm, Workload, arms_of, has_unfused_references
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, listed, of_all
+from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, in_ms, listed
 from lightning_fsdp.bench.results import kind_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
@@ -138,14 +138,10 @@ def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
         point.efficiency = rate / alone
     used = [usage for run in runs if (usage := run.ranks[0].simulated) is not None]
     if used:
-        point.exposed_ms = _mean_ms(each["waited_s"] for each in used)
-        point.busy_ms = _mean_ms(each["busy_s"] for each in used)
-        point.late_ms = _mean_ms(each["late_s"] for each in used)
+        point.exposed_ms = in_ms(statistics.fmean, [each["waited_s"] for each in used])
+        point.busy_ms = in_ms(statistics.fmean, [each["busy_s"] for each in used])
+        point.late_ms = in_ms(statistics.fmean, [each["late_s"] for each in used])
         point.calls, point.sent_bytes = used[0]["calls"], used[0]["sent_bytes"]
-
-
-def _mean_ms(seconds: Iterable[float | None]) -> float | None:
-    return of_all(lambda known: 1e3 * statistics.fmean(known), seconds)
 
 
 @dataclass

@@ -19,17 +19,18 @@ class Snapshot:
 
     Args:
         path: Of the snapshot, for https://pytorch.org/memory_viz.
-        step: Optimizer step, from 0.
+        step: Optimizer step, from 0; ``None``: nothing is recorded.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int | None = None) -> None:
         self.path = path
         self.step = step
         self._recorded: int | None = None  # the step that is being recorded
 
     def begin(self, step: int) -> None:
         """A micro-batch begins; with the first one of its step, the record does."""
-        if step in (*_FIRST_STEPS, self.step) and self._recorded is None:
+        is_wanted = self.step is not None and step in (*_FIRST_STEPS, self.step)
+        if is_wanted and self._recorded is None:
             self._recorded = step
             record_memory_history(is_on=True)
 

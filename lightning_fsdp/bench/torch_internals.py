@@ -7,13 +7,11 @@ import sys
 import torch
 
 
-def has_compiled() -> bool:
-    """Whether this process has compiled a graph. By any way to ask for it: there are three."""
-    return num_graphs() > 0
-
-
 def num_graphs() -> int:
-    """Graphs that this process has compiled. Blocks of one class should share theirs."""
+    """Graphs that this process has compiled, by any of the three ways to ask for it.
+
+    Blocks of one class should share theirs.
+    """
     if "torch._dynamo" not in sys.modules:  # and is not imported for the question
         return 0
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -251,5 +251,3 @@ def _refuse_what_it_cannot(module: nn.Module) -> None:
                 f"parameter {name!r}: FSDP2 shards along the first dimension and takes no scalar. "
                 "Give it the shape (1,), or use scratch_fsdp, which takes any shape."
             )
-        if not parameter.is_contiguous():
-            parameter.data = parameter.data.contiguous()

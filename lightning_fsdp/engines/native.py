@@ -155,9 +155,13 @@ class NativeEngine(Engine):
     ) -> None:
         self.device = device
         agree_on_module(module)
+        _refuse_what_is_lost(module)
         native_state.materialize_whole(module)
         broadcast_from_rank0(module, device)
         module.zero_grad(set_to_none=True)
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():  # FSDP1 would cut it in the order of its memory
+                parameter.data = parameter.data.contiguous()
         self.form = ModuleForm(module)
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
         self.micro_batch, self._aside = 0, {}
@@ -470,3 +474,21 @@ def refuse_own_parameters(module: nn.Module, engine: str) -> None:
             f"under {engine}, which shards them at a backward inside training_step, got {own}. Put "
             "them into one child module, or use scratch_fsdp."
         )
+
+
+def _refuse_what_is_lost(module: nn.Module) -> None:
+    """Refuse what is done to parameters that torch's engine computes without, as it has copies."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r}: expected no hook of its gradient, got one, which would never "
+                "be called. Use on_local or on_reduced of trainer.strategy.gradients."
+            )
+    for name, child in module.named_modules():
+        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if is_table and (child.sparse or child.max_norm is not None):
+            raise ValueError(
+                f"{name!r}: expected a forward that reads weights and a dense gradient, got an "
+                f"embedding with max_norm={child.max_norm} and sparse={child.sparse}. Build it "
+                "dense. Renormalise after the optimizer's step."
+            )

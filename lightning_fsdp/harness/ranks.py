@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import pkgutil
+import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn  # type: ignore[attr-defined]
+
+from lightning_fsdp.harness.processes import Failure, empty_folder, run_module
 
 
 def run_ranks(
@@ -26,6 +32,32 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         arguments = (function, num_ranks, device_type, f"{folder}/ranks", given)
         spawn(_rank_main, args=arguments, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+
+
+def run_ranks_apart(
+    function: Callable[..., object],
+    num_ranks: int,
+    *given: Any,
+    folder: Path,
+    timeout_s: float,
+    device_type: str = "cpu",
+) -> Failure | None:
+    """The same below a process of its own, so that nothing of them outlives the call.
+
+    Args:
+        function: Likewise.
+        num_ranks: Likewise.
+        *given: Likewise; JSON.
+        folder: Is emptied, and gets their ``log.txt``.
+        timeout_s: Wall time after which all of them are ended.
+        device_type: Likewise.
+
+    Returns:
+        Why it failed, or ``None``.
+    """
+    name = f"{function.__module__}:{function.__qualname__}"
+    module = [f"{__package__}.ranks", name, str(num_ranks), device_type, json.dumps(given)]
+    return run_module(module, empty_folder(folder), timeout_s=timeout_s)
 
 
 def _rank_main(
@@ -47,3 +79,9 @@ def _rank_main(
     )
     function(rank, *given)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    name, num_ranks, device_type, given = sys.argv[1:]
+    function = pkgutil.resolve_name(name)
+    run_ranks(function, int(num_ranks), *json.loads(given), device_type=device_type)

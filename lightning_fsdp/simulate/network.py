@@ -126,7 +126,7 @@ class Network:
                 leaving / (self.host_bandwidth_gb_s * 1e9),
             )
         duration_s = steps * self.latency_us * 1e-6 + seconds
-        return Cost(sent_bytes, duration_s, occupied_s=self.host_share * duration_s)
+        return Cost(sent_bytes, duration_s)
 
     def assumptions_of_links(self) -> list[str]:
         """What a reader of a figure has to know of the network, a sentence each."""
@@ -185,12 +185,10 @@ class Cost:
     Attributes:
         sent_bytes: By each rank.
         duration_s: From its start to its end, in seconds.
-        occupied_s: Of these, for which it occupies a core of this process.
     """
 
     sent_bytes: int
     duration_s: float
-    occupied_s: float
 
 
 def networks_of(world_sizes: Sequence[int], *, num_hosts: int, **links: Any) -> list[Network]:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, override
 
 from lightning_fsdp.simulate.network import Cost, Network
+
+Future = torch.futures.Future[list[Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +49,42 @@ class Transfer:
     def leaves_host(self) -> bool:
         """Whether other hosts take part."""
         return self.per_host is not None and self.per_host < self.group_size
+
+
+class Work(dist.Work):
+    """What an asynchronous collective returns; keeps its tensors until it was waited for.
+
+    Args:
+        transfer: The collective.
+        wait: Lets the program, or its stream, wait.
+        is_over: Whether it has ended.
+        future_of: Gives what DDP waits for in C++; ``None``: nobody does.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        wait: Callable[[], object],
+        is_over: Callable[[], bool],
+        future_of: Callable[[list[Tensor]], Future] | None = None,
+    ) -> None:
+        super().__init__()
+        self._result, self._move = transfer.result, transfer.move
+        self._wait, self._is_over, self._future_of = wait, is_over, future_of
+
+    @override
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self._wait()
+        self._result, self._move = [], None
+        return True
+
+    @override
+    def is_completed(self) -> bool:
+        return self._is_over()
+
+    @override
+    def get_future(self) -> Future:
+        return self._future_of(self._result) if self._future_of else super().get_future()
 
 
 class StepUsage(TypedDict):

@@ -10,14 +10,11 @@ program takes the same seconds on any machine, however busy:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
-
-import torch.distributed as dist
-from typing_extensions import override
+from dataclasses import dataclass, replace
+from functools import partial
 
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.transfer import Transfer, Usage
+from lightning_fsdp.simulate.transfer import Transfer, Usage, Work
 
 
 @dataclass
@@ -46,31 +43,14 @@ class ClockedTransfers:
         self.clock = clock
         self._end_s = 0.0
 
-    def start(self, transfer: Transfer) -> dist.Work:
+    def start(self, transfer: Transfer) -> Work:
         """Begin it when those before it have ended."""
         cost = self.usage.count(transfer, self.network)
-        self._end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
-        return _Work(self, self._end_s, transfer)
+        self._end_s = end_s = max(self.clock.now_s, self._end_s) + cost.duration_s
+        left = replace(transfer, move=None)  # no data moves
+        return Work(left, partial(self._wait, end_s), lambda: self.clock.now_s >= end_s)
 
-
-class _Work(dist.Work):
-    """What an asynchronous collective returns."""
-
-    def __init__(self, transfers: ClockedTransfers, end_s: float, transfer: Transfer) -> None:
-        super().__init__()
-        self._transfers = transfers
-        self._end_s = end_s
-        self._result = transfer.result
-
-    @override
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        clock = self._transfers.clock
-        waited_s = max(0.0, self._end_s - clock.now_s)
-        self._transfers.usage.waited_s += waited_s
-        clock.now_s += waited_s
-        self._result = []
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return self._transfers.clock.now_s >= self._end_s
+    def _wait(self, end_s: float) -> None:
+        waited_s = max(0.0, end_s - self.clock.now_s)
+        self.usage.waited_s += waited_s
+        self.clock.now_s += waited_s

@@ -15,23 +15,19 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, cuda
-from typing_extensions import override
 
 from lightning_fsdp.simulate import torch_internals
 from lightning_fsdp.simulate.network import Network
-from lightning_fsdp.simulate.transfer import Transfer, Usage
+from lightning_fsdp.simulate.transfer import Future, Transfer, Usage, Work
 
 _HIGHEST_PRIORITY = -1  # so that the spinning one finds a place beside kernels that fill the device
 _CALIBRATED_CYCLES = 10_000_000  # some milliseconds
 _CALIBRATED_BYTES = 2**28
 _CALIBRATIONS = 5
-
-_Future = torch.futures.Future[list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +70,7 @@ class CudaTransfers:
         self._durations: list[tuple[cuda.Event, cuda.Event, float]] = []  # and that as modelled
         self._waits: list[tuple[cuda.Event, cuda.Event]] = []
 
-    def start(self, transfer: Transfer) -> dist.Work:
+    def start(self, transfer: Transfer) -> Work:
         """Queue it behind what is queued on the current stream."""
         cost = self.usage.count(transfer, self.network)
         spun_s = max(0.0, cost.duration_s - transfer.written_bytes / self.pace.bytes_per_s)
@@ -88,7 +84,8 @@ class CudaTransfers:
                 torch_internals.spin(round(spun_s * self.pace.cycles_per_s))
             ended.record(self._stream)
         self._durations.append((began, ended, cost.duration_s))
-        return _CudaWork(self, ended, transfer)
+        query: Callable[[], bool] = ended.query
+        return Work(transfer, partial(self.wait, ended), query, self.future_of)
 
     def wait(self, ended: cuda.Event) -> None:
         """Let the current stream wait for a collective."""
@@ -103,10 +100,10 @@ class CudaTransfers:
         after.record(stream)
         self._waits.append((before, after))
 
-    def future_of(self, result: list[Tensor]) -> _Future:
+    def future_of(self, result: list[Tensor]) -> Future:
         """What is done when all is that was queued on the network; DDP waits for it in C++."""
         self.usage.sees_waits = False
-        future = _Future(devices=[self.device])
+        future = Future(devices=[self.device])
         with cuda.stream(self._stream):
             future.set_result(result)
         return future
@@ -119,31 +116,6 @@ class CudaTransfers:
         for began, ended, modelled_s in self._durations:
             self.usage.late_s += max(0.0, began.elapsed_time(ended) / 1e3 - modelled_s)
         self._waits, self._durations = [], []
-
-
-class _CudaWork(dist.Work):
-    """What an asynchronous collective returns; keeps its tensors until it was waited for."""
-
-    def __init__(self, transfers: CudaTransfers, ended: cuda.Event, transfer: Transfer) -> None:
-        super().__init__()
-        self._transfers = transfers
-        self._ended = ended
-        self._transfer: Transfer | None = transfer
-
-    @override
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._transfers.wait(self._ended)
-        self._transfer = None
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return bool(self._ended.query())  # type: ignore[no-untyped-call]
-
-    @override
-    def get_future(self) -> _Future:
-        result = [] if self._transfer is None else self._transfer.result
-        return self._transfers.future_of(result)
 
 
 def _event() -> cuda.Event:

@@ -12,44 +12,16 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_fsdp.simulate.network import Cost, Network
-from lightning_fsdp.simulate.transfer import Transfer, Usage
+from lightning_fsdp.simulate.transfer import Future, Transfer, Usage, Work
 
 _BURNT_NUMEL = 2**16  # copied at a time to occupy a core: some ten microseconds
-
-_Future = torch.futures.Future[list[Tensor]]
-
-
-class _Work(dist.Work):
-    """What an asynchronous collective returns."""
-
-    def __init__(self, future: _Future, usage: Usage) -> None:
-        super().__init__()
-        self._future = future
-        self._usage = usage
-
-    @override
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        start_s = time.perf_counter()
-        self._future.wait()
-        self._usage.waited_s += time.perf_counter() - start_s
-        return True
-
-    @override
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    @override
-    def get_future(self) -> _Future:
-        self._usage.sees_waits = False
-        return self._future
 
 
 class HostTransfers:
@@ -66,21 +38,33 @@ class HostTransfers:
         self._thread = ThreadPoolExecutor(1, "simulated network")
         self._end_s = 0.0  # of the last one
 
-    def start(self, transfer: Transfer) -> _Work:
+    def start(self, transfer: Transfer) -> Work:
         """Put it into the thread's queue."""
         cost = self.usage.count(transfer, self.network)
-        future = _Future()
+        future = Future()
         self._thread.submit(self._run, transfer, cost, time.perf_counter(), future)
-        return _Work(future, self.usage)
+        left = replace(transfer, move=None)  # the thread has what it moves
+        return Work(left, partial(self._wait, future), future.done, partial(self._unseen, future))
 
     def close(self) -> None:
         """End the thread, after all that is in its queue."""
         self._thread.shutdown()
 
-    def _run(self, transfer: Transfer, cost: Cost, issued_s: float, future: _Future) -> None:
+    def _wait(self, future: Future) -> None:
+        start_s = time.perf_counter()
+        future.wait()
+        self.usage.waited_s += time.perf_counter() - start_s
+
+    def _unseen(self, future: Future, result: list[Tensor]) -> Future:
+        """What DDP waits for."""
+        del result  # which the future has
+        self.usage.sees_waits = False
+        return future
+
+    def _run(self, transfer: Transfer, cost: Cost, issued_s: float, future: Future) -> None:
         self._end_s = max(issued_s, self._end_s) + cost.duration_s
         try:
-            occupied_until_s = time.thread_time() + cost.occupied_s
+            occupied_until_s = time.thread_time() + self.network.host_share * cost.duration_s
             if transfer.move is not None:
                 with torch.no_grad():
                     transfer.move()

@@ -385,6 +385,7 @@ class ShardedStrategy(ProcessStrategy):
             compiles=self._compiles,
         )
         self._checkpoints.base.note(module)
+        self._lockstep = Lockstep(self.engine, self.root_device)  # configure_optimizers may load
         # Where a sharded parameter does not show its shape, optimizers are built before (decay
         # groups go by it).
         if is_fitting and not self.engine.shows_whole_shapes:
@@ -398,7 +399,6 @@ class ShardedStrategy(ProcessStrategy):
         lightning_internals.collect_checkpoints_inside(
             trainer, self._checkpoints.deferred.collected
         )
-        self._lockstep = Lockstep(self.engine, self.root_device)
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False

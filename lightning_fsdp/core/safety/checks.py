@@ -71,9 +71,7 @@ def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
     if "CPUOffloadPolicy" not in names:
         if policy is None or "OffloadPolicy" in names:
             return None
-        raise TypeError(
-            f"fully_shard: expected a CPUOffloadPolicy for offload_policy, got {policy!r}."
-        )
+        raise TypeError(f"offload_policy: expected a CPUOffloadPolicy, got {policy!r}.")
     if policy.pin_memory and not torch.accelerator.is_available():
         raise ValueError(
             "fully_shard: expected an accelerator for offload_policy=CPUOffloadPolicy("
@@ -150,10 +148,10 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
         if parameter in known:
             continue  # tied to one of their parameters
         problem = _problem_with(parameter, sites)
-        sparse = [s for s in sites if isinstance(s.module, nn.Embedding) and s.module.sparse]
-        if sparse:
+        tables = [s.module for s in sites if isinstance(s.module, nn.Embedding | nn.EmbeddingBag)]
+        if any(table.sparse for table in tables):
             problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
-        if any(isinstance(s.module, nn.Embedding) and s.module.max_norm is not None for s in sites):
+        if any(table.max_norm is not None for table in tables):
             # It would write to the whole copy, which is thrown away.
             cure = "Renormalise after the optimizer's step, or add it to ignored_params."
             problem = "a forward that reads weights", "an embedding with max_norm", cure
@@ -205,6 +203,8 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
         return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
     if parameter.grad is not None:
         return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return "no hook of its gradient yet", "one", "Register it after sharding (on_fit_start)."
     if _has_weak_references(parameter, sites):
         cure = "Delete the object that refers to it weakly, or create it after sharding."
         return "a parameter without weak references", "one that has some", cure

@@ -200,10 +200,7 @@ def _local_of(arg: Any, like: Any, func: Any) -> Any:
             return arg
         if arg.shape == like.shape:
             return like.spec.slice_of(arg)
-        raise RuntimeError(
-            f"{func}: expected a plain tensor of shape {tuple(like.shape)} beside the sharded "
-            f"{like.spec.name!r}, got {tuple(arg.shape)}. Call full_tensor() (on every rank) first."
-        )
+        refuse(func, (like,), {})
     if not isinstance(like, ShardedTensor):
         refuse(func, (arg,), {})
     if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
