@@ -33,6 +33,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Every two of a plan, a way to accumulate and an optimizer.
 MODES = [
     ("zero2", "local", "sgd"),

@@ -24,6 +24,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Which ranks use ``bonus``, by step and micro-batch.
 USERS = [[{0}, {1}], [{0}, set()], [set(), {1}], [set(), set()], [{0, 1}, set()]]
 

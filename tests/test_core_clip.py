@@ -20,6 +20,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 NORMS = [1.0, 2.0, 3.5, math.inf]
 MAX_NORM = 0.01  # far below the norms here: everything is clipped
 

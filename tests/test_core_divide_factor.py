@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_fsdp import MixedPrecisionPolicy, fully_shard, gradients
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 LENGTHS = (3, 8, 1, 5)  # tokens of each rank
 
 

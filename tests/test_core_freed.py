@@ -17,6 +17,8 @@ from tests.support.memory import StorageTracker
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 REFUSED = "invalid|out of bounds for storage of size 0"  # torch's own words
 
 

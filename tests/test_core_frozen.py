@@ -16,6 +16,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Lora(nn.Module):
     """A frozen layer and two small trainable ones."""

@@ -22,6 +22,8 @@ from tests.support.ranks import PLAIN, run_on_ranks
 from tests.support.scaled import INITIAL_SCALE, new_scaler
 from tests.test_core_precision import local_gradients
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 NUM_STEPS = 6
 OPTIMIZERS = {
     "sgd": sgd,

@@ -10,6 +10,8 @@ from tests.support.parity import PLANS, sgd
 from tests.support.ranks import run_on_ranks
 from tests.support.scaled import new_scaler
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _beside_a_plain_parameter(rank, world_size, plain_first):
     model = mlp()

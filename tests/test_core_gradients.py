@@ -15,6 +15,8 @@ from tests.support.models import TASKS, mlp, mlp_batch, mlp_loss
 from tests.support.parity import OPTIMIZERS, PLANS, whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 NUM_MICRO_BATCHES = 3
 ASK = {"shard": lambda gradient: gradient.shard, "full": lambda gradient: gradient.full()}
 

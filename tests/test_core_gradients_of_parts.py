@@ -16,6 +16,8 @@ from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, t
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _weights(rank, world_size, plan):
     model, reference = shard_model(causal_lm(), PLANS[plan]), causal_lm()

@@ -22,6 +22,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _train_all(rank, world_size, plan):
     traces = {}

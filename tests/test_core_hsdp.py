@@ -42,6 +42,8 @@ from tests.support.replicas import mesh_of, mesh_with_timeout
 from tests.test_core_clip import MAX_NORM, NORMS
 from tests.test_core_divergence import TIMEOUT_S, Skipping, error_of
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [
     ("zero2", "sgd", "local"),

@@ -28,6 +28,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _generate(rank, world_size):
     prompt = torch.tensor([[5, 17, 3]])

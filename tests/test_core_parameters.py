@@ -21,6 +21,8 @@ from tests.support.models import (
 from tests.support.parity import assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _look_at_parameters(rank, world_size, plan):
     for build in (mlp, causal_lm, tied_lm):

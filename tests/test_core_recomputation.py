@@ -15,6 +15,8 @@ from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 from tests.support.recomputed import Block
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class BlockWithin(Block):
     def forward(self, x):

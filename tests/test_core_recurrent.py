@@ -28,6 +28,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 LAYERS = {
     "lstm": lambda: nn.LSTM(7, 11, batch_first=True),
     "lstm, all options": lambda: nn.LSTM(

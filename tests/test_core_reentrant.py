@@ -12,6 +12,8 @@ from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 from tests.support.recomputed import Block
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Reentrant(nn.Module):
     """Blocks that are recomputed by a backward inside of the backward, and a head behind them."""

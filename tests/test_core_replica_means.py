@@ -36,6 +36,8 @@ from tests.support.parity import (
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.support.replicas import flat_params_of, mesh_of
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 COMBINATIONS = list(itertools.product(["tied_lm", "mlp"], [("zero3", "sgd"), ("zero2", "adamw")]))
 
 

@@ -37,6 +37,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _look_at_state_dict(rank, world_size, plan):
     for build in (mlp, causal_lm, tied_lm, tiny_gpt2):

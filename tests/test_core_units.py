@@ -30,6 +30,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _shard_as(model, how):
     if how == "one unit":

@@ -21,6 +21,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _use_unreduced(rank, world_size, how):
     model = shard_model(mlp())

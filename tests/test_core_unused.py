@@ -24,6 +24,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Used by one rank, by the other, by none, by all, and by none again, where momentum and moments
 # exist.
 USERS = [{0}, {1}, set(), {0, 1, 2}, set()]

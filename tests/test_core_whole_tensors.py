@@ -44,6 +44,8 @@ from tests.support.whole_tensors import (
     replay,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _train(rank, world_size, case):
     plan, name, is_before, clip = case

@@ -16,6 +16,8 @@ from tests.support.one_exchange import wholes
 from tests.support.parity import OPTIMIZERS, PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _other_state():
     return {name: 0.5 * value for name, value in tied_lm(seed=2).state_dict().items()}
