@@ -48,10 +48,10 @@ class BenchmarkParser(CommandParser):
             help="engines or ways to compare",
         )
 
-    def add_rounds(self, rounds: int, warmup: int | None = None, *, least: int = 1) -> None:
+    def add_rounds(self, rounds: int, warmup: int | None = None) -> None:
         """``--rounds`` and ``--warmup``: in each round every arm has one turn."""
         self.add_argument(
-            "--rounds", type=at_least(least), default=rounds, metavar="N",
+            "--rounds", type=at_least(2), default=rounds, metavar="N",  # or there are no quartiles
             help="timed rounds; in each, every arm has one turn",
         )  # fmt: skip
         if warmup is not None:

@@ -194,7 +194,7 @@ def make_parser() -> BenchmarkParser:
         "--hosts", type=int, choices=(2, 3, 4), default=2, metavar="N", help="number of hosts"
     )
     parser.add_ranks(2, help="processes on each host")
-    parser.add_rounds(8, 3, least=2)
+    parser.add_rounds(8, 3)
     parser.add_out(OUT)
     return parser
 

@@ -205,7 +205,7 @@ def make_parser() -> BenchmarkParser:
         "--huge-pages", nargs="+", choices=["no", "yes"], default=["no", "yes"],
         help="whether the C library's heap has huge pages; each is measured",
     )  # fmt: skip
-    parser.add_rounds(20, 3, least=2)  # for quartiles
+    parser.add_rounds(20, 3)
     parser.add_out(OUT)
     return parser
 

@@ -355,12 +355,12 @@ def make_parser() -> BenchmarkParser:
         examples=["--rounds 1 --arms scratch_zero3", "--out runs/simulation_check.json"],
     )
     parser.add_arms(ARMS)
-    for option, default, says in (
-        ("--steps", 6, "timed steps of each arm, in each case and round"),
-        ("--warmup", 2, "steps before the timed ones"),
-        ("--rounds", 3, "times that all is measured and predicted"),
+    for option, default, least, says in (
+        ("--steps", 6, 2, "timed steps of each arm, in each case and round"),  # for quartiles
+        ("--warmup", 2, 1, "steps before the timed ones"),
+        ("--rounds", 3, 1, "times that all is measured and predicted"),
     ):
-        parser.add_argument(option, type=at_least(1), default=default, metavar="N", help=says)
+        parser.add_argument(option, type=at_least(least), default=default, metavar="N", help=says)
     parser.add_out(says="rows and what was fitted; the table is written beside it")
     return parser
 

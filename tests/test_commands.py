@@ -127,6 +127,18 @@ def test_a_benchmark_is_also_chosen_as_it_was_before_there_were_sub_commands(old
     assert old_args == new_args
 
 
+@pytest.mark.parametrize("command", [name for name, module in _benchmarks()])
+def test_a_benchmark_that_shows_quartiles_measures_twice_at_least(command):
+    module = importlib.import_module(dict(_benchmarks())[command])
+    if "quantiles(" not in Path(module.__file__).read_text():
+        return
+    parser = PARSERS[command]()
+    option = "--steps" if "--steps" in parser._option_string_actions else "--rounds"
+    with pytest.raises(SystemExit):
+        parser.parse([option, "1"])
+    assert getattr(parser.parse([option, "2"]), option.lstrip("-")) == 2
+
+
 def test_no_command_writes_where_another_does():
     folders = [make().get_default("out") for make in PACKAGED.values()]
     folders = [folder for folder in folders if folder is not None]
