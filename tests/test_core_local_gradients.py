@@ -81,7 +81,7 @@ def _see_memory(rank, world_size):
     """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
     pairs._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
-    receive, cut = FlatParameter.receive, pairs.PairCommunicator._pieces
+    receive, cut = FlatParameter.receive, pairs.PairCommunicator._cut
     made, sent = {}, set()
 
     def watch(self, slot, gradient):
@@ -89,11 +89,11 @@ def _see_memory(rank, world_size):
         receive(self, slot, gradient)
 
     def watch_sends(self, *args):
-        pieces, shards = cut(self, *args)
-        sent.update(p.data.untyped_storage().data_ptr() for p in shards[1 - self.rank])
-        return pieces, shards
+        keeps, mine, to = cut(self, *args)
+        sent.update(part.untyped_storage().data_ptr() for part in to[1 - self.rank])
+        return keeps, mine, to
 
-    FlatParameter.receive, pairs.PairCommunicator._pieces = watch, watch_sends
+    FlatParameter.receive, pairs.PairCommunicator._cut = watch, watch_sends
     with model.no_sync():
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]

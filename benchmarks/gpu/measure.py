@@ -66,7 +66,7 @@ class SwitchedNetwork(Network):
 
     def cost(self, kind: str, nbytes: int, *ranks: int | None) -> Cost:
         cost = super().cost(kind, nbytes, *ranks)
-        return Cost(cost.sent_bytes, 0.0, 0.0) if self.is_free else cost
+        return Cost(cost.sent_bytes, 0.0) if self.is_free else cost
 
 
 class Clock:
