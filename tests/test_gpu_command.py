@@ -66,6 +66,7 @@ def _stop(out, num_results):
         if (out / "speed.json").exists() and len(results_in(out, "speed")) >= num_results:
             break
         time.sleep(0.1)
+    time.sleep(0.5)  # until the next is under way: what is raised in a hook of fork is dropped
     os.kill(os.getpid(), signal.SIGTERM)
 
 
