@@ -125,10 +125,10 @@ MISUSES = {
         lambda: fully_shard(nn.EmbeddingBag(11, 3, max_norm=1.0)),
         "Renormalise after",
     ),
-    "hook before sharding": (_hook_before, "Register it after sharding"),
+    "hook before sharding": (_hook_before, "on_local or on_reduced"),
     "hook after accumulation before sharding": (
         lambda: _hook_before("register_post_accumulate_grad_hook"),
-        "Register it after sharding",
+        "on_local or on_reduced",
     ),
     "loading during the forward": (_load_in_forward, "Call it after the forward"),
     "sparse gradient": (_sparse_gradient, "sparse=False"),

@@ -47,6 +47,11 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of its gradient are registered on a leaf, of either kind."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The closure of a step, if it has one. Hooks get the optimizer first, which is not said."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)

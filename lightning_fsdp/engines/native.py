@@ -37,6 +37,7 @@ from lightning_fsdp.core.optimizers.whole_tensors import (
     whole_tensors_of,
 )
 from lightning_fsdp.core.ranks.groups import communicator_of
+from lightning_fsdp.core.safety import checks
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -477,18 +478,14 @@ def refuse_own_parameters(module: nn.Module, engine: str) -> None:
 
 
 def _refuse_what_is_lost(module: nn.Module) -> None:
-    """Refuse what is done to parameters that torch's engine computes without, as it has copies."""
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"parameter {name!r}: expected no hook of its gradient, got one, which would never "
-                "be called. Use on_local or on_reduced of trainer.strategy.gradients."
-            )
-    for name, child in module.named_modules():
-        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        if is_table and (child.sparse or child.max_norm is not None):
-            raise ValueError(
-                f"{name!r}: expected a forward that reads weights and a dense gradient, got an "
-                f"embedding with max_norm={child.max_norm} and sparse={child.sparse}. Build it "
-                "dense. Renormalise after the optimizer's step."
-            )
+    """Refuse what torch's engines would lose without a word, as their modules have other tensors.
+
+    Raises:
+        ValueError: A parameter is used so.
+    """
+    for prefix, child in module.named_modules():
+        for name, parameter in child.named_parameters(prefix, recurse=False):
+            problem = checks.problem_with_use(parameter, [child])
+            if problem is not None:
+                expected, got, cure = problem
+                raise ValueError(f"parameter {name!r}: expected {expected}, got {got}. {cure}")

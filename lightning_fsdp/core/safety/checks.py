@@ -71,7 +71,9 @@ def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
     if "CPUOffloadPolicy" not in names:
         if policy is None or "OffloadPolicy" in names:
             return None
-        raise TypeError(f"offload_policy: expected a CPUOffloadPolicy, got {policy!r}.")
+        raise TypeError(
+            f"fully_shard: expected a CPUOffloadPolicy for offload_policy, got {policy!r}."
+        )
     if policy.pin_memory and not torch.accelerator.is_available():
         raise ValueError(
             "fully_shard: expected an accelerator for offload_policy=CPUOffloadPolicy("
@@ -148,13 +150,7 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
         if parameter in known:
             continue  # tied to one of their parameters
         problem = _problem_with(parameter, sites)
-        tables = [s.module for s in sites if isinstance(s.module, nn.Embedding | nn.EmbeddingBag)]
-        if any(table.sparse for table in tables):
-            problem = "a dense gradient", "an embedding with sparse=True", "Build it dense."
-        if any(table.max_norm is not None for table in tables):
-            # It would write to the whole copy, which is thrown away.
-            cure = "Renormalise after the optimizer's step, or add it to ignored_params."
-            problem = "a forward that reads weights", "an embedding with max_norm", cure
+        problem = problem or problem_with_use(parameter, [site.module for site in sites])
         if problem is not None:
             expected, got, cure = problem
             unit = plan.name or type(plan.modules[0]).__name__
@@ -203,11 +199,27 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
         return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
     if parameter.grad is not None:
         return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return "no hook of its gradient yet", "one", "Register it after sharding (on_fit_start)."
     if _has_weak_references(parameter, sites):
         cure = "Delete the object that refers to it weakly, or create it after sharding."
         return "a parameter without weak references", "one that has some", cure
+    return None
+
+
+def problem_with_use(
+    parameter: Tensor, modules: Iterable[nn.Module]
+) -> tuple[str, str, str] | None:
+    """What is done with a parameter and lost where modules compute with a copy of it; likewise."""
+    if torch_internals.has_gradient_hooks(parameter):
+        cure = "Use on_local or on_reduced of gradients(module), or of trainer.strategy.gradients."
+        return "no hook of its gradient before sharding", "one", cure
+    for module in modules:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse:
+            return "a dense gradient", "an embedding with sparse=True", "Build it dense."
+        if module.max_norm is not None:  # it would write to the copy, which is thrown away
+            cure = "Renormalise after the optimizer's step; fully_shard also has ignored_params."
+            return "a forward that reads weights", "an embedding with max_norm", cure
     return None
 
 
