@@ -67,3 +67,31 @@ def test_the_page_about_gpus_says_what_its_records_hold():
     losses, saved = recipe["fit"]["train/loss"], recipe["checkpoint_bytes"] / 1e9
     assert f"from a loss of {losses[0]:.2f} to {losses[-1]:.2f}" in page
     assert f"{saved:.1f} GB with losses {recipe['most_apart']:.1e}".replace("e-0", "e-") in page
+
+
+def test_what_the_page_says_of_steps_on_one_host_is_of_the_records():
+    page = " ".join((ROOT / "docs" / "core-measured.md").read_text().split())
+    rows = json.loads((RESULTS / "core_step.json").read_text())["rows"]
+    of = {(row["batch"], row["arm"]): row for row in rows}
+    said = []
+    for arm in ("scratch_zero3", "scratch_zero2"):
+        for batch in (1, 2):
+            of_ddp = of[batch, arm]["median_ms"] / of[batch, "ddp"]["median_ms"]
+            said += [f"{of[batch, arm]['ratio_to_fsdp2']:.2f}", f"{of_ddp:.2f}"]
+    assert (
+        "ZeRO-3 takes {} of FSDP2's step and {} of DDP's; bound by compute, {} and {}. "
+        "ZeRO-2 takes {} and {}, and {} and {}."
+    ).format(*said) in page  # fmt: skip
+
+    rows = json.loads((RESULTS / "one_host.json").read_text())["rows"]
+    said = [
+        f"{row[of]:.2f}"
+        for arm in ("direct_zero3", "direct_zero2")
+        for row in rows
+        if row["arm"] == arm
+        for of in ("of_fsdp2", "of_ddp")
+    ]
+    assert (
+        "On two ranks ZeRO-3 takes {} of FSDP2's step and {} of DDP's, on four {} and {}; "
+        "ZeRO-2 {} and {}, and {} and {}."
+    ).format(*said) in page  # fmt: skip
