@@ -3,16 +3,19 @@
 The logits of a language model are the largest tensor of its step: positions x vocabulary, in
 several copies between the forward and the backward. Here they exist for a few positions at a time:
 
-    for each chunk      logits -> losses -> softmax minus one-hot -> parts of both gradients
-    backward            both gradients times that of the loss
+    for each chunk          logits
+      for each block        sums of exponentials -> losses
+      for each block        softmax minus one-hot -> parts of both gradients
+    backward                both gradients times that of the loss
 
-Both gradients are made in the forward, so the backward reads neither weight nor logits.
+A chunk is some of the positions, a block some of the vocabulary. Both gradients are made in the
+forward, so the backward reads neither weight nor logits.
 
 Note: dtypes
-Products are in the dtype of the operands, what is summed over positions and over chunks in fp32.
-Beside operands of lower precision, what is in fp32 exists for a few columns of the vocabulary at a
-time. In one chunk the weight's gradient is one product, which sums in fp32 by itself; in several it
-is a sum in fp32, of twice the gradient's bytes. So few positions are one chunk.
+Products are in the dtype of the operands, what is summed over positions, chunks and blocks in fp32.
+The weight's gradient over several chunks is such a sum, of twice the bytes of a gradient in bf16.
+In one chunk each of its blocks is one product, which sums in fp32 by itself. So few positions in
+bf16 are one chunk; its logits would be as large as the sum, and are computed block by block, twice.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
-# Beside lower precision, so many elements are in fp32 at once: at most, and of all of them.
+# A block has so many elements at most, and that part of a chunk's.
 _AT_ONCE, _PARTS = 2**23, 16
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
@@ -58,8 +61,9 @@ def linear_cross_entropy(
         ignore_index: A label that takes no part.
         reduction: Over the positions that take part.
         chunk_size: Positions whose logits exist at once. More are faster: each chunk reads the
-            weight twice, and reads and writes its gradient. By default 256; in bf16 all, where they
-            take less memory than a sum of the weight's gradient in fp32.
+            weight twice, and reads and writes its gradient. By default 256. In bf16, of up to twice
+            ``width`` positions, the logits of all exist for a part of the vocabulary at a time, and
+            are computed twice: a product more, and no sum of the weight's gradient in fp32.
 
     Returns:
         0-d, float32. Its backward runs once, and is not differentiable again.
@@ -68,8 +72,8 @@ def linear_cross_entropy(
         ValueError: A wrong shape, reduction or size of chunks.
     """
     _check(hidden, weight, labels, bias, reduction, chunk_size)
-    if chunk_size is None:
-        chunk_size = chunk_size_of(hidden, weight)
+    is_given = chunk_size is not None
+    size = chunk_size if chunk_size is not None else chunk_size_of(hidden, weight)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # as of the linear layer, outside of what follows
         dtype = torch.get_autocast_dtype(kind)
@@ -83,7 +87,13 @@ def linear_cross_entropy(
             bias,
             labels.flatten().where(counts, 0).unsqueeze(1).long(),
             counts.unsqueeze(1),
-            _Needs.of(hidden, weight, bias, chunk_size=chunk_size),
+            _Needs.of(
+                hidden,
+                weight,
+                bias,
+                chunk_size=size,
+                keeps_logits=is_given or size <= CHUNK_SIZE,
+            ),
         )
     if reduction == "sum":
         return loss
@@ -93,12 +103,12 @@ def linear_cross_entropy(
 
 
 def chunk_size_of(hidden: Tensor, weight: Tensor) -> int:
-    """Positions whose logits :func:`linear_cross_entropy` has at once, unless chosen otherwise."""
+    """Positions of a chunk of :func:`linear_cross_entropy`, unless chosen otherwise."""
     kind, num = hidden.device.type, hidden.shape[:-1].numel()
     is_autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if is_autocast else weight.dtype
     trains = weight.requires_grad and torch.is_grad_enabled()
-    # Logits of two bytes, or a sum of four; beside the gradient that comes of it.
+    # Where logits of two bytes would take no more than a sum of four.
     is_less = num <= 2 * weight.shape[1]
     if dtype is torch.bfloat16 and trains and is_less:
         return max(num, 1)
@@ -143,22 +153,23 @@ def only_first_chunks(num: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Needs:
-    """Which gradients are made, and in how large chunks of positions."""
+    """Which gradients are made, in how large chunks of positions, and what is kept of a chunk."""
 
     hidden: bool
     weight: bool
     bias: bool
     chunk_size: int
+    keeps_logits: bool
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, chunk_size: int) -> _Needs:
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, **sizes: Any) -> _Needs:
         # Not ctx.needs_input_grad, which does not know of torch.no_grad().
         is_on = torch.is_grad_enabled()
         return cls(
             hidden=is_on and hidden.requires_grad,
             weight=is_on and weight.requires_grad,
             bias=is_on and bias is not None and bias.requires_grad,
-            chunk_size=chunk_size,
+            **sizes,
         )
 
 
@@ -175,14 +186,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts: Tensor,
         needs: _Needs,
     ) -> Tensor:
-        of_hidden = torch.empty_like(hidden) if needs.hidden else None
+        of_hidden = _zeros(hidden) if needs.hidden else None
         of_weight = None
         if needs.weight:
             is_one = len(hidden) <= needs.chunk_size and weight.dtype is torch.bfloat16
             of_weight = torch.zeros_like(weight) if is_one else _zeros(weight)
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
         gradients = of_hidden, of_weight, of_bias
-        loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs.chunk_size)
+        loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs)
         # After the memory of the chunks has been freed, as this is another copy.
         if of_weight is not None and weight.dtype is torch.bfloat16:  # fp16 waits for a scaler
             of_weight = of_weight.to(weight.dtype)
@@ -216,74 +227,86 @@ def _sum_over_chunks(
     labels: Tensor,
     counts: Tensor,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
-    chunk_size: int,
+    needs: _Needs,
 ) -> Tensor:
-    """The sum of the losses; its gradients are written to hidden's, added to the others."""
+    """The sum of the losses; its gradients are added to those that are given."""
     of_hidden, of_weight, of_bias = gradients
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    # One memory for the logits of all chunks: fresh memory of this size costs page faults, and
-    # that of the chunk before would still be alive.
-    num, vocabulary = min(chunk_size, len(hidden)), len(weight)
-    products = hidden.new_empty(num, vocabulary)
-    width = _num_at_once(vocabulary, num)
-    in_fp32 = None  # a few columns of those, where they are not themselves
-    if products.dtype is not torch.float32:
-        in_fp32 = torch.empty(num, width, dtype=torch.float32, device=hidden.device)
-    for part in islice(_parts(len(hidden), chunk_size), _most_chunks.get()):
-        product, label, counts_here = products[: len(labels[part])], labels[part], counts[part]
-        _linear(hidden[part], weight, bias, out=product)
-        top = product.amax(1, keepdim=True).float()
-        of_label = product.gather(1, label) - top
-        sums = torch.zeros_like(of_label)
-        for columns in _parts(vocabulary, width):
-            sums += _exponentials(product[:, columns], top, in_fp32).sum(1, keepdim=True)
+    num, vocabulary = min(needs.chunk_size, len(hidden)), len(weight)
+    at_once = max(1, min(_AT_ONCE // max(num, 1), vocabulary // _PARTS))
+    # One memory for all chunks: fresh memory of this size costs page faults, and that of the chunk
+    # before would still be alive.
+    memory = hidden.new_empty(num, vocabulary if needs.keeps_logits else at_once)
+    wide = torch.promote_types(memory.dtype, torch.float32)
+    in_wide = torch.empty(num, at_once, dtype=wide, device=hidden.device)
+    for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
+        inputs, label, counts_here = hidden[part], labels[part, 0], counts[part]
+        rows = torch.arange(len(label), device=label.device)
+
+        def logits(columns: slice, inputs: Tensor = inputs) -> Tensor:
+            if needs.keeps_logits:
+                return memory[: len(inputs), columns]
+            return _linear(inputs, weight, bias, columns, memory)
+
+        if needs.keeps_logits:
+            _linear(inputs, weight, bias, slice(None), memory)
+        of_label, sums = in_wide.new_zeros(2, len(label), 1)
+        top = torch.full_like(sums, torch.finfo(wide).min)
+        for columns in _parts(vocabulary, at_once):
+            block = _copy(logits(columns), in_wide)
+            index, is_here = _in_block(label, columns, block)
+            of_label += torch.where(is_here, block[rows, index], 0)[:, None]
+            before, top = top, torch.maximum(top, block.amax(1, keepdim=True))
+            sums *= (before - top).exp()
+            sums += block.sub_(top).exp_().sum(1, keepdim=True)
         # Not times 0: what is left out may not be finite.
-        loss += torch.where(counts_here, sums.log() - of_label, 0).sum()
+        loss += torch.where(counts_here, sums.log() + (top - of_label), 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
-        factor = counts_here / sums
-        for columns in _parts(vocabulary, width):
-            block = product[:, columns]
-            softmax = block if in_fp32 is None else _exponentials(block, top, in_fp32)
-            softmax *= factor
+        for columns in _parts(vocabulary, at_once):
+            product = logits(columns)
+            block = _copy(product, in_wide).sub_(top).exp_().div_(sums)
+            # Minus one-hot, in fp32: the label's is all but 1. Not by scatter_, which on a CPU
+            # takes as much memory as the block.
+            index, is_here = _in_block(label, columns, block)
+            block[rows, index] -= is_here.to(wide)
+            block.masked_fill_(~counts_here, 0)
             if of_bias is not None:
-                of_bias[columns] += softmax.sum(0)
-            block.copy_(softmax)  # nothing to do where both are one memory
-        # Their own logits' in fp32, of which the largest is all but 1. Not by scatter_, which on a
-        # CPU takes as much memory as all logits in fp32.
-        of_own = of_label.exp() * factor - counts_here.float()
-        rows = torch.arange(len(label), device=label.device)
-        product[rows, label[:, 0]] = of_own[:, 0].to(product.dtype)
-        if of_bias is not None:
-            of_bias.index_add_(0, label[:, 0], -counts_here[:, 0].to(of_bias.dtype))
-        if of_hidden is not None:
-            torch.mm(product, weight, out=of_hidden[part])
-        if of_weight is not None:
-            _add_product(of_weight, product.T, hidden[part])
+                of_bias[columns] += block.sum(0)
+            if product.dtype is not wide:
+                block = product.copy_(block)
+            if of_hidden is not None:
+                _add_product(of_hidden[part], block, weight[columns])
+            if of_weight is not None:
+                _add_product(of_weight[columns], block.T, inputs)
     return loss
 
 
-def _num_at_once(num: int, size: int) -> int:
-    """How many of ``num`` columns or rows of a size there are at once in fp32."""
-    return max(1, min(_AT_ONCE // max(size, 1), num // _PARTS))
+def _in_block(label: Tensor, columns: slice, block: Tensor) -> tuple[Tensor, Tensor]:
+    """Index of each label in a block of columns, and whether it is there at all."""
+    index = label - columns.start
+    is_here = (index >= 0) & (index < block.shape[1])
+    return index.where(is_here, 0), is_here
 
 
-def _exponentials(logits: Tensor, top: Tensor, in_fp32: Tensor | None) -> Tensor:
-    """Of logits beside the largest of each position; in place, or in the memory that is given."""
-    if in_fp32 is None:
-        return logits.sub_(top).exp_()
-    return in_fp32[: len(logits), : logits.shape[1]].copy_(logits).sub_(top).exp_()
+def _copy(block: Tensor, into: Tensor) -> Tensor:
+    """A copy in the first elements of other memory."""
+    return into.view(-1)[: block.numel()].view(block.shape).copy_(block)
 
 
 def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, out: Tensor) -> None:
+def _linear(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, memory: Tensor
+) -> Tensor:
+    """Some of the logits, in the first elements of other memory."""
+    some = weight[columns]
+    out = memory.view(-1)[: len(inputs) * len(some)].view(len(inputs), len(some))
     if bias is None:
-        torch.mm(hidden, weight.T, out=out)
-    else:
-        torch.addmm(bias, hidden, weight.T, out=out)
+        return torch.mm(inputs, some.T, out=out)
+    return torch.addmm(bias[columns], inputs, some.T, out=out)
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:
@@ -294,9 +317,8 @@ def _parts(num: int, size: int) -> Iterator[slice]:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-        return
-    for rows in _parts(len(total), _num_at_once(*total.shape)):
-        total[rows] += left[rows] @ right
+    else:
+        total += left @ right
 
 
 def _check(
