@@ -173,3 +173,11 @@ def _resume(rank, world_size, folder):
 
 def test_a_model_without_memory_is_loaded_once_it_is_sharded(tmp_path):
     on_trainer_ranks(_resume, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("nbytes", [MIB - 4, MIB])
+def test_for_a_small_file_the_kernel_is_not_asked_what_is_mapped(monkeypatch, nbytes):
+    asked = []
+    monkeypatch.setattr(mapped, "_unchanged_files", lambda: asked.append(None) or iter(()))
+    mapped.give_back([torch.zeros(nbytes // 4)])
+    assert len(asked) == (nbytes == MIB)

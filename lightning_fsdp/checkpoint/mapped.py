@@ -20,6 +20,9 @@ from typing_extensions import override
 STEP_BYTES = 2**28
 """What may be read before it is given back."""
 
+_WORTH_BYTES = 2**20
+"""From here on: the kernel takes some 10 ms to tell which memory is mapped."""
+
 
 class ReadOnce(Mapping[Any, Any]):
     """A mapping of tensors in mapped files that are read from first to last.
@@ -61,11 +64,14 @@ def give_back(tensors: Iterable[Tensor]) -> None:
     """Let the kernel take the pages of the files that tensors are mapped from.
 
     Their values stay: they are read from the file again when they are asked for. A file that was
-    written to in memory keeps its pages, and so does memory that is no file's.
+    written to in memory keeps its pages, and so does memory that is no file's. Of less than 1 MiB
+    nothing is given back.
     """
-    if not sys.platform.startswith("linux"):
+    here = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    nbytes = sum(tensor.nbytes for tensor in here)
+    if not sys.platform.startswith("linux") or nbytes < _WORTH_BYTES:
         return
-    addresses = [tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu"]
+    addresses = [tensor.data_ptr() for tensor in here]
     for begin, stop in _unchanged_files():
         if any(begin <= address < stop for address in addresses):
             size = ctypes.c_size_t(stop - begin)
