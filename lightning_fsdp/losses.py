@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
 # A block has so many elements at most, and that part of a chunk's.
-_AT_ONCE, _PARTS = 2**23, 16
+_AT_ONCE, _PARTS = 2**23, 8
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
@@ -233,44 +233,53 @@ def _sum_over_chunks(
     of_hidden, of_weight, of_bias = gradients
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num, vocabulary = min(needs.chunk_size, len(hidden)), len(weight)
-    at_once = max(1, min(_AT_ONCE // max(num, 1), vocabulary // _PARTS))
+    width = max(1, min(_AT_ONCE // max(num, 1), vocabulary // _PARTS))
+    blocks = list(_parts(vocabulary, width))
     # One memory for all chunks: fresh memory of this size costs page faults, and that of the chunk
     # before would still be alive.
-    memory = hidden.new_empty(num, vocabulary if needs.keeps_logits else at_once)
+    memory = hidden.new_empty(num, vocabulary if needs.keeps_logits else width)
     wide = torch.promote_types(memory.dtype, torch.float32)
-    in_wide = torch.empty(num, at_once, dtype=wide, device=hidden.device)
+    in_place = needs.keeps_logits and memory.dtype is wide
+    in_wide = memory if in_place else memory.new_empty(num, width, dtype=wide)
+    blocks_of_labels, indices = labels // width, labels % width
+
+    def logits(inputs: Tensor, columns: slice) -> Tensor:
+        if needs.keeps_logits:
+            return memory[: len(inputs), columns]
+        return _linear(inputs, weight, bias, columns, memory)
+
+    def exponentials(product: Tensor, top: Tensor) -> Tensor:
+        block = product if in_place else in_wide[: len(product), : product.shape[1]].copy_(product)
+        return block.sub_(top).exp_()
+
     for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
-        inputs, label, counts_here = hidden[part], labels[part, 0], counts[part]
-        rows = torch.arange(len(label), device=label.device)
-
-        def logits(columns: slice, inputs: Tensor = inputs) -> Tensor:
-            if needs.keeps_logits:
-                return memory[: len(inputs), columns]
-            return _linear(inputs, weight, bias, columns, memory)
-
+        inputs, counts_here = hidden[part], counts[part]
+        rows, index = torch.arange(len(inputs), device=hidden.device), indices[part, 0]
         if needs.keeps_logits:
             _linear(inputs, weight, bias, slice(None), memory)
-        of_label, sums = in_wide.new_zeros(2, len(label), 1)
-        top = torch.full_like(sums, torch.finfo(wide).min)
-        for columns in _parts(vocabulary, at_once):
-            block = _copy(logits(columns), in_wide)
-            index, is_here = _in_block(label, columns, block)
-            of_label += torch.where(is_here, block[rows, index], 0)[:, None]
-            before, top = top, torch.maximum(top, block.amax(1, keepdim=True))
+        of_label, sums = torch.zeros(2, len(inputs), 1, dtype=wide, device=hidden.device)
+        top, tops = torch.full_like(sums, torch.finfo(wide).min), []
+        for number, columns in enumerate(blocks):
+            product = logits(inputs, columns)
+            # Of a label elsewhere, something that is not used.
+            found = product[rows, index.clamp(max=product.shape[1] - 1), None]
+            of_label = torch.where(blocks_of_labels[part] == number, found.to(wide), of_label)
+            before, top = top, torch.maximum(top, product.amax(1, keepdim=True))
             sums *= (before - top).exp()
-            sums += block.sub_(top).exp_().sum(1, keepdim=True)
+            sums += exponentials(product, top).sum(1, keepdim=True)
+            tops.append(top)
         # Not times 0: what is left out may not be finite.
         loss += torch.where(counts_here, sums.log() + (top - of_label), 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
-        for columns in _parts(vocabulary, at_once):
-            product = logits(columns)
-            block = _copy(product, in_wide).sub_(top).exp_().div_(sums)
+        for number, (columns, top_then) in enumerate(zip(blocks, tops, strict=True)):
+            product = logits(inputs, columns)
+            block = product if in_place else exponentials(product, top_then)
+            block *= counts_here * (top_then - top).exp() / sums
             # Minus one-hot, in fp32: the label's is all but 1. Not by scatter_, which on a CPU
             # takes as much memory as the block.
-            index, is_here = _in_block(label, columns, block)
-            block[rows, index] -= is_here.to(wide)
-            block.masked_fill_(~counts_here, 0)
+            is_here = (blocks_of_labels[part] == number).logical_and_(counts_here)[:, 0]
+            block[rows, index.clamp(max=block.shape[1] - 1)] -= is_here.to(wide)
             if of_bias is not None:
                 of_bias[columns] += block.sum(0)
             if product.dtype is not wide:
@@ -282,18 +291,6 @@ def _sum_over_chunks(
     return loss
 
 
-def _in_block(label: Tensor, columns: slice, block: Tensor) -> tuple[Tensor, Tensor]:
-    """Index of each label in a block of columns, and whether it is there at all."""
-    index = label - columns.start
-    is_here = (index >= 0) & (index < block.shape[1])
-    return index.where(is_here, 0), is_here
-
-
-def _copy(block: Tensor, into: Tensor) -> Tensor:
-    """A copy in the first elements of other memory."""
-    return into.view(-1)[: block.numel()].view(block.shape).copy_(block)
-
-
 def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
@@ -301,9 +298,9 @@ def _zeros(like: Tensor) -> Tensor:
 def _linear(
     inputs: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, memory: Tensor
 ) -> Tensor:
-    """Some of the logits, in the first elements of other memory."""
+    """Some of the logits, at the beginning of other memory."""
     some = weight[columns]
-    out = memory.view(-1)[: len(inputs) * len(some)].view(len(inputs), len(some))
+    out = memory[: len(inputs), : len(some)]
     if bias is None:
         return torch.mm(inputs, some.T, out=out)
     return torch.addmm(bias[columns], inputs, some.T, out=out)

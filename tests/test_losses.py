@@ -206,7 +206,7 @@ def test_peak_under_bf16_is_a_fraction_of_that_of_the_logits(
         ]
     assert peaks[0] <= 0.25 * peaks[1]
     if not is_autocast and num <= 2 * width:
-        assert peaks[0] <= 0.08 * peaks[1]  # 1 of 16, and little more
+        assert peaks[0] <= 0.12 * peaks[1]  # 1 of 8, of fewer bytes
     elif not is_autocast:  # the gradient in fp32, beside it in bf16
         assert 4 * weight.numel() <= peaks[0] <= 1.12 * 4 * weight.numel()
 
