@@ -2,9 +2,10 @@
 
     python -m benchmarks.head_loss --out benchmarks/results/head_loss.json
 
-Forward and backward over a head of the shape of Qwen2.5-0.5B's, in fp32 and in bf16. Every run is a
-process of its own; ways take turns. The first step of a process tells by how much it grows over
-what it held before, of which the weight's gradient is a part that every way needs; the second and
+Forward and backward over a head of the shape of Qwen2.5-0.5B's, in fp32 and in bf16. The peak of
+tensors beside the head's inputs is counted on tensors without values; the weight's gradient is a
+part of it that every way needs. For seconds every run is a process of its own, and ways take turns.
+The first step of a process tells by how much it grows over what it held before; the second and
 third, which find memory where training finds it, tell the seconds.
 """
 
@@ -30,6 +31,8 @@ from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp import linear_cross_entropy
 from lightning_fsdp.harness.command_line import at_least, exit_with
 from lightning_fsdp.harness.tables import markdown_table
+from lightning_fsdp.plan.ledger import FakeLedger
+from lightning_fsdp.plan.torch_internals import fake_tensors
 
 WIDTH, VOCABULARY, POSITIONS = 896, 151_936, 1024
 CHUNK = 128
@@ -99,25 +102,41 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(ways: list[str], repeats: int) -> list[dict[str, Any]]:
-    """A row per dtype and way."""
+def peak_bytes(way: str, dtype: str) -> int:
+    """Of tensors in a step, beside those that it is given."""
+    with fake_tensors():
+        hidden, weight = (
+            torch.empty(num, WIDTH, dtype=getattr(torch, dtype), requires_grad=True)
+            for num in (POSITIONS, VOCABULARY)
+        )
+        labels = torch.zeros(POSITIONS, dtype=torch.int64)
+        ledger = FakeLedger()
+        ledger.tell("given", [hidden, weight, labels])
+        before = ledger.live_bytes
+        ledger.start()
+        (WAYS | SLOW)[way](hidden, weight, labels).backward()  # type: ignore[no-untyped-call]
+        return ledger.stop().peak_bytes - before
+
+
+def measure(ways: list[str], dtypes: list[str], repeats: int) -> list[dict[str, Any]]:
+    """A row per dtype and way; those of other dtypes have no seconds."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {
-        (dtype, way): [] for dtype in DTYPES for way in ways
+        (dtype, way): [] for dtype in dtypes for way in ways
     }
     for _ in tqdm(range(repeats), unit="round"):
         for (dtype, way), found in runs.items():
             command = [sys.executable, "-m", "benchmarks.head_loss", "--one", way, dtype]
             found.append(json.loads(subprocess.check_output(command)))
-    return [
-        {
-            "dtype": dtype,
-            "way": way,
-            "s": [s for each in found for s in each["s"]],
-            "grown_bytes": max(each["grown_bytes"] for each in found),
-            "loss": found[0]["loss"],
-        }
-        for (dtype, way), found in runs.items()
-    ]
+    rows = []
+    for dtype in DTYPES:
+        for way in ways:
+            row = {"dtype": dtype, "way": way, "peak_bytes": peak_bytes(way, dtype)}
+            if found := runs.get((dtype, way)):
+                row["s"] = [s for each in found for s in each["s"]]
+                row["grown_bytes"] = max(each["grown_bytes"] for each in found)
+                row["loss"] = found[0]["loss"]
+            rows.append(row)
+    return rows
 
 
 def table_of(rows: list[dict[str, Any]]) -> str:
@@ -127,22 +146,25 @@ def table_of(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         first = plain[row["dtype"]]
         gradient = getattr(torch, row["dtype"]).itemsize * WIDTH * VOCABULARY
-        share = (row["grown_bytes"] - gradient) / (first["grown_bytes"] - gradient)
-        median = statistics.median(row["s"])
-        body.append(
-            [
-                row["dtype"],
-                row["way"],
+        share = (row["peak_bytes"] - gradient) / (first["peak_bytes"] - gradient)
+        cells = [
+            row["dtype"],
+            row["way"],
+            f"{row['peak_bytes'] / 1e6:,.0f}",
+            f"{gradient / 1e6:,.0f}",
+            f"{share:.2f}",
+        ]
+        if "s" in row:
+            median = statistics.median(row["s"])
+            cells += [
+                f"{row['grown_bytes'] / 1e6:,.0f}",
                 f"{median:.1f} ({min(row['s']):.1f}..{max(row['s']):.1f})",
                 f"{median / statistics.median(first['s']):.2f}",
-                f"{row['grown_bytes'] / 1e6:,.0f}",
-                f"{gradient / 1e6:,.0f}",
-                f"{share:.2f}",
             ]
-        )
+        body.append(cells + [""] * (8 - len(cells)))
     head = (
-        "dtype", "way", "s, median (least..most)", "of plain's", "process grows by, MB",
-        "of it the weight's gradient, MB", "the rest, of plain's",
+        "dtype", "way", "peak, MB", "of it the weight's gradient, MB", "the rest, of plain's",
+        "process grows by, MB", "s, median (least..most)", "of plain's",
     )  # fmt: skip
     return markdown_table(head, body)
 
@@ -153,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.one is not None:
         print(json.dumps(run(*args.one)))
         return 0
-    rows = measure([*WAYS, *(SLOW if args.slow else ())], args.repeats)
+    rows = measure([*WAYS, *(SLOW if args.slow else ())], args.timed, args.repeats)
     print(table_of(rows))
     write_record(args.out, "head_loss", {"rows": rows}, arguments)
     return 0
@@ -169,6 +191,11 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--repeats", type=at_least(1), default=3, metavar="N", help="runs of each way"
     )
+    parser.add_argument(
+        "--timed", nargs="+", choices=DTYPES, default=list(DTYPES), metavar="DTYPE",
+        help="dtypes whose seconds are measured; bfloat16 takes a quarter of an hour a step where "
+        "the processor has no products of it",
+    )  # fmt: skip
     parser.add_argument(
         "--slow", action="store_true", help="measure also torch's own loss that works in chunks"
     )

@@ -4,6 +4,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+import torch
+
 from lightning_fsdp.harness.environment import environment
 
 ROOT = Path(__file__).parent.parent
@@ -37,3 +39,11 @@ def test_what_a_machine_lacks_is_left_out(monkeypatch):
     lacking = environment()
     assert set(lacking["versions"]) == {"torch", "transformers"}
     assert lacking["commit"] is None
+
+
+def test_processors_of_one_name_are_told_apart_by_what_they_can(monkeypatch):
+    names = []
+    for instructions in ("AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda i=instructions: i)
+        names.append(environment()["machine"]["processor"])
+    assert names == [f"{names[0].removesuffix(' (AVX2)')} ({each})" for each in ("AVX2", "AVX512")]
