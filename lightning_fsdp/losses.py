@@ -242,6 +242,7 @@ def _sum_over_chunks(
     in_place = needs.keeps_logits and memory.dtype is wide
     in_wide = memory if in_place else memory.new_empty(num, width, dtype=wide)
     blocks_of_labels, indices = labels // width, labels % width
+    weight[:, 0].index_select(0, labels[:, 0])  # fails where a label is no class, as torch's does
 
     def logits(inputs: Tensor, columns: slice) -> Tensor:
         if needs.keeps_logits:

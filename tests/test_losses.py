@@ -237,6 +237,16 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+@pytest.mark.parametrize("label", [-1, 333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_label_that_is_no_class_is_an_error(label: int, dtype: torch.dtype) -> None:
+    hidden, weight, labels, bias = _inputs(dtype)
+    labels[2, 3] = label
+    for loss_of in (lambda *given: _plain(*given, bias, "mean"), linear_cross_entropy):
+        with pytest.raises(IndexError, match="out of"):
+            loss_of(hidden, weight, labels)
+
+
 def test_double_precision_is_computed_with() -> None:
     doubles = [
         tensor.double() if tensor.is_floating_point() else tensor
