@@ -3,7 +3,7 @@
 The logits of a language model are the largest tensor of its step: positions x vocabulary, in
 several copies between the forward and the backward. Here they exist for a few positions at a time:
 
-    for each chunk          logits
+    for each chunk          logits, of all blocks
       for each block        sums of exponentials -> losses
       for each block        softmax minus one-hot -> parts of both gradients
     backward                both gradients times that of the loss
@@ -12,10 +12,11 @@ A chunk is some of the positions, a block some of the vocabulary. Both gradients
 forward, so the backward reads neither weight nor logits.
 
 Note: dtypes
-Products are in the dtype of the operands, what is summed over positions, chunks and blocks in fp32.
-The weight's gradient over several chunks is such a sum, of twice the bytes of a gradient in bf16.
-In one chunk each of its blocks is one product, which sums in fp32 by itself. So few positions in
-bf16 are one chunk; its logits would be as large as the sum, and are computed block by block, twice.
+Products are in the dtype of the operands; sums over positions, chunks and blocks are in fp32, or in
+fp64. The weight's gradient over several chunks is such a sum, of twice the bytes of a gradient in
+bf16. In one chunk each of its blocks is one product, which sums in fp32 by itself. So some more
+positions in bf16 than a chunk has are one chunk. Its logits would take up to as much as that sum;
+so they are computed block by block, for the losses and once more for the gradients.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from torch import Tensor, nn
 
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
-# A block has so many elements at most, and that part of a chunk's.
-_AT_ONCE, _PARTS = 2**23, 8
+# A block has at most so many elements, and at most one of so many parts of the vocabulary.
+_AT_ONCE, _PARTS = 2**24, 8
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
@@ -61,14 +62,16 @@ def linear_cross_entropy(
         ignore_index: A label that takes no part.
         reduction: Over the positions that take part.
         chunk_size: Positions whose logits exist at once. More are faster: each chunk reads the
-            weight twice, and reads and writes its gradient. By default 256. In bf16, of up to twice
-            ``width`` positions, the logits of all exist for a part of the vocabulary at a time, and
-            are computed twice: a product more, and no sum of the weight's gradient in fp32.
+            weight twice, and reads and writes its gradient. By default 256; but for a weight in
+            bf16 that is trained, more positions, up to twice ``width``, are one chunk, whose logits
+            exist for a part of the vocabulary at a time and are computed twice: a product more,
+            and no sum of the weight's gradient in fp32.
 
     Returns:
         0-d, float32. Its backward runs once, and is not differentiable again.
 
     Raises:
+        IndexError: A label that is no class; on a GPU an assertion fails there.
         ValueError: A wrong shape, reduction or size of chunks.
     """
     _check(hidden, weight, labels, bias, reduction, chunk_size)
@@ -82,7 +85,7 @@ def linear_cross_entropy(
     counts = (labels != ignore_index).flatten()
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2),
+            hidden.reshape(labels.numel(), hidden.shape[-1]),
             weight,
             bias,
             labels.flatten().where(counts, 0).unsqueeze(1).long(),
@@ -186,7 +189,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts: Tensor,
         needs: _Needs,
     ) -> Tensor:
-        of_hidden = _zeros(hidden) if needs.hidden else None
+        of_hidden = torch.empty_like(hidden) if needs.hidden else None
         of_weight = None
         if needs.weight:
             is_one = len(hidden) <= needs.chunk_size and weight.dtype is torch.bfloat16
@@ -229,7 +232,7 @@ def _sum_over_chunks(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     needs: _Needs,
 ) -> Tensor:
-    """The sum of the losses; its gradients are added to those that are given."""
+    """The sum of the losses; its gradients are written to hidden's, added to the others."""
     of_hidden, of_weight, of_bias = gradients
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num, vocabulary = min(needs.chunk_size, len(hidden)), len(weight)
@@ -242,7 +245,7 @@ def _sum_over_chunks(
     in_place = needs.keeps_logits and memory.dtype is wide
     in_wide = memory if in_place else memory.new_empty(num, width, dtype=wide)
     blocks_of_labels, indices = labels // width, labels % width
-    weight[:, 0].index_select(0, labels[:, 0])  # fails where a label is no class, as torch's does
+    weight.new_empty(vocabulary).index_select(0, labels[:, 0])  # fails where one is no class
 
     def logits(inputs: Tensor, columns: slice) -> Tensor:
         if needs.keeps_logits:
@@ -273,6 +276,7 @@ def _sum_over_chunks(
         loss += torch.where(counts_here, sums.log() + (top - of_label), 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
+        of_inputs = None if needs.keeps_logits else torch.zeros_like(inputs, dtype=wide)
         for number, (columns, top_then) in enumerate(zip(blocks, tops, strict=True)):
             product = logits(inputs, columns)
             block = product if in_place else exponentials(product, top_then)
@@ -285,10 +289,14 @@ def _sum_over_chunks(
                 of_bias[columns] += block.sum(0)
             if product.dtype is not wide:
                 block = product.copy_(block)
-            if of_hidden is not None:
-                _add_product(of_hidden[part], block, weight[columns])
             if of_weight is not None:
                 _add_product(of_weight[columns], block.T, inputs)
+            if of_inputs is not None:
+                _add_product(of_inputs, block, weight[columns])
+        if of_hidden is not None and of_inputs is None:  # one product, rounded once
+            torch.mm(memory[: len(inputs)], weight, out=of_hidden[part])
+        elif of_hidden is not None and of_inputs is not None:
+            of_hidden[part] = of_inputs
     return loss
 
 
@@ -339,7 +347,7 @@ def _check(
                 f"of {tuple(hidden.shape)} and weight of {tuple(weight.shape)}, got "
                 f"{tuple(found)}. Labels are one for each position, weight is that of nn.Linear."
             )
-    if labels.is_floating_point():
+    if labels.is_floating_point() or labels.dtype is torch.bool:
         raise ValueError(
             f"linear_cross_entropy: expected labels of int64, one class for each position, got "
             f"{labels.dtype}. For probabilities of all classes take the cross entropy of logits."
