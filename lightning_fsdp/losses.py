@@ -165,14 +165,23 @@ class _Needs:
     keeps_logits: bool
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, **sizes: Any) -> _Needs:
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        chunk_size: int,
+        keeps_logits: bool,
+    ) -> _Needs:
         # Not ctx.needs_input_grad, which does not know of torch.no_grad().
         is_on = torch.is_grad_enabled()
         return cls(
             hidden=is_on and hidden.requires_grad,
             weight=is_on and weight.requires_grad,
             bias=is_on and bias is not None and bias.requires_grad,
-            **sizes,
+            chunk_size=chunk_size,
+            keeps_logits=keeps_logits,
         )
 
 
@@ -276,7 +285,9 @@ def _sum_over_chunks(
         loss += torch.where(counts_here, sums.log() + (top - of_label), 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
-        of_inputs = None if needs.keeps_logits else torch.zeros_like(inputs, dtype=wide)
+        of_inputs = None  # a sum over blocks, where no product of all of them can be made
+        if of_hidden is not None and not needs.keeps_logits:
+            of_inputs = torch.zeros_like(inputs, dtype=wide)
         for number, (columns, top_then) in enumerate(zip(blocks, tops, strict=True)):
             product = logits(inputs, columns)
             block = product if in_place else exponentials(product, top_then)
@@ -293,10 +304,10 @@ def _sum_over_chunks(
                 _add_product(of_weight[columns], block.T, inputs)
             if of_inputs is not None:
                 _add_product(of_inputs, block, weight[columns])
-        if of_hidden is not None and of_inputs is None:  # one product, rounded once
-            torch.mm(memory[: len(inputs)], weight, out=of_hidden[part])
-        elif of_hidden is not None and of_inputs is not None:
+        if of_hidden is not None and of_inputs is not None:
             of_hidden[part] = of_inputs
+        elif of_hidden is not None:
+            torch.mm(memory[: len(inputs)], weight, out=of_hidden[part])
     return loss
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp import linear_cross_entropy, losses
 from lightning_fsdp.losses import body_and_head
@@ -113,6 +114,32 @@ def test_few_positions_under_bf16_have_gradients_about_as_near_as_those_of_the_l
     ):
         errors = [float((each - expected).norm()) for each in (found, other)]
         assert errors[0] <= most * errors[1] + 1e-6 * expected.norm()
+
+
+class Products(TorchDispatchMode):
+    """Multiplications in the products of matrices; torch's counter does not see ``addmm_``."""
+
+    work = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            left, right = args[-2:]
+            self.work += left.numel() * right.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("num", [256, 300])  # kept, or computed twice
+@pytest.mark.parametrize("frozen", ["", "hidden", "weight", "both"])
+def test_no_product_is_made_that_nobody_needs(num: int, frozen: str) -> None:
+    """One for the logits, and one for each gradient."""
+    hidden, weight = torch.ones(num, 160).bfloat16(), torch.ones(1000, 160).bfloat16()
+    hidden.requires_grad_(frozen not in ("hidden", "both"))
+    weight.requires_grad_(frozen not in ("weight", "both"))
+    with Products() as products:
+        linear_cross_entropy(hidden, weight, torch.zeros(num, dtype=torch.long))
+    is_twice = num > losses.CHUNK_SIZE and weight.requires_grad
+    num_products = 1 + is_twice + hidden.requires_grad + weight.requires_grad
+    assert products.work == num_products * num * weight.numel()
 
 
 def test_autocast_computes_as_the_linear_layer_does() -> None:

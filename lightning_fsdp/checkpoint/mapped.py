@@ -21,7 +21,7 @@ STEP_BYTES = 2**28
 """What may be read before it is given back."""
 
 _WORTH_BYTES = 2**20
-"""From here on: the kernel takes some 10 ms to tell which memory is mapped."""
+"""Fewer are not given back: to be told which memory is mapped takes some 10 ms."""
 
 
 class ReadOnce(Mapping[Any, Any]):
