@@ -39,6 +39,7 @@ CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
+_is_again: ContextVar[bool] = ContextVar("is_again", default=False)
 
 
 @not_compiled
@@ -152,6 +153,11 @@ def only_first_chunks(num: int) -> Iterator[None]:
         yield
     finally:
         _most_chunks.reset(token)
+
+
+def computes_again() -> bool:
+    """Whether logits are computed a second time, which is no work of the model's."""
+    return _is_again.get()
 
 
 @dataclass(frozen=True)
@@ -289,7 +295,9 @@ def _sum_over_chunks(
         if of_hidden is not None and not needs.keeps_logits:
             of_inputs = torch.zeros_like(inputs, dtype=wide)
         for number, (columns, top_then) in enumerate(zip(blocks, tops, strict=True)):
+            token = _is_again.set(True)
             product = logits(inputs, columns)
+            _is_again.reset(token)
             block = product if in_place else exponentials(product, top_then)
             block *= counts_here * (top_then - top).exp() / sums
             # Minus one-hot, in fp32: the label's is all but 1. Not by scatter_, which on a CPU

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_fsdp import ThroughputMonitor
+from lightning_fsdp import ThroughputMonitor, linear_cross_entropy
 from lightning_fsdp.callbacks import throughput
 from tests.support.trainer import STRATEGIES, make_trainer, on_trainer_ranks, seeded, weights_of
 
@@ -196,3 +196,13 @@ def test_what_checkpointing_computes_again_counts_once(is_reentrant):
             y.sum().backward()
         flops.append(counter.get_total_flops())
     assert flops[0] == flops[1] > 0
+
+
+@pytest.mark.parametrize("num", [256, 300])  # of which the logits are kept, or computed twice
+def test_logits_that_a_loss_computes_again_count_once(num):
+    hidden, weight = (
+        torch.ones(size, 160, dtype=torch.bfloat16, requires_grad=True) for size in (num, 1000)
+    )
+    with throughput.flop_counter() as counter:
+        linear_cross_entropy(hidden, weight, torch.zeros(num, dtype=torch.long)).backward()
+    assert counter.get_total_flops() == 3 * 2 * num * weight.numel()
