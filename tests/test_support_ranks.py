@@ -1,6 +1,7 @@
 """The rank runner itself: results, errors, hangs, crashes, and nothing left behind."""
 
 import os
+import random
 import signal
 import time
 import warnings
@@ -106,7 +107,7 @@ def test_a_snippet_reports_its_exit_and_is_killed_when_late():
 
 def _look_and_change(rank, world_size):
     """Who runs this and what is found; then changes what a next call must not see."""
-    drawn = torch.rand(1).item(), np.random.rand()
+    drawn = torch.rand(1).item(), np.random.rand(), random.random()
     found = os.environ.get("SOME_FLAG"), len(warnings.filters), torch.get_default_dtype(), drawn
     torch.set_default_dtype(torch.float64)
     warnings.simplefilter("ignore")
@@ -118,6 +119,7 @@ def _look_and_change(rank, world_size):
 
 def test_ranks_that_stay_run_each_call_in_a_group_of_its_own_and_find_no_traces():
     first = run_on_ranks(_look_and_change, 2)
+    assert first[0][3][3][0] == torch.rand(1, generator=torch.Generator().manual_seed(1)).item()
     with kept_ranks():
         calls = [
             run_on_ranks(_look_and_change, world_size, backend=backend)
