@@ -223,9 +223,8 @@ class Communicator:
             unit_name: For the message if it fails.
         """
         what = f"gather of unit {unit_name!r} {self.where}"
-        slots = whole.view(self.world_size, -1)
-        self.count("all_gather", slots[0].nbytes * (self.world_size - 1))
-        works = self._gather(whole, slots, what, unit_name) if self.world_size > 1 else []
+        self.count("all_gather", whole.nbytes // self.world_size * (self.world_size - 1))
+        works = self._gather(whole, what, unit_name) if self.world_size > 1 else []
         return Pending(what, works, lambda: whole, keeps=(whole,))
 
     def reduce(self, region: LocalRegion) -> Pending:
@@ -268,8 +267,9 @@ class Communicator:
         traffic.calls += 1
         traffic.sent_bytes += sent_bytes
 
-    def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
-        group, mine = self.group, slots[self.rank]
+    def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
+        group, shard_numel = self.group, whole.numel() // self.world_size
+        mine = whole.narrow(0, self.rank * shard_numel, shard_numel)
         with collective(what, "every rank"):
             work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
         return [(work, "every rank")]

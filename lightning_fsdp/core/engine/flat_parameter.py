@@ -123,8 +123,8 @@ class FlatParameter:
     def _runner(self) -> Runner:
         # Referred to weakly, as it owns this. The last one that is alive counts: of two models that
         # share a weight and were sharded apart, one may go.
-        alive = [runner for known in self._runners if (runner := known()) is not None]
-        return alive[-1] if alive else _NOBODY
+        alive = (runner for known in reversed(self._runners) if (runner := known()) is not None)
+        return next(alive, _NOBODY)
 
     # -- the whole copy --------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class FlatParameter:
             for call in self._runner.watchers.before_whole:
                 call(self)
             self.buffer.allocate()
-            with torch.no_grad():
+            with torch_internals.unrecorded():
                 self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
@@ -291,7 +291,7 @@ class FlatParameter:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return
-        with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
+        with torch_internals.profiled("wait_for_reduce", self.name), torch_internals.unrecorded():
             shard = reduction.wait()
             if self.divide_factor is not None:  # the mean over all ranks was taken
                 shard.mul_(self.communicator.mesh_size / self.divide_factor)
@@ -379,6 +379,6 @@ def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) 
     """Move a leaf's gradient out of ``.grad`` as soon as it is complete."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
     if owner is not None and gradient is not None:
-        with torch.no_grad():
+        with torch_internals.unrecorded():
             # With create_graph=True it has a graph, which a reduction would hold for nothing.
             owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 
-def tensors_in(structure: Any) -> Iterator[Tensor]:
+def tensors_in(structure: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(structure, Tensor):
-        yield structure
-    else:
-        for _, value in _items(structure):
-            yield from tensors_in(value)
+        return [structure]
+    return [tensor for value in _parts(structure)[1] for tensor in tensors_in(value)]
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -26,34 +25,33 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """
     if isinstance(structure, Tensor):
         return function(structure)
-    items = _items(structure)
-    if not items:
+    keys, values = _parts(structure)
+    mapped = [map_tensors(value, function) for value in values]
+    if all(map(operator.is_, mapped, values)):
         return structure
-    mapped = [(key, map_tensors(value, function)) for key, value in items]
-    if all(new is old for (_, new), (_, old) in zip(mapped, items, strict=True)):
-        return structure
-    return _with_items(structure, mapped)
+    return _with_values(structure, keys, mapped)
 
 
-def _items(structure: Any) -> list[tuple[Any, Any]]:
-    """What a structure holds, by key, index or field; nothing where it is none."""
+def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
+    """What a structure holds, by index, key or field; nothing where it is none."""
+    if isinstance(structure, (list, tuple)):  # asked first: hooks meet tuples most often
+        return range(len(structure)), structure
     if isinstance(structure, Mapping):
-        return list(structure.items())
-    if isinstance(structure, (list, tuple)):
-        return list(enumerate(structure))
+        return structure.keys(), list(structure.values())
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         names = [field.name for field in dataclasses.fields(structure)]
-        return [(name, getattr(structure, name)) for name in names if hasattr(structure, name)]
-    return []
+        names = [name for name in names if hasattr(structure, name)]
+        return names, [getattr(structure, name) for name in names]
+    return (), ()
 
 
-def _with_items(structure: Any, items: list[tuple[Any, Any]]) -> Any:
+def _with_values(structure: Any, keys: Iterable[Any], values: list[Any]) -> Any:
     if isinstance(structure, (list, tuple)):
-        values, make = [value for _, value in items], type(structure)
+        make = type(structure)
         # A named tuple takes its values one by one.
         return make(*values) if hasattr(structure, "_fields") else make(values)
     copied = copy.copy(structure)
-    for key, value in items:
+    for key, value in zip(keys, values, strict=True):
         if isinstance(structure, Mapping):
             copied[key] = value
         else:

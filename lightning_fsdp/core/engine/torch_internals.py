@@ -30,11 +30,16 @@ not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 def profiled(step: str, name: str) -> AbstractContextManager[Any]:
     """A range in a profiler's trace; nothing, at once, where none runs. No public name asks."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        return _NOT_PROFILED
+        return _NOTHING
     return torch.profiler.record_function(f"{step} {name}")
 
 
-_NOT_PROFILED: AbstractContextManager[Any] = contextlib.nullcontext()
+def unrecorded() -> AbstractContextManager[Any]:
+    """``no_grad``; nothing, at once, where gradients are off already, as in most backwards."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 # The run of the autograd engine on this thread, by number. A forward that runs inside of one is a

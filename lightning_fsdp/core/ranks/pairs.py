@@ -64,7 +64,8 @@ class Piece:
 class PairCommunicator(Communicator):
     """Every rank sends each other rank what that one is to have."""
 
-    def _gather(self, whole: Tensor, slots: Tensor, what: str, unit_name: str) -> Works:
+    def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
+        slots = whole.view(self.world_size, -1)
         to = {peer: [slots[self.rank]] for peer in self._peers()}
         into = {peer: [slots[peer]] for peer in to}
         return self._exchange(what, to, into, tag_of(unit_name, reduces=False))

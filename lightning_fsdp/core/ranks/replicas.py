@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -81,7 +80,7 @@ class ReplicatedFlatParameter(FlatParameter):
             return
         (reduction, self._reduction), (used, self._used) = (self._reduction, None), (self._used, [])
         assert reduction is not None, "it was started"
-        with torch_internals.profiled("wait_for_reduce", self.name), torch.no_grad():
+        with torch_internals.profiled("wait_for_reduce", self.name), torch_internals.unrecorded():
             shard = reduction.wait()
             for parameter, has_trained, is_used in zip(
                 self.parameters, self._trained, used, strict=True
