@@ -12,11 +12,10 @@ from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
-WAYS = ("module", "function", "wrapper")
-# Compiled before or after sharding, in which way.
+# Compiled before or after sharding, in which way: every two of a plan, an order and a way.
 CASES = {
-    "zero3": [(order, way) for order in ("before", "after") for way in WAYS],
-    "zero2": [("before", "module"), ("after", "wrapper")],
+    "zero3": [("before", "module"), ("after", "function"), ("before", "wrapper")],
+    "zero2": [("after", "module"), ("before", "function"), ("after", "wrapper")],
 }
 
 
