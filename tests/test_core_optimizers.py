@@ -49,12 +49,18 @@ ELEMENTWISE = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
+# Sharding does not look at what kind of optimizer there is, but at the state that it has: of these,
+# Adagrad has some at once.
+BUILT = {
+    name: ("before", "after") if "adagrad" in name else ("before", "after")[i % 2 :][:1]
+    for i, name in enumerate(ELEMENTWISE)
+}
 
 
 def _train_with_every_optimizer(rank, world_size):
     traces, batches = {}, batches_for("mlp", world_size, num_micro_batches=1)
     for name, make_optimizer in ELEMENTWISE.items():
-        for built in ("before", "after"):
+        for built in BUILT[name]:
             model = mlp()
             if built == "before":
                 optimizer = make_optimizer(model.parameters())
@@ -76,7 +82,7 @@ def test_every_elementwise_optimizer_built_before_or_after_sharding():
     assert not errors, "\n".join(errors)
     for name, make_optimizer in ELEMENTWISE.items():
         expected = train_reference(mlp(), batches, mlp_loss, make_optimizer)
-        for built in ("before", "after"):
+        for built in BUILT[name]:
             traces = [traces[name, built] for traces in by_rank]
             assert_ranks_agree(traces, name)
             assert_traces_match(traces[0], expected, atol=1e-6, what=f"{name}, built {built}")
