@@ -3,7 +3,6 @@ neither sees the other. Against copies of plain modules, by value.
 """
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -95,16 +94,14 @@ def _train_copies(rank, world_size, task_name, plan, moment):
     return traces
 
 
-MOMENTS = ("new", "trained", "gradients", "local gradients")
-
-
+# Each moment under each plan, which decides what is whole then.
 @pytest.mark.parametrize(
     ("task_name", "plan", "moment"),
     [
-        *itertools.product(["tied_lm"], PLANS, MOMENTS),
-        *(("mlp", "zero2", moment) for moment in MOMENTS[::2]),
-        *(("mlp", "zero3", moment) for moment in MOMENTS[1::2]),
-        ("gpt2", "zero3", "trained"),
+        *(("mlp", "zero2", "new"), ("tied_lm", "zero3", "new")),
+        *(("mlp", "zero2", "trained"), ("gpt2", "zero3", "trained")),
+        *(("tied_lm", "zero2", "gradients"), ("mlp", "zero3", "gradients")),
+        *(("tied_lm", "zero2", "local gradients"), ("tied_lm", "zero3", "local gradients")),
     ],
 )
 def test_a_copy_and_its_copy_train_apart_as_plain_ones_do(task_name, plan, moment):
