@@ -98,9 +98,11 @@ CASES = {  # task, plan, how it is built, options, accumulation
 
 OF_SHAPE = {
     (2,): list(CASES),
-    (3,): ["fp32", "bf16 added up", "fp16", "a deepcopy"],
-    (4,): ["fp32", "bf16 summed in fp32"],
-    (2, 2): ["zero2", "bf16", "from the meta device", "offloaded"],
+    # The order of sums shows from 3 ranks on: what is rounded.
+    (3,): ["bf16 added up", "fp16"],
+    (4,): ["bf16 summed in fp32"],
+    # Where replicas change what is made of a mean.
+    (2, 2): ["zero2", "bf16", "offloaded"],
 }
 
 
@@ -213,7 +215,7 @@ def test_gradients_stay_until_they_are_read_though_nobody_waits_for_their_reduct
 
 def run_programs_with_pauses(rank, world_size, first):
     sleep_at_random(rank, longest_s=0.001)
-    for seed in range(first, first + 5):
+    for seed in range(first, first + 3):
         with contextlib.suppress(NotAProgram):
             run_program(rank, world_size, draw_program(seed))
 
