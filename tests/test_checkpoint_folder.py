@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_fsdp import checkpoint
 from tests.support.checkpoints import FORMS, assert_is, make_state, whole_state
 from tests.support.memory import StorageTracker, bytes_of
-from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks, kept_ranks, run_on_ranks
 from tests.support.versions import TORCH
 
 EXTRA = {"loops": {"step": 7}, "rng": torch.arange(3, dtype=torch.uint8), "lr": [0.1, None]}
@@ -51,12 +51,13 @@ def _load_forms(rank, world_size, folder):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_what_was_saved_comes_back_at_every_world_size(tmp_path, world_size):
-    run_on_ranks(_save_forms, world_size, tmp_path)
-    for form in FORMS:
-        assert checkpoint.is_checkpoint(tmp_path / form)
-        _load(0, 1, tmp_path / form, "plain")  # without a process group
-    for other in (1, 2, 4):
-        run_on_ranks(_load_forms, other, tmp_path)
+    with kept_ranks():
+        run_on_ranks(_save_forms, world_size, tmp_path)
+        for form in FORMS:
+            assert checkpoint.is_checkpoint(tmp_path / form)
+            _load(0, 1, tmp_path / form, "plain")  # without a process group
+        for other in (1, 2, 4):
+            run_on_ranks(_load_forms, other, tmp_path)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FORMS)
 
 

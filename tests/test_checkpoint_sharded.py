@@ -29,7 +29,7 @@ from tests.support.checkpoints import verified_files
 from tests.support.engine_runs import ENGINES, NUM_STEPS, Run, assert_equal, copied
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import causal_lm, lm_loss, token_batch
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import kept_ranks, run_on_ranks
 
 SHARDING = {"scratch": ScratchEngine, "fsdp1": FSDP1Engine, "fsdp2": FSDP2Engine}
 
@@ -55,12 +55,13 @@ def _read(rank, world_size, kind, path, expected):
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_a_run_may_be_moved_again_and_into_optimizers_that_have_state(tmp_path, kind):
-    run_on_ranks(_write, 2, "scratch", tmp_path / "first", None)
-    expected, *_ = run_on_ranks(_write, 4, kind, tmp_path / "second", tmp_path / "first")
-    # Counts of steps are those of ranks that step: FSDP1 leaves out what has no element.
-    steps = {float(values["step"]) for values in expected["optimizers"][0]["state"].values()}
-    assert steps == {2 * NUM_STEPS}
-    run_on_ranks(_read, 3, kind, tmp_path / "second", expected)
+    with kept_ranks():
+        run_on_ranks(_write, 2, "scratch", tmp_path / "first", None)
+        expected, *_ = run_on_ranks(_write, 4, kind, tmp_path / "second", tmp_path / "first")
+        # Counts of steps are those of ranks that step: FSDP1 leaves out what has no element.
+        steps = {float(values["step"]) for values in expected["optimizers"][0]["state"].values()}
+        assert steps == {2 * NUM_STEPS}
+        run_on_ranks(_read, 3, kind, tmp_path / "second", expected)
 
 
 # -- into a module in use --------------------------------------------------------------------------

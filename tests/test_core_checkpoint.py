@@ -16,7 +16,7 @@ from lightning_fsdp.core.state.flat_piece import FlatPiece
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import PLANS, assert_same_tensors, whole
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import kept_ranks, run_on_ranks
 
 
 class Oddities(nn.Module):
@@ -66,14 +66,15 @@ def _load(rank, world_size, folder, plan, arguments=None):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by no_dist, as was asked
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_what_one_number_of_ranks_saves_another_loads(tmp_path, plan):
-    for writers in (1, 2, 3, 4):
-        run_on_ranks(_save, writers, tmp_path / str(writers), plan)
-        # Plain tensors in one process without any group read it too.
-        state = {"m": Oddities(seed=2).state_dict()}
-        dcp.load(state, checkpoint_id=tmp_path / str(writers), no_dist=True)
-        assert_same_tensors(state["m"], Oddities(seed=1).state_dict(), atol=0)
-    for readers in (1, 2, 3, 4):
-        run_on_ranks(_load_all, readers, tmp_path, plan)
+    with kept_ranks():
+        for writers in (1, 2, 3, 4):
+            run_on_ranks(_save, writers, tmp_path / str(writers), plan)
+            # Plain tensors in one process without any group read it too.
+            state = {"m": Oddities(seed=2).state_dict()}
+            dcp.load(state, checkpoint_id=tmp_path / str(writers), no_dist=True)
+            assert_same_tensors(state["m"], Oddities(seed=1).state_dict(), atol=0)
+        for readers in (1, 2, 3, 4):
+            run_on_ranks(_load_all, readers, tmp_path, plan)
 
 
 def _load_all(rank, world_size, folder, plan):

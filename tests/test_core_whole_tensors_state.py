@@ -33,13 +33,19 @@ from tests.support.whole_tensors import (
     replay,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # --- from one number of ranks to another, and to a copy ---
+
+
+def _batches(world_size):
+    return batches_of(world_size, num_steps=2, num_micro_batches=1)
 
 
 def _save(rank, world_size, name, folder):
     model = shard_model(causal_lm())
     optimizers = OPTIMIZERS[name](model)
-    trace = train_on_rank(model, batches_of(world_size), lm_loss, AsOne(optimizers), rank)
+    trace = train_on_rank(model, _batches(world_size), lm_loss, AsOne(optimizers), rank)
     save_sharded(folder / name, model, optimizers)
     wholes = [full_optimizer_state_dict(o) for o in optimizers], full_state_dict(model)
     if rank == 0:
@@ -50,7 +56,7 @@ def _save(rank, world_size, name, folder):
 def _go_on(rank, world_size, name, folder):
     """From a folder, and from whole state; both must be the same, and go on as the same."""
     traces, wholes = [], torch.load(folder / f"{name}.pt")
-    batches = batches_of(world_size, num_steps=2)
+    batches = _batches(world_size)
     for is_sharded in (True, False):
         model = shard_model(causal_lm(seed=5))
         optimizers = OPTIMIZERS[name](model)
@@ -73,9 +79,9 @@ def _go_on(rank, world_size, name, folder):
     ("before", "after", "names"),
     [
         (2, 3, [*OPTIMIZERS]),
-        (3, 1, ["muon", "mixed"]),
-        (1, 2, ["adafactor", "normed"]),
-        (2, 2, ["mixed"]),
+        (3, 1, ["mixed"]),
+        (1, 2, ["adafactor"]),
+        (2, 2, ["muon"]),
     ],
 )
 def test_checkpoints_move_between_numbers_of_ranks(before, after, names, tmp_path):
