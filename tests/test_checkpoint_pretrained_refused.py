@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import peft
@@ -15,8 +16,9 @@ from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPT2Model
 from lightning_fsdp import load_pretrained, save_pretrained
 from lightning_fsdp.checkpoint import safetensors_folder
 from recipes.gpt2 import GPT2
+from tests.support.cases import each_on_ranks
 from tests.support.pretrained import _core_zero3, _gpt2, _plain, logits_of, token_loader, wholes
-from tests.support.ranks import errors_on_ranks, run_on_ranks
+from tests.support.ranks import run_on_ranks
 from tests.support.trainer import make_trainer, on_trainer_ranks, seeded
 
 
@@ -32,42 +34,38 @@ def test_keys_of_the_base_model_and_left_overs_of_old_versions_are_known(tmp_pat
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
-def _load_wrong(rank, world_size, folder, change):
+def _load_wrong(rank, world_size, case):
+    change, folder = case
     model = _core_zero3(seeded(_gpt2))
     if change == "rank 1 has no file" and rank == 1:
         folder = f"{folder}/elsewhere"
-    before = wholes(model)
+    before, said = wholes(model), None
     try:
         load_pretrained(model, folder)
-    finally:
-        torch.testing.assert_close(wholes(model), before, atol=0, rtol=0)
+    except Exception as error:  # noqa: BLE001 (whatever it is, its message is compared)
+        said = str(error)
+    torch.testing.assert_close(wholes(model), before, atol=0, rtol=0)
+    return said
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("missing", r"missing in the files: transformer\.ln_f\.bias \(strict=False leaves out"),
-        ("unexpected", r"without a place in the module: extra"),
-        ("shape", r"another shape: transformer\.ln_f\.bias: \(21,\) in the files, \(20,\) here"),
-        ("dtype", r"ln_f\.bias: torch\.bfloat16 in the files, torch\.float32 here.*cast=True"),
-        (
-            "tie",
-            r"one weight here, two with other values there: lm_head\.weight and transformer\.wte",
-        ),
-        ("truncated", r"model\.safetensors: expected a whole safetensors file, got a damaged one"),
-        ("no folder", r"expected a folder with model\.safetensors, got nothing there"),
-        ("a file", r"expected a folder with model\.safetensors, got a file there"),
-        ("old", r"expected model\.safetensors or .*pytorch_model\.bin has to be saved again"),
-        ("index", r"model\.safetensors\.index\.json: expected an index with a weight_map"),
-        ("no shard", r"the index names \['model-00001-of-00002\.safetensors'\], which are not"),
-        ("rank 1 has no file", r"rank 1 of 2.*expected a folder with model\.safetensors"),
-    ],
-)
-def test_a_folder_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_changed(
-    tmp_path, change, message
-):
-    folder = tmp_path / "model"
-    seeded(_gpt2, seed=1).save_pretrained(folder)
+WRONG_FOLDERS = {
+    "missing": r"missing in the files: transformer\.ln_f\.bias \(strict=False leaves out",
+    "unexpected": r"without a place in the module: extra",
+    "shape": r"another shape: transformer\.ln_f\.bias: \(21,\) in the files, \(20,\) here",
+    "dtype": r"ln_f\.bias: torch\.bfloat16 in the files, torch\.float32 here.*cast=True",
+    "tie": r"one weight here, two with other values there: lm_head\.weight and transformer\.wte",
+    "truncated": r"model\.safetensors: expected a whole safetensors file, got a damaged one",
+    "no folder": r"expected a folder with model\.safetensors, got nothing there",
+    "a file": r"expected a folder with model\.safetensors, got a file there",
+    "old": r"expected model\.safetensors or .*pytorch_model\.bin has to be saved again",
+    "index": r"model\.safetensors\.index\.json: expected an index with a weight_map",
+    "no shard": r"the index names \['model-00001-of-00002\.safetensors'\], which are not",
+    "rank 1 has no file": r"rank 1 of 2.*expected a folder with model\.safetensors",
+}
+
+
+def _changed(folder, change):
+    """What is loaded in the place of the folder, which is changed."""
     file = folder / "model.safetensors"
     state, name = load_file(file), "transformer.ln_f.bias"
     if change == "missing":
@@ -84,7 +82,7 @@ def test_a_folder_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_chan
     if change == "truncated":
         file.write_bytes(file.read_bytes()[:-100])
     elif change == "no folder":
-        folder = tmp_path / "none"
+        folder = folder / "none"
     elif change == "a file":
         folder = file
     elif change == "old":
@@ -94,9 +92,19 @@ def test_a_folder_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_chan
     elif change == "no shard":
         weight_map = {"a": "model-00001-of-00002.safetensors"}
         (folder / safetensors_folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
-    for error in errors_on_ranks(_load_wrong, 2, str(folder), change):
-        assert error is not None
-        assert re.search(message, error.message, re.DOTALL), error
+    return folder
+
+
+def test_a_folder_that_does_not_fit_is_refused_on_every_rank_and_nothing_is_changed(tmp_path):
+    seeded(_gpt2, seed=1).save_pretrained(tmp_path / "whole")
+    cases = []
+    for change in WRONG_FOLDERS:
+        folder = shutil.copytree(tmp_path / "whole", tmp_path / change)
+        cases.append((change, str(_changed(folder, change))))
+    for (change, _), by_rank in each_on_ranks(_load_wrong, 2, cases).items():
+        for said in by_rank:
+            assert said is not None, change
+            assert re.search(WRONG_FOLDERS[change], said, re.DOTALL), (change, said)
 
 
 def test_what_differs_may_be_left_out_or_converted(tmp_path):
@@ -140,7 +148,7 @@ class _Around(torch.nn.Module):
         return self.model(*args, **kwargs)
 
 
-def _refuse_adapters(rank, world_size, folder, shard):
+def _refuse_adapters(rank, world_size, shard, folder):
     for adapt in (_lora, _lora_inside, _lora_of_transformers, _prompt):
         model = shard(_Around(adapt(seeded(_gpt2))))
         for move in (save_pretrained, load_pretrained):
@@ -154,9 +162,8 @@ def _refuse_adapters(rank, world_size, folder, shard):
                     move(inner, folder)
 
 
-@pytest.mark.parametrize("shard", [_plain, _core_zero3, fsdp.fully_shard])
-def test_adapters_without_their_model_of_peft_are_refused(tmp_path, shard):
-    run_on_ranks(_refuse_adapters, 2, str(tmp_path), shard)
+def test_adapters_without_their_model_of_peft_are_refused(tmp_path):
+    each_on_ranks(_refuse_adapters, 2, [_plain, _core_zero3, fsdp.fully_shard], str(tmp_path))
 
 
 class _TrainsAdapters(GPT2):
@@ -266,46 +273,49 @@ def test_a_model_without_memory_is_not_loaded(tmp_path):
         load_pretrained(model, tmp_path)
 
 
-def _save_wrong(rank, world_size, folder, kind):
+def _save_wrong(rank, world_size, kind, folder):
+    folder, said = Path(folder) / kind / "model", None
     model = _core_zero3(seeded(_gpt2))
+    write = safetensors_folder.SafetensorsWriter.write
+
+    def fail(self, name, tensor):
+        if "h.1" in name:
+            if kind == "no memory":
+                raise MemoryError
+            raise OSError(28, "No space left on device", name)
+        write(self, name, tensor)
+
     if kind in ("full disk", "no memory"):
-        write = safetensors_folder.SafetensorsWriter.write
-
-        def fail(self, name, tensor):
-            if "h.1" in name:
-                if kind == "no memory":
-                    raise MemoryError
-                raise OSError(28, "No space left on device", name)
-            write(self, name, tensor)
-
         safetensors_folder.SafetensorsWriter.write = fail
     try:
         save_pretrained(model, folder, max_shard_size="3 parsecs" if kind == "size" else "5GB")
+    except Exception as error:  # noqa: BLE001 (whatever it is, its message is compared)
+        said = str(error)
     finally:
-        dist.barrier()
-        assert not list(Path(folder).parent.glob(".*partial"))
+        safetensors_folder.SafetensorsWriter.write = write
+    dist.barrier()
+    assert not list(folder.parent.glob(".*partial"))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("occupied", r"expected a directory that does not exist yet, got one with something in it"),
-        ("file", r"expected a directory that does not exist yet"),
-        ("full disk", r"rank 0 of 2.*No space left on device"),
-        ("no memory", r"rank 0 of 2.*MemoryError"),
-        ("size", r"max_shard_size: expected bytes or a size such as '5GB', got '3 parsecs'"),
-    ],
-)
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path, kind, message):
-    folder = tmp_path / "model"
-    if kind == "occupied":
-        folder.mkdir()
-        (folder / "mine").write_text("kept")
-    elif kind == "file":
-        folder.write_text("kept")
-    for error in errors_on_ranks(_save_wrong, 2, str(folder), kind):
-        assert error is not None
-        assert re.search(message, error.message, re.DOTALL), error
-    assert folder.exists() == (kind in ("occupied", "file"))
-    if kind == "occupied":
-        assert [path.name for path in folder.iterdir()] == ["mine"]
+NOT_WRITTEN = {
+    "occupied": r"expected a directory that does not exist yet, got one with something in it",
+    "file": r"expected a directory that does not exist yet",
+    "full disk": r"rank 0 of 2.*No space left on device",
+    "no memory": r"rank 0 of 2.*MemoryError",
+    "size": r"max_shard_size: expected bytes or a size such as '5GB', got '3 parsecs'",
+}
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path):
+    for kind in NOT_WRITTEN:
+        (tmp_path / kind).mkdir()
+    (tmp_path / "occupied" / "model").mkdir()
+    for kind in ("occupied/model/mine", "file/model"):
+        (tmp_path / kind).write_text("kept")
+    for kind, by_rank in each_on_ranks(_save_wrong, 2, NOT_WRITTEN, str(tmp_path)).items():
+        for said in by_rank:
+            assert said is not None, kind
+            assert re.search(NOT_WRITTEN[kind], said, re.DOTALL), (kind, said)
+        assert (tmp_path / kind / "model").exists() == (kind in ("occupied", "file"))
+    assert [path.name for path in (tmp_path / "occupied" / "model").iterdir()] == ["mine"]
