@@ -48,6 +48,8 @@ from tests.test_core_narrow_reduction import (
     mean_by_hand,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Every two of a plan, an optimizer and a way to accumulate.
 COMBINATIONS = [
     ("zero2", "sgd", "local"),
@@ -67,7 +69,7 @@ def over_hosts(model, plan="zero3", shape=(2, 2), **options):
 
 
 def _batches(task_name, world_size):
-    return batches_for(task_name, world_size, num_steps=3, num_micro_batches=3)
+    return batches_for(task_name, world_size, num_steps=2, num_micro_batches=3)
 
 
 def _train_all_combinations(rank, world_size, task_name, shape):
@@ -88,7 +90,7 @@ def _train_all_combinations(rank, world_size, task_name, shape):
 
 @pytest.mark.parametrize(
     ("task_name", "shape", "backend"),
-    [("tied_lm", (2, 2), "gloo"), ("tied_lm", (2, 2), PLAIN), ("mlp", (3, 1), "gloo")],
+    [("tied_lm", (2, 2), "gloo"), ("mlp", (3, 1), PLAIN)],
 )
 def test_training_equals_one_process_on_the_joined_batch(task_name, shape, backend):
     task, world_size = TASKS[task_name], shape[0] * shape[1]
@@ -278,11 +280,11 @@ def test_checkpoints_are_read_by_a_flat_mesh_and_the_other_way_round(tmp_path):
 
 
 def _go_on(rank, world_size):
-    """The last step of three, by a copy, from whole states, and by the first itself."""
+    """The second of two steps, by a copy, from whole states, and by the first itself."""
     task, batches = TASKS["tied_lm"], _batches("tied_lm", world_size)
     model = over_hosts(task.build(), "zero2")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    train_on_rank(model, batches[:2], task.loss, optimizer, rank)
+    train_on_rank(model, batches[:1], task.loss, optimizer, rank)
     copied, other = copy.deepcopy(model), over_hosts(tied_lm(seed=2))
     other.load_state_dict(full_state_dict(model))
     optimizers = [optimizer, *(OPTIMIZERS["adamw"](m.parameters()) for m in (copied, other))]
@@ -290,7 +292,7 @@ def _go_on(rank, world_size):
     for each in optimizers[1:]:
         load_full_optimizer_state_dict(each, state)
     return [
-        train_on_rank(each, batches[2:], task.loss, its_own, rank)
+        train_on_rank(each, batches[1:], task.loss, its_own, rank)
         for each, its_own in zip((model, copied, other), optimizers, strict=True)
     ]
 

@@ -42,7 +42,7 @@ COMBINATIONS = list(itertools.product(["tied_lm", "mlp"], [("zero3", "sgd"), ("z
 
 
 def _batches(task_name, world_size):
-    return batches_for(task_name, world_size, num_steps=3, num_micro_batches=3)
+    return batches_for(task_name, world_size, num_steps=2, num_micro_batches=3)
 
 
 def _train_all(rank, world_size, shape):

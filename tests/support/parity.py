@@ -235,7 +235,9 @@ def _word(tensor: Tensor | None) -> str:
 COMBINATIONS = list(itertools.product(PLANS, OPTIMIZERS))
 
 
-def batches_for(task_name, world_size, *, num_steps=3, num_micro_batches=2):
+def batches_for(task_name, world_size, *, num_steps=None, num_micro_batches=2):
+    """Steps by default: three backwards at least, as the third of a model is as any later one."""
+    num_steps = num_steps or (2 if num_micro_batches > 1 else 3)
     return make_batches(
         TASKS[task_name].make_batch,
         num_steps=num_steps,
