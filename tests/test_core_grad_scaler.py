@@ -110,8 +110,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("world_size", "backend", "plan"),
     [
-        *((1, "gloo", "zero2"), (2, "gloo", "zero2"), (2, "gloo", "zero3")),
-        *((2, PLAIN, "zero2"), (4, "gloo", "zero3")),
+        *((1, "gloo", "zero2"), (2, "gloo", "zero3"), (2, PLAIN, "zero2"), (4, "gloo", "zero3")),
     ],
 )
 def test_training_with_a_scaler_equals_one_process(world_size, backend, plan):
