@@ -187,8 +187,9 @@ def _modes(rank, world_size, optimizer_name):
     assert_same_tensors(ends["local"], ends["sum"], atol=task.atol, what="local")
 
 
-@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "optimizer_name"), [(1, "sgd"), (2, "sgd"), (2, "adamw"), (3, "adamw")]
+)
 def test_micro_batches_are_kept_apart_and_change_nothing(world_size, optimizer_name):
     run_on_ranks(_modes, world_size, optimizer_name)
 

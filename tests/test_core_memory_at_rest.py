@@ -57,8 +57,9 @@ def _measure_at_rest(rank, world_size, plan):
     return bytes_held
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "plan"), [(1, "zero3"), (2, "zero2"), (3, "zero2"), (3, "zero3")]
+)
 def test_memory_at_rest_is_what_the_formula_says(world_size, plan):
     """Bytes per rank: parameters 4P/W, two moments 8P/W, gradients 4P/W from backward to zero_grad,
     and padding.

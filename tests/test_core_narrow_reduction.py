@@ -64,9 +64,10 @@ def _one_backward(rank, world_size, plan):
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("backend", ["gloo", PLAIN])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "backend", "plan"),
+    [(2, "gloo", "zero2"), (2, PLAIN, "zero3"), (4, "gloo", "zero3"), (4, PLAIN, "zero2")],
+)
 def test_gradients_are_the_fp32_mean_of_the_ranks_bf16_gradients(world_size, backend, plan):
     by_hand = [local_gradients_by_hand(rank) for rank in range(world_size)]
     for found in itertools.chain(*run_on_ranks(_one_backward, world_size, plan, backend=backend)):
