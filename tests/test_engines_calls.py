@@ -213,6 +213,8 @@ def _compare(rank, world_size, engine, stages):
     ways = [way for way in WAYS if (engine, way) not in LEFT_OUT]
     if engine != "scratch" or world_size == 1:
         ways.remove("compiled")  # it takes seconds
+    if world_size == 1:  # where all is whole at any time: who is called in whom still counts
+        ways = [way for way in ways if way not in ("beside a forward", "of a part")]
     for stage in stages:
         cases = [("tied", way) for way in ways]
         for kind, way in [*cases, ("untied", "plainly"), ("frozen", "plainly")]:
@@ -245,7 +247,7 @@ def _with_compiled_units(rank, world_size, engine):
             return aot_eager(graph, inputs)
 
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-        for stage, kind, way in COMPILED:
+        for stage, kind, way in COMPILED if engine == "scratch" else OF_TORCH:
             torch.testing.assert_close(
                 _found(engine, kind, way, stage, rank, compiles=True),
                 _expected(kind, way, world_size),
@@ -257,9 +259,10 @@ def _with_compiled_units(rank, world_size, engine):
 
 
 COMPILED = [
-    *((3, "tied", way) for way in ("plainly", "beside a forward", "computed again")),
-    *((2, kind, "plainly") for kind in ("untied", "frozen")),
+    *((3, "tied", "beside a forward"), (2, "tied", "computed again")),
+    *((3, "untied", "plainly"), (2, "frozen", "plainly")),
 ]
+OF_TORCH = [COMPILED[0], COMPILED[-1]]
 
 
 @pytest.mark.parametrize("engine", ["scratch", "fsdp1", "fsdp2"])
