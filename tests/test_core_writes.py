@@ -129,10 +129,12 @@ def _gradients_of(model):
     return dict(zip(named, wholes([*named.values()]), strict=True))
 
 
-def _write_between_micro_batches(rank, world_size, plan, accumulation, over_hosts=False):
+def _write_between_micro_batches(
+    rank, world_size, plan, accumulation, writes=WRITES, over_hosts=False
+):
     mesh = init_device_mesh(ranks.active_device, (2, 2)) if over_hosts else None
     options = {"mesh": mesh, "state_over": "all"} if over_hosts else {}
-    for index, (name, write) in enumerate(WRITES.items()):
+    for index, (name, write) in enumerate(writes.items()):
         written_after = (
             index + (accumulation == "sum")
         ) % 2  # after each of the two in one of them
@@ -167,7 +169,9 @@ def test_a_write_between_micro_batches_is_what_the_next_one_computes_with(plan, 
 
 
 def test_a_write_is_what_hosts_gather_next():
-    run_on_ranks(_write_between_micro_batches, 4, "zero3", "local", True)
+    # How a write is noticed is not a question of hosts: every second is enough.
+    writes = dict(list(WRITES.items())[::2])
+    run_on_ranks(_write_between_micro_batches, 4, "zero3", "local", writes, True)
 
 
 def _write_to_what_is_gathered_ahead(rank, world_size, plan):
