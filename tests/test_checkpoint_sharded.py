@@ -209,17 +209,17 @@ def _move(rank, world_size, kinds, folder, dtype, policy, options):
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+# Each engine writes or reads in each of the three ways.
 @pytest.mark.parametrize(
-    ("dtype", "policy", "options"),
+    ("moves", "dtype", "policy", "options"),
     [
-        (torch.float32, MIXED, {}),
-        (torch.bfloat16, MixedPrecisionPolicy(), {}),
-        (torch.float32, None, {"cpu_offload": True}),
+        ((("scratch", "fsdp1"), ("fsdp2", "scratch")), torch.float32, MIXED, {}),
+        ((("fsdp1", "fsdp2"), ("scratch", "fsdp1")), torch.bfloat16, MixedPrecisionPolicy(), {}),
+        ((("fsdp2", "scratch"), ("fsdp1", "fsdp2")), torch.float32, None, {"cpu_offload": True}),
     ],
     ids=["mixed", "bf16", "offloaded"],
 )
-def test_main_weights_of_any_dtype_move(tmp_path, dtype, policy, options):
-    moves = (("scratch", "fsdp1"), ("fsdp1", "fsdp2"), ("fsdp2", "scratch"))
+def test_main_weights_of_any_dtype_move(tmp_path, moves, dtype, policy, options):
     each_on_ranks(_move, 2, moves, tmp_path, dtype, policy, options)
 
 
