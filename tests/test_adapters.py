@@ -75,10 +75,11 @@ def _train(rank, world_size, case):
 
 
 def test_adapters_train_under_the_core_as_in_plain_torch():
-    # Each kind in one of the ways on two ranks, in another on one.
+    # Each kind in one of the ways on two ranks, and every second in another on one.
     ways = [_zero3, _zero2, _by_hand]
     for world_size in (2, 1):
         cases = [(kind, ways[(i + world_size) % 3]) for i, kind in enumerate(KINDS)]
+        cases = cases if world_size == 2 else cases[::2]
         each_on_ranks(_train, world_size, [*cases, ("tied", _recomputed)], timeout_s=120)
 
 
@@ -90,7 +91,7 @@ OPTIONS = {
 }
 # Adapters, how they are trained, and where.
 TRAINER_CASES = [
-    *(("qwen2", "", strategy) for strategy in SHARDED),
+    *(("qwen2", "", strategy) for strategy in SHARDED[1::2]),
     *(("bf16", "", strategy) for strategy in SHARDED[::2]),
     *(("tied", "recomputed", strategy) for strategy in SHARDED[::2]),
     *(("embedding", "", strategy) for strategy in SHARDED[1::2]),
@@ -141,7 +142,8 @@ def _compiled(rank, world_size, case, folder):
 
 @pytest.mark.slow
 def test_compiled_units_train_adapters(tmp_path):
-    cases = [("bf16", "compiled", strategy) for strategy in SHARDED[::2]]
+    # FSDP2 has hooks on units, as the core, and wraps none of them as FSDP1 does.
+    cases = [("bf16", "compiled", strategy) for strategy in SHARDED[:4:2]]
     each_on_trainer_ranks(_compiled, 2, cases, str(tmp_path), timeout_s=280)
 
 
