@@ -166,7 +166,7 @@ def _pairs_of(names):
 @functools.cache
 def _observed(plan):
     """By case, what a third step waits for, and asks."""
-    (seen,) = run_on_ranks(_observe, 1, plan, backend=None, timeout_s=240)
+    (seen,) = run_on_ranks(_observe, 1, plan, backend=None, timeout_s=600)
     return seen
 
 
