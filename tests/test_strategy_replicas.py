@@ -2,23 +2,19 @@
 
 2 x 2: ranks 0, 1 hold one model, ranks 2, 3 another; 0 and 2 hold the same shard."""
 
-import itertools
 import re
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DistributedSampler
 
 from lightning_fsdp import (
     FSDP1Strategy,
     FSDP2Strategy,
     GradientAccessProbe,
     GradientNoiseScale,
-    GradientUnavailable,
     MemoryProbe,
     MicrobatchIsolationProbe,
     NonfiniteGradient,
@@ -26,12 +22,9 @@ from lightning_fsdp import (
     ShardedEMA,
 )
 from lightning_fsdp.engines.rank_grid import GridChoice, open_grid
-from tests.support.counting import CollectiveCounter
 from tests.support.ranks import assert_errors, errors_on_ranks
 from tests.support.trainer import (
-    SHARDED,
     Regressor,
-    make_data,
     make_loader,
     make_trainer,
     on_trainer_ranks,
@@ -42,123 +35,7 @@ from tests.support.trainer import (
 
 pytestmark = pytest.mark.flat("chooses replicas itself")
 
-MAX_NORM, NUM_STEPS = 0.05, 4  # two epochs of four batches on each of four ranks, two to a step
-
-
-def _tokens(rank, batch_idx):
-    return 1 + rank + 2 * batch_idx
-
-
-class Watched(Regressor):
-    """Notes what an optimizer is about to step with, and what moved between replicas for it."""
-
-    weighs = False
-    optimizer = torch.optim.SGD
-
-    def __init__(self):
-        super().__init__()
-        self.states, self.steps, self.averages = [], [], []
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        tokens = torch.tensor(_tokens(self.global_rank, batch_idx))
-        return {"loss": loss, "num_tokens": tokens} if self.weighs else loss
-
-    def on_before_backward(self, loss):
-        column = self.trainer.strategy.engine.grid.mesh.get_group(0)
-        self._counter = CollectiveCounter(column)
-        self._counter.__enter__()
-
-    def on_after_backward(self):
-        self._counter.__exit__(None, None, None)
-        self.averages.append(bool(self._counter.of("all_reduce") or self._counter.reductions()))
-        gradients = self.trainer.strategy.gradients
-        self.states.append({gradients[name].state for name in gradients.names()})
-        if self.states[-1] == {"replica"}:
-            with pytest.raises(GradientUnavailable, match="got state 'replica'"):
-                _ = gradients["head.weight"].shard
-
-    def on_before_optimizer_step(self, optimizer):
-        gradients = self.trainer.strategy.gradients
-        self.steps.append((dict(gradients.full()), gradients.norm(), gradients.dot(None, None)))
-
-    def configure_optimizers(self):
-        options = {"momentum": 0.9} if self.optimizer is torch.optim.SGD else {}
-        return self.optimizer(self.parameters(), lr=0.05, **options)
-
-
-class Weighed(Watched):
-    weighs = True
-
-
-class Adafactor(Watched):
-    optimizer = torch.optim.Adafactor
-
-
-def _in_one_process(kind):
-    """The same steps of plain torch on the joined batches."""
-    model, data = seeded(kind), make_data(32)
-    samplers = [DistributedSampler(data, num_replicas=4, rank=rank) for rank in range(4)]
-    optimizer = model.configure_optimizers()
-    for epoch, first in itertools.product(range(2), (0, 2)):
-        losses, weights = [], []
-        for batch_idx, rank in itertools.product((first, first + 1), range(4)):
-            samplers[rank].set_epoch(epoch)
-            x, y = data[list(samplers[rank])[2 * batch_idx : 2 * batch_idx + 2]]
-            losses.append(F.mse_loss(model(x), y))
-            weights.append(_tokens(rank, batch_idx) if kind.weighs else 1)
-        loss = sum(w * each for w, each in zip(weights, losses, strict=True)) / sum(weights)
-        optimizer.zero_grad()
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        model.steps.append((gradients, norm, norm.double() ** 2))
-        optimizer.step()
-    return model.steps, weights_of(model)
-
-
-def _train(rank, world_size, folder, strategy, options):
-    found = {}
-    for kind, accumulation in ((Watched, "local"), (Weighed, "sum"), (Adafactor, "sum")):
-        model = seeded(kind)
-        trainer = make_trainer(
-            with_options(strategy, shard_size=2, accumulation=accumulation, **options),
-            folder,
-            max_epochs=2,
-            accumulate_grad_batches=2,
-            gradient_clip_val=MAX_NORM,
-        )
-        trainer.fit(model, make_loader(32, batch_size=2))
-        assert trainer.strategy.num_replicas == (1 if options else 2)
-        found[kind.__name__] = (model.steps, weights_of(model), model.states, model.averages)
-    return found
-
-
 OVER_ALL = {"state_over": "all"}
-
-
-@pytest.mark.parametrize(
-    ("strategy", "options"),
-    [*((name, {}) for name in SHARDED), ("scratch_fsdp_zero2", OVER_ALL)],
-)
-def test_training_is_that_of_one_process_on_the_joined_batch(tmp_path, strategy, options):
-    by_rank = on_trainer_ranks(_train, 4, tmp_path, strategy, options)
-    for kind in (Watched, Weighed, Adafactor):
-        steps, weights = _in_one_process(kind)
-        for found in by_rank:
-            their_steps, their_weights, states, averages = found[kind.__name__]
-            assert len(their_steps) == len(steps) == NUM_STEPS
-            # A norm is clipped after it was noted.
-            torch.testing.assert_close(their_steps, steps, atol=2e-6, rtol=1e-4, check_dtype=False)
-            torch.testing.assert_close(their_weights, weights, atol=2e-6, rtol=1e-4)
-            assert their_steps[0][1] > MAX_NORM, "nothing was clipped"
-            torch.testing.assert_close(
-                their_weights, by_rank[0][kind.__name__][1], atol=0, rtol=0
-            )  # the bits of each other
-            is_late = kind is Watched or not strategy.startswith("fsdp1")
-            assert averages == ([False, True] if is_late else [True, True]) * NUM_STEPS
-            first = {"local"} if kind is Watched else {"replica"} if is_late else {"reduced"}
-            assert states == [first, {"reduced"}] * NUM_STEPS
 
 
 # -- as a flat mesh does ---------------------------------------------------------------------------
@@ -217,18 +94,22 @@ def _features(strategy, folder, **grid):
 
 
 def _as_flat(rank, world_size, folder):
-    for strategy, options in (
-        ("scratch_fsdp_zero3", {}),
-        ("scratch_fsdp_zero3", OVER_ALL),
-        ("fsdp2_zero2", {}),
-        ("fsdp1_zero3", {}),
+    for strategy, grids in (
+        ("scratch_fsdp_zero3", ({}, OVER_ALL)),
+        ("fsdp2_zero2", ({},)),
+        ("fsdp1_zero3", ({},)),
     ):
         flat = _features(strategy, folder)
-        with_replicas = _features(strategy, folder, shard_size=2, **options)
         assert flat["skipped"] == 1
-        torch.testing.assert_close(
-            with_replicas, flat, atol=1e-5, rtol=1e-3, msg=lambda text, s=strategy: f"{s}: {text}"
-        )
+        for options in grids:
+            with_replicas = _features(strategy, folder, shard_size=2, **options)
+            torch.testing.assert_close(
+                with_replicas,
+                flat,
+                atol=1e-5,
+                rtol=1e-3,
+                msg=lambda text, s=strategy, o=options: f"{s} {o}: {text}",
+            )
 
 
 def test_callbacks_and_options_say_what_they_say_of_a_flat_mesh(tmp_path):
@@ -266,13 +147,16 @@ def _choices(rank, world_size, folder):
                 ("over all", {"shard_size": 2, **OVER_ALL}, pairs, 4),
                 ("one replica", {"shard_size": 4, **OVER_ALL}, None, 4),
             ]
-        for what, options, rows, size in (
-            ("all by a number", {"shard_size": 4}, None, 4),
+        written = [  # in which ways does not depend on the engine
             ("all by a host", {"shard_size": "host"}, None, 4),
-            ("sizes", {"device_mesh": (2, 2)}, pairs, 2),
             ("sizes of YAML", {"device_mesh": [1, 4]}, None, 4),
             ("a mesh", {"device_mesh": crossed}, pairs, 2),
+        ]
+        for what, options, rows, size in (
+            ("all by a number", {"shard_size": 4}, None, 4),
+            ("sizes", {"device_mesh": (2, 2)}, pairs, 2),
             ("alone", {"shard_size": 1}, [[0], [1], [2], [3]], 1),
+            *(written if strategy == "scratch_fsdp" else written[-1:]),
             *ours,
         ):
             if what == "alone" and strategy == "fsdp1_zero2":

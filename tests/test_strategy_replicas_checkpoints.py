@@ -17,7 +17,8 @@ from tests.support.trainer import make_trainer, on_trainer_ranks, seeded, weight
 
 pytestmark = pytest.mark.flat("chooses replicas itself")
 
-STEPS = (1, 2, 3)  # in the first of two epochs, at its end, in the second
+STEPS = {"replica": 1, "all": 2}  # in the first of two epochs, and at its end
+LATER = 3  # in the second
 FORMS = {
     "sharded": {"checkpoint": "sharded"},
     "in the background": {"checkpoint": "sharded", "async_save": True},
@@ -42,17 +43,17 @@ def _save_and_resume(rank, world_size, case, folder):
             name, mine, form, size, options[size], callbacks=callbacks, enable_checkpointing=True
         )
     for saved, resumed in ((2, 2), (2, None), (None, 2)):
-        for step in STEPS[:2] if saved == resumed else STEPS[2:]:
-            path = folder / str(saved) / "kept" / f"step={step}.ckpt"
-            run = _run(name, folder, form, resumed, options[resumed], seed=1 + rank, ckpt_path=path)
-            whole = wholes[saved]
-            assert run.numbers == whole.numbers[2 * step :]
-            tolerance = 0 if saved == resumed else 1e-6
-            for found, expected in (
-                (run.losses, whole.losses[2 * step :]),
-                (weights_of(run), weights_of(whole)),
-            ):
-                torch.testing.assert_close(found, expected, atol=tolerance, rtol=10 * tolerance)
+        step = STEPS[state_over] if saved == resumed else LATER
+        path = folder / str(saved) / "kept" / f"step={step}.ckpt"
+        run = _run(name, folder, form, resumed, options[resumed], seed=1 + rank, ckpt_path=path)
+        whole = wholes[saved]
+        assert run.numbers == whole.numbers[2 * step :]
+        tolerance = 0 if saved == resumed else 1e-6
+        for found, expected in (
+            (run.losses, whole.losses[2 * step :]),
+            (weights_of(run), weights_of(whole)),
+        ):
+            torch.testing.assert_close(found, expected, atol=tolerance, rtol=10 * tolerance)
     return weights_of(wholes[2]), weights_of(wholes[None])
 
 

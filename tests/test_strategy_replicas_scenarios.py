@@ -34,26 +34,32 @@ from tests.test_strategy_whole_tensors import _muon
 pytestmark = pytest.mark.flat("chooses replicas itself")
 
 
+_OVER_ALL = " with state over all"
+OVER_ALL = SHARDED[0] + _OVER_ALL
+
+
 @dataclass(frozen=True)
 class WithReplicas:
     """A scenario whose sharded strategies hold two replicas, each on half of the ranks."""
 
     scenario: Scenario
-    state_over: StateOver = "replica"
 
     @property
     def not_under(self) -> tuple[str, ...]:
-        return getattr(self.scenario, "not_under", ())
+        hardly_of_state = (OVER_ALL,) if self.scenario in HARDLY_OF_STATE else ()
+        return (*getattr(self.scenario, "not_under", ()), *hardly_of_state)
 
     def __call__(self, strategy: str, folder: Path, rank: int) -> Mapping[str, Any]:
         num_opened = 0
+        state_over: StateOver = "all" if strategy == OVER_ALL else "replica"
+        strategy = strategy.removesuffix(_OVER_ALL)
 
         def open_half(choice: GridChoice, **where: Any) -> RankGrid:
             nonlocal num_opened
             num_opened += 1
             assert choice == GridChoice(), "the scenario chooses by itself"
             half = dist.get_world_size() // 2
-            return open_grid(GridChoice(half, state_over=self.state_over), **where)
+            return open_grid(GridChoice(half, state_over=state_over), **where)
 
         with mock.patch.object(sharded_module, "open_grid", open_half):
             found = self.scenario(strategy, folder, rank)
@@ -78,20 +84,16 @@ SCENARIOS = {
     ],
 }
 # ZeRO-3 of each engine; test_strategy_replicas.py has ZeRO-2 as well.
-CHOICES = {"replicas": ("replica", SHARDED[::2]), "state over all": ("all", SHARDED[:1])}
+CHOICES = (*SHARDED[::2], OVER_ALL)
 HARDLY_OF_STATE = (_plain, _compiled)  # what takes longest, and reads and writes no shard itself
 
 
 @pytest.mark.parametrize("atol", SCENARIOS)
-@pytest.mark.parametrize("choice", CHOICES)
-def test_with_replicas_it_is_that_of_ddp(tmp_path, choice, atol):
-    state_over, sharded = CHOICES[choice]
-    left_out = () if choice == "replicas" else HARDLY_OF_STATE
-    scenarios = [each for each in SCENARIOS[atol] if each not in left_out]
+def test_with_replicas_it_is_that_of_ddp(tmp_path, atol):
     assert_each_like_ddp(
-        [WithReplicas(scenario, state_over) for scenario in scenarios],
+        [WithReplicas(scenario) for scenario in SCENARIOS[atol]],
         tmp_path,
-        sharded=sharded,
+        sharded=CHOICES,
         world_size=4,
         atol=atol,
         rtol=5e-3 if atol == 5e-3 else 1e-4,
