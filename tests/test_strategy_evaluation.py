@@ -11,6 +11,7 @@ from tests.support.trainer import (
     SHARDED,
     Regressor,
     assert_like_ddp,
+    at_both_stages,
     fit,
     make_loader,
     make_trainer,
@@ -20,6 +21,7 @@ from tests.support.trainer import (
 )
 
 
+@at_both_stages
 def _evaluate_around_fit(strategy, folder, rank):
     trainer = make_trainer(strategy, folder, num_sanity_val_steps=2)
     model = seeded(Regressor)
@@ -91,6 +93,7 @@ class _FailsOnce(Regressor):
             raise ValueError("once")
 
 
+@at_both_stages
 def _goes_on(strategy, folder, rank):
     outcome = {}
     for place in ("forward", "backward"):

@@ -16,6 +16,7 @@ from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     fit,
     make_loader,
     make_trainer,
@@ -169,6 +170,7 @@ def test_comm_says_how_data_moves_and_one_line_tells_it(tmp_path):
     ]
 
 
+@at_both_stages
 def _accumulate_by_sum(strategy, folder, rank):
     return _accumulate(with_options(strategy, accumulation="sum"), folder, rank)
 
@@ -199,6 +201,7 @@ def test_clipping_by_value_and_by_hand_is_that_of_ddp(tmp_path):
     assert_each_like_ddp(scenarios, tmp_path, atol=2e-6)
 
 
+@at_both_stages
 @not_under("fsdp1", reason="p.grad is None where this rank has no element")
 def _gradients_in_hook(strategy, folder, rank):
     seen = []

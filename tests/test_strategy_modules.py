@@ -15,6 +15,7 @@ from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     fit,
     make_loader,
     make_trainer,
@@ -209,6 +210,7 @@ class _Thawed(Regressor):
         self.blocks.requires_grad_(self.current_epoch != 1)
 
 
+@at_both_stages
 def _thawed(strategy, folder, rank):
     strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
     trainer, model = fit(strategy, folder, seeded(_Thawed), max_epochs=3)
@@ -238,6 +240,7 @@ class _WritesToBlocks(Regressor):
         self.blocks[1].mask = torch.full((7,), 1 / (1 + batch_idx))
 
 
+@at_both_stages
 def _writes_to_blocks(strategy, folder, rank):
     trainer, model = fit(strategy, folder, seeded(_WritesToBlocks))
     written = {"shift": model.blocks[0].shift, "gain": model.blocks[1].gain}
@@ -318,6 +321,7 @@ class _UsesInTurns(Regressor):
         return self.head(x)
 
 
+@at_both_stages
 def _in_turns(strategy, folder, rank):
     strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
     never = seeded(_UsesInTurns).never.weight.detach().clone()

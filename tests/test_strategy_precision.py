@@ -13,6 +13,7 @@ from tests.support.trainer import (
     SHARDED,
     Regressor,
     assert_like_ddp,
+    at_both_stages,
     fit,
     make_loader,
     make_trainer,
@@ -160,6 +161,7 @@ class _CallsInHook(Regressor):
             self.seen = self(torch.ones(2, 5)).float()
 
 
+@at_both_stages
 def _calls_in_hook(strategy, folder, rank):
     _, model = fit(strategy, folder, seeded(_CallsInHook), precision="bf16-mixed")
     return {"seen": model.seen}

@@ -14,6 +14,7 @@ from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     make_data,
     make_loader,
     make_trainer,
@@ -70,6 +71,7 @@ def _plain(strategy, folder, rank):
     return _outcome(model)
 
 
+@at_both_stages
 def _between_micro_batches(strategy, folder, rank):
     """Validates in the middle of an accumulation, when units may be whole."""
     model = seeded(_Net)
@@ -90,6 +92,7 @@ def _offloaded_and_recomputed(strategy, folder, rank):
     return _outcome(model)
 
 
+@at_both_stages
 def _uneven(strategy, folder, rank):
     """Every unit is kept whole for the rank that has more batches."""
     model = seeded(_Net)

@@ -50,6 +50,12 @@ def not_under(*engines: str, reason: str) -> Callable[[Scenario], Scenario]:
     return mark
 
 
+def at_both_stages(scenario: Scenario) -> Scenario:
+    """Of the core: for what happens while units are whole at the one and not at the other."""
+    scenario.__dict__["at_both_stages"] = True
+    return scenario
+
+
 def assert_like_ddp(scenario: Scenario, folder: Path, **options: Any) -> None:
     """``assert_each_like_ddp`` of one scenario."""
     assert_each_like_ddp([scenario], folder, **options)
@@ -68,9 +74,9 @@ def assert_each_like_ddp(
 ) -> None:
     """Run each scenario under DDP and sharded strategies; on every rank all must be equal.
 
-    By default under both stages of the core, and under torch's engines at one stage each: which one
-    depends on the scenario's name, so that scenarios together see all of them. One runs after the
-    other on the same ranks, in a folder of its own; a failure names its scenario.
+    By default under every engine at one stage each: which one depends on the scenario's name, so
+    that scenarios together see all of them, and both where it is ``at_both_stages``. One runs after
+    the other on the same ranks, in a folder of its own; a failure names its scenario.
     """
     run_on_ranks(
         _compare,
@@ -87,8 +93,11 @@ def assert_each_like_ddp(
 def _compared(scenario: Scenario, sharded: tuple[str, ...] | None) -> tuple[str, ...]:
     """The sharded strategies that a scenario is run under."""
     if sharded is None:
-        stage = 2 + zlib.crc32(repr(getattr(scenario, "__name__", "")).encode()) % 2
-        sharded = (*SHARDED[:2], f"fsdp1_zero{stage}", f"fsdp2_zero{5 - stage}")
+        number = zlib.crc32(repr(getattr(scenario, "__name__", "")).encode())
+        stage, of_core = 2 + number % 2, 2 + number // 2 % 2
+        has_both = getattr(scenario, "at_both_stages", False)
+        core = SHARDED[:2] if has_both else (f"scratch_fsdp_zero{of_core}",)
+        sharded = (*core, f"fsdp1_zero{stage}", f"fsdp2_zero{5 - stage}")
     left_out = getattr(scenario, "not_under", ())
     return tuple(name for name in sharded if not name.startswith(left_out))
 
