@@ -44,16 +44,14 @@ def _resume(kind, *, at_step, **options):
     return scenario
 
 
+# Optimizers with state of each kind, and stops at each kind of place: what is read of the one is
+# not asked for the other.
 def _resume_at_epoch_end(strategy, folder, rank):
     return _resume(Adamw, at_step=4)(strategy, folder, rank)
 
 
-def _resume_mid_epoch(strategy, folder, rank):
-    return _resume(Adamw, at_step=6, max_epochs=3)(strategy, folder, rank)
-
-
-def _resume_without_state(strategy, folder, rank):
-    return _resume(PlainSgd, at_step=4)(strategy, folder, rank)
+def _resume_without_state_mid_epoch(strategy, folder, rank):
+    return _resume(PlainSgd, at_step=6, max_epochs=3)(strategy, folder, rank)
 
 
 def _resume_while_accumulating(strategy, folder, rank):
@@ -79,8 +77,7 @@ def _resume_without_optimizer(strategy, folder, rank):
 def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path):
     scenarios = [
         _resume_at_epoch_end,
-        _resume_mid_epoch,
-        _resume_without_state,
+        _resume_without_state_mid_epoch,
         _resume_while_accumulating,
         _resume_by_hand,
         _resume_without_optimizer,
@@ -117,10 +114,10 @@ class _Dropout(Adamw):
         return super().forward(self.drop(x))
 
 
-def _draws(rank, world_size, folder, strategies, at_steps):
+def _draws(rank, world_size, folder, at_steps):
     loader = DataLoader(TensorDataset(torch.ones(32, 5), torch.ones(32, 3)), batch_size=4)
-    for strategy in strategies:
-        for kind in ("sharded", "full"):
+    for strategy, steps_by_kind in at_steps.items():
+        for kind, step in steps_by_kind.items():
             keep = ModelCheckpoint(
                 folder / strategy / kind, every_n_train_steps=1, save_top_k=-1, filename="{step}"
             )
@@ -133,19 +130,22 @@ def _draws(rank, world_size, folder, strategies, at_steps):
                 enable_checkpointing=True,
                 max_epochs=2,
             ).fit(whole, loader)
-            for step in at_steps:
-                resumed = seeded(_Dropout, seed=3)
-                make_trainer(with_options(strategy, checkpoint=kind), folder, max_epochs=2).fit(
-                    resumed, loader, ckpt_path=folder / strategy / kind / f"step={step}.ckpt"
-                )
-                assert len(resumed.losses) == 8 - step
-                assert_same_bits(resumed.losses, whole.losses[step:])
-                assert_same_bits(weights_of(resumed), weights_of(whole) | {"seen": resumed.seen})
+            resumed = seeded(_Dropout, seed=3)
+            make_trainer(with_options(strategy, checkpoint=kind), folder, max_epochs=2).fit(
+                resumed, loader, ckpt_path=folder / strategy / kind / f"step={step}.ckpt"
+            )
+            assert len(resumed.losses) == 8 - step
+            assert_same_bits(resumed.losses, whole.losses[step:])
+            assert_same_bits(weights_of(resumed), weights_of(whole) | {"seen": resumed.seen})
 
 
 def test_dropout_goes_on_where_it_was_on_every_rank(tmp_path):
-    strategies = ("scratch_fsdp_zero3", "fsdp2_zero3")
-    on_trainer_ranks(_draws, 2, tmp_path, strategies, (2, 4))
+    """In the middle of an epoch and at its end, by each kind of checkpoint and each engine."""
+    at_steps = {
+        "scratch_fsdp_zero3": {"sharded": 2, "full": 4},
+        "fsdp2_zero3": {"sharded": 4, "full": 2},
+    }
+    on_trainer_ranks(_draws, 2, tmp_path, at_steps)
 
 
 def _scaled(rank, world_size, folder):
