@@ -13,6 +13,7 @@ from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     make_loader,
     make_trainer,
     not_under,
@@ -37,16 +38,14 @@ def _whole(checkpoint):
 def _saved(kind):
     def scenario(strategy, folder, rank):
         model = seeded(kind)
-        trainer = make_trainer(strategy, folder, max_epochs=2)
-        trainer.fit(model, make_loader(16))
-        trainer.save_checkpoint(folder / "after.ckpt")  # the module is whole again by now
         keep = ModelCheckpoint(
             folder, filename="during", every_n_epochs=1, save_on_train_epoch_end=True
         )
         trainer = make_trainer(
             strategy, folder, max_epochs=2, callbacks=[keep], enable_checkpointing=True
         )
-        trainer.fit(seeded(kind), make_loader(16))
+        trainer.fit(model, make_loader(16))
+        trainer.save_checkpoint(folder / "after.ckpt")  # the module is whole again by now
         files = [
             torch.load(folder / f"{name}.ckpt", weights_only=True) for name in ("during", "after")
         ]
@@ -267,6 +266,7 @@ class _WatchesDuringFit(pl.Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/by_hand.ckpt")
 
 
+@at_both_stages
 def _saved_by_hand(strategy, folder, rank):
     model = seeded(Adamw)
     make_trainer(strategy, folder, callbacks=[_WatchesDuringFit()]).fit(model, make_loader())
