@@ -113,14 +113,19 @@ def _write_model(folder: Path, corpus: Path, family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["qwen", "gpt2"])
-def test_every_engine_trains_a_model_from_a_folder(family: str, folder: Path) -> None:
+# Each family under each engine: at which stage is nothing to the weights of a folder.
+@pytest.mark.parametrize(
+    ("family", "strategies"), [("qwen", SHARDED[::2]), ("gpt2", SHARDED[1::2])]
+)
+def test_every_engine_trains_a_model_from_a_folder(
+    family: str, strategies: tuple[str, ...], folder: Path
+) -> None:
     _write_model(folder / "model", folder / "corpus", family)
     options = ["--model.size=null", "--model.pretrained=model", "--data.tokenizer=model"]
     expected, _ = logged_by(folder, 1, f"{family}_zero3", [*options, *ONE_PROCESS])
-    runs = [[*options, f"--trainer.strategy={strategy}"] for strategy in SHARDED]
+    runs = [[*options, f"--trainer.strategy={strategy}"] for strategy in strategies]
     by_strategy = logged_by_each(folder, 2, f"{family}_zero3", runs)
-    for strategy, (found, _) in zip(SHARDED, by_strategy, strict=True):
+    for strategy, (found, _) in zip(strategies, by_strategy, strict=True):
         for name in ("train/loss", "val/loss"):
             assert found[name] == pytest.approx(expected[name], abs=2e-5), strategy
 
