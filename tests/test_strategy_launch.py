@@ -111,10 +111,7 @@ class Model(Regressor):
 if __name__ == "__main__":
     atexit.register(lambda: os.write(1, f"GROUP AT EXIT: {dist.is_initialized()}\\n".encode()))
     result, kept = {}, []
-    strategies = ["scratch_fsdp_zero3"] if mode != "run" else [
-        "scratch_fsdp_zero3", "scratch_fsdp_zero2", "scratch_fsdp",
-        "fsdp1_zero3", "fsdp1_zero2", "fsdp2_zero3", "fsdp2_zero2", "ddp"]
-    for name in strategies:
+    for name in sys.argv[3:] or ["scratch_fsdp_zero3"]:
         model = seeded(Model)
         epochs = 10_000 if mode == "wait" else 1
         trainer = make_trainer(name, out, devices=2, max_epochs=epochs)
@@ -130,6 +127,17 @@ if __name__ == "__main__":
 """
 
 
+# Every engine by each: a stage is nothing to how processes start.
+STARTED = {
+    "script": ("scratch_fsdp", "scratch_fsdp_zero2", "fsdp1_zero3", "fsdp2_zero2"),
+    "torchrun": ("scratch_fsdp_zero3", "fsdp1_zero2", "fsdp2_zero3"),
+}
+
+
+def test_every_strategy_is_started():
+    assert sorted(name for names in STARTED.values() for name in names) == sorted(registry.NAMES)
+
+
 def _torchrun() -> list[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -141,13 +149,14 @@ def _torchrun() -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("launcher", ["script", "torchrun"])
+@pytest.mark.parametrize("launcher", STARTED)
 def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp_path, launcher):
-    job = Job(tmp_path, _torchrun() if launcher == "torchrun" else [], SCRIPT, "run")
+    arguments = _torchrun() if launcher == "torchrun" else []
+    job = Job(tmp_path, arguments, SCRIPT, "run", *STARTED[launcher], "ddp")
     status, output = job.wait()
     assert status == 0, output
     result = json.loads((tmp_path / "result.json").read_text())
-    for name in registry.NAMES:
+    for name in STARTED[launcher]:
         assert result[name] == pytest.approx(result["ddp"], abs=1e-4)
         assert result[name][2] == 2
     assert output.count("GROUP AT EXIT: False") == 2
