@@ -58,18 +58,18 @@ def test_what_fits_has_the_memory_of_its_plan_and_trains_the_same(shallow):
     assert {r.units for r in runs} == {None, ("GPT2Attention", "GPT2MLP"), ("GPT2LMHeadModel",)}
     times = [each.timing.step_s for each in found]
     assert times == sorted(times)
+    shown = worth_trying(found)
+    assert shown[0] == found[0]
+    assert len(shown) < len(found)
+    for each in shown:
+        assert dry_run(config_of(str(shallow)), each.plan.run).peak_bytes == each.plan.peak_bytes
     for each in found:
         run = each.plan.run
-        assert (
-            dry_run(config_of(str(shallow)), run).peak_bytes == each.plan.peak_bytes <= 40_000_000
-        )
+        assert each.plan.peak_bytes <= 40_000_000
         assert run.batch_size * run.grad_accum == 8
         assert each.tokens_per_s == pytest.approx(8 * SEQ_LEN / each.timing.step_s)
         assert each.share == pytest.approx(each.timing.compute_s / each.timing.step_s)
     assert found[0].plan.run.shard_size == 4, "the slow links are between hosts"
-    shown = worth_trying(found)
-    assert shown[0] == found[0]
-    assert len(shown) < len(found)
     for each in found:
         beaten_by = [
             s for s in shown
@@ -180,7 +180,7 @@ def _simulated_step(network, config, stage, size):
         return seconds, usage.sent_bytes - before.sent_bytes
 
 
-@pytest.mark.parametrize(("world_size", "num_hosts"), [(8, 2), (16, 4), (64, 16)])
+@pytest.mark.parametrize(("world_size", "num_hosts"), [(8, 2), (64, 16)])
 def test_the_order_is_that_of_a_simulation_that_is_run(folder, world_size, num_hosts):
     config = config_of(str(folder))
     network = Network(world_size=world_size, num_hosts=num_hosts, **SLOW)
@@ -216,9 +216,9 @@ def _words(folder, **changes):
     return ["--suggest", *(word for pair in options.items() for word in pair if word is not None)]
 
 
-def test_the_command_prints_the_best_first_and_what_it_assumes(folder, tmp_path, capsys):
+def test_the_command_prints_the_best_first_and_what_it_assumes(shallow, tmp_path, capsys):
     out = tmp_path / "suggested.json"
-    assert main(_words(folder, **{"--device-memory": "1GB", "--out": str(out)})) == 0
+    assert main(_words(shallow, **{"--device-memory": "1GB", "--out": str(out)})) == 0
     printed, document = capsys.readouterr().out, json.loads(out.read_text())
     rows = re.findall(
         r"^\| (\d) +\| (\d+) +\| (\w+) +\| [^|]+\| (\d+ x \d+) .*\| ([\d.]+ MB) ",
