@@ -1,5 +1,7 @@
 """A run that goes on on more or fewer ranks, or with other batches."""
 
+import functools
+import warnings
 from contextlib import nullcontext
 from itertools import chain
 
@@ -13,12 +15,13 @@ from tests.support.trainer import SHARDED, on_trainer_ranks, weights_of
 LENGTH = 51  # 6 global micro-batches of 8; 3 samples are left out in each epoch
 
 
-def _leg(rank, world_size, strategy, folder, batch_size, accumulation, until_step, from_step):
+def _leg(rank, world_size, strategy, folder, batch_size, accumulation, until_step, path=None):
     """A part of the run: what it read by optimizer step, and its weights."""
+    warnings.filterwarnings("ignore", "The dirpath has changed")
     model = run_dropping(
         strategy,
         folder,
-        seed=5 + rank if from_step else 0,
+        seed=5 + rank if path else 0,
         model=_steady,
         loader=ResumableLoader(NoisySamples(LENGTH, is_noisy=False), batch_size, seed=7),
         callbacks=[keep_checkpoints(folder, 2)],
@@ -26,7 +29,7 @@ def _leg(rank, world_size, strategy, folder, batch_size, accumulation, until_ste
         max_epochs=-1,
         max_steps=until_step,
         accumulate_grad_batches=accumulation,
-        ckpt_path=folder / "kept" / f"step={from_step}.ckpt" if from_step else None,
+        ckpt_path=path,
     )
     steps = [
         _joined(model.numbers[first : first + accumulation])
@@ -50,6 +53,18 @@ def _steps_of_all(results):
     ]
 
 
+@pytest.fixture(scope="module")
+def on_four(tmp_path_factory):
+    """A run on four ranks, and where its checkpoints are."""
+
+    @functools.cache
+    def run(strategy):
+        folder = tmp_path_factory.mktemp(strategy)
+        return on_trainer_ranks(_leg, 4, strategy, folder, 2, 2, 5), folder / "kept"
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("strategy", "batch_size", "accumulation"),
     [
@@ -58,24 +73,24 @@ def _steps_of_all(results):
     ],
 )
 def test_fewer_ranks_and_more_again_read_the_same_samples_and_train_alike(
-    tmp_path, strategy, batch_size, accumulation
+    tmp_path, on_four, strategy, batch_size, accumulation
 ):
-    whole = on_trainer_ranks(_leg, 4, strategy, tmp_path / "whole", 2, 2, 5, 0)
-    whole_at_4 = torch.load(tmp_path / "whole" / "kept" / "step=4.ckpt", weights_only=True)
-    folder = tmp_path / "parts"
+    """From the second step on two ranks to the fourth, and then on four as at the begin."""
+    whole, kept = on_four(strategy)
+    whole_at_4 = torch.load(kept / "step=4.ckpt", weights_only=True)
+    at_2, at_4 = kept / "step=2.ckpt", tmp_path / "kept" / "step=4.ckpt"
     parts = [
-        on_trainer_ranks(_leg, 4, strategy, folder, 2, 2, 2, 0),
-        on_trainer_ranks(_leg, 2, strategy, folder, batch_size, accumulation, 4, 2),
-        on_trainer_ranks(_leg, 4, strategy, folder, 2, 2, 5, 4),
+        on_trainer_ranks(_leg, 2, strategy, tmp_path, batch_size, accumulation, 4, at_2),
+        on_trainer_ranks(_leg, 4, strategy, tmp_path, 2, 2, 5, at_4),
     ]
     expected = _steps_of_all(whole)
     assert len(expected) == 5
     epoch = _joined(expected[:3])
     assert len(epoch) == len(set(epoch)) == LENGTH - 3
-    assert _joined(_steps_of_all(part) for part in parts) == expected
-    at_4 = {name: value.double() for name, value in whole_at_4["state_dict"].items()}
-    torch.testing.assert_close(parts[1][0][1], at_4, atol=5e-7, rtol=0)
-    torch.testing.assert_close(parts[2][0][1], whole[0][1], atol=1e-6, rtol=0)
+    assert _joined(_steps_of_all(part) for part in parts) == expected[2:]
+    weights_at_4 = {name: value.double() for name, value in whole_at_4["state_dict"].items()}
+    torch.testing.assert_close(parts[0][0][1], weights_at_4, atol=5e-7, rtol=0)
+    torch.testing.assert_close(parts[1][0][1], whole[0][1], atol=1e-6, rtol=0)
 
 
 def _misaligned(rank, world_size, folder):
