@@ -13,6 +13,8 @@ from tests.support.cases import each_on_trainer_ranks
 from tests.support.token_mean import LENGTHS, Sequences, Tokens, loader, reference
 from tests.support.trainer import SHARDED, fit, on_trainer_ranks, seeded, weights_of, with_options
 
+FEW = ("scratch_fsdp_zero3", "fsdp2_zero2")
+
 
 def _net_of(model):
     return {name.removeprefix("net."): value for name, value in weights_of(model).items()}
@@ -40,11 +42,31 @@ def _compare(
         torch.testing.assert_close(model.step_losses, losses, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_a_step_is_that_of_one_process_on_the_joined_unpadded_batch(tmp_path, world_size):
+def _compare_by(rank, world_size, accumulation, folder, names_by_accumulation):
+    names = names_by_accumulation[accumulation]
+    _compare(rank, world_size, accumulation, folder, names, {}, {})
+
+
+# Every engine and stage accumulates, and on two ranks every number of micro-batches is there with
+# every engine; the numbers of ranks meet one and several of them.
+@pytest.mark.parametrize(
+    ("world_size", "names_by_accumulation"),
+    [
+        (1, {1: FEW, 2: FEW}),
+        (2, {1: SHARDED[::2], 2: SHARDED, 4: SHARDED[1::2]}),
+        (3, {1: FEW, 4: FEW}),
+        (4, {2: FEW, 4: FEW}),
+    ],
+    ids=[1, 2, 3, 4],
+)
+def test_a_step_is_that_of_one_process_on_the_joined_unpadded_batch(
+    tmp_path, world_size, names_by_accumulation
+):
     """With micro-batches and ranks without a token, and a last window that is shorter."""
-    names = SHARDED if world_size == 2 else ("scratch_fsdp_zero3", "fsdp2_zero2")
-    each_on_trainer_ranks(_compare, world_size, (1, 2, 4), tmp_path, names, {}, {}, timeout_s=200)
+    each_on_trainer_ranks(
+        _compare_by, world_size, names_by_accumulation, tmp_path, names_by_accumulation,
+        timeout_s=200,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("clip", [0.05])
