@@ -3,6 +3,7 @@
 import csv
 import itertools
 import warnings
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,10 @@ _CLIPS = {
 def _skipped(rank, world_size, case, folder):
     clips, value = case
     folder = folder / f"{clips} {value}"
-    for name in (*SHARDED[:2], "fsdp1_zero2", "fsdp2_zero3"):
+    names = (*SHARDED[:2], "fsdp1_zero2", "fsdp2_zero3")
+    # Each clips in each way; the core meets both values with each, by its two stages.
+    first = (list(_CLIPS).index(clips) + isnan(value)) % 2
+    for name in names[first::2]:
         logger = CSVLogger(folder, name=name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
