@@ -55,81 +55,87 @@ def test_names_are_registered_once_and_again_is_harmless():
         assert not any(family in name for family in ("ddp", "deepspeed"))
 
 
-@pytest.mark.parametrize(
-    "imports",
-    ["import lightning_fsdp, lightning.pytorch", "import lightning.pytorch, lightning_fsdp"],
-)
-def test_importing_is_light_and_names_are_known_in_any_order(imports):
-    result = run_snippet(
-        f"""
-        import sys
-        first = "{imports}".split()[1].strip(",")
-        if first == "lightning_fsdp":
-            import lightning_fsdp, importlib
-            importlib.reload(lightning_fsdp)
-            assert "torch" not in sys.modules and "lightning" not in sys.modules
-        {imports}
-        from lightning.pytorch.strategies import StrategyRegistry
-        assert [n for n in StrategyRegistry if n in {set(PLAN_OF_NAME)}] == {list(PLAN_OF_NAME)}
-        ours = [f for f in sys.meta_path if type(f).__module__.startswith("lightning_fsdp")]
-        assert [f.name for f in ours] == ["pytorch_lightning.strategies"], "not imported yet"
-        assert "lightning_fsdp.strategies.scratch" not in sys.modules
-        assert lightning_fsdp.ScratchFSDPStrategy.__name__ == "ScratchFSDPStrategy"
-        """
+# Each in a fork of one interpreter, which has imported what takes long in all but the first.
+IN_FORKS = f"""
+import os, sys
+
+def forked(check, *arguments):
+    if (pid := os.fork()) == 0:
+        check(*arguments)
+        sys.exit()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(check.__name__, *arguments, "ended", status, sep="|", flush=True)
+
+def is_light():
+    import lightning_fsdp, importlib
+    importlib.reload(lightning_fsdp)
+    assert "torch" not in sys.modules and "lightning" not in sys.modules
+
+def knows_names(imports):
+    names = {{}}
+    exec(imports, names)
+    from lightning.pytorch.strategies import StrategyRegistry
+    assert [n for n in StrategyRegistry if n in {set(PLAN_OF_NAME)}] == {list(PLAN_OF_NAME)}
+    ours = [f for f in sys.meta_path if type(f).__module__.startswith("lightning_fsdp")]
+    assert [f.name for f in ours] == ["pytorch_lightning.strategies"], "not imported yet"
+    assert "lightning_fsdp.strategies.scratch" not in sys.modules
+    assert names["lightning_fsdp"].ScratchFSDPStrategy.__name__ == "ScratchFSDPStrategy"
+
+def tells_the_other(imports):
+    names = {{}}
+    exec(imports, names)
+    lightning_fsdp, pl = names["lightning_fsdp"], names["pl"]
+    assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
+                   and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
+    for name in {list(PLAN_OF_NAME)}:
+        try:
+            pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+        except TypeError as error:
+            assert "`import lightning.pytorch as pl` in place of" in str(error), error
+            assert repr(name) in str(error), error
+        else:
+            raise AssertionError("taken")
+    try:
+        strategy = lightning_fsdp.ScratchFSDPStrategy()
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
+    except ValueError as error:
+        assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
+    else:
+        raise AssertionError("taken")
+    import lightning.pytorch
+    trainer = lightning.pytorch.Trainer(
+        strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
     )
-    assert result.returncode == 0, result.stderr
+    assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
 
-
-IMPORTS = [
+forked(is_light)
+import torch, torchmetrics
+for check, orders in ((knows_names, ORDERS), (tells_the_other, ORDERS_WITH_THE_OTHER)):
+    for imports in orders:
+        assert not {{"lightning", "lightning_fsdp", "pytorch_lightning"}} & set(sys.modules)
+        forked(check, imports)
+"""
+ORDERS = [
+    "import lightning_fsdp, lightning.pytorch",
+    "import lightning.pytorch, lightning_fsdp",
+]
+ORDERS_WITH_THE_OTHER = [
     "import lightning_fsdp, pytorch_lightning as pl",
     "import pytorch_lightning as pl, lightning_fsdp",
     "import lightning.pytorch, lightning_fsdp, pytorch_lightning as pl",
 ]
 
 
-def test_the_trainer_of_the_other_package_is_told_what_to_import():
-    """Each order in a fork of a process that has imported what takes long in all of them."""
-    result = run_snippet(
-        f"""
-        import os, sys
-        import torch, torchmetrics
-
-        def check(imports):
-            names = {{}}
-            exec(imports, names)
-            lightning_fsdp, pl = names["lightning_fsdp"], names["pl"]
-            assert not any(type(f).__module__ == "lightning_fsdp.strategies.registry"
-                           and f.name == "pytorch_lightning.strategies" for f in sys.meta_path)
-            for name in {list(PLAN_OF_NAME)}:
-                try:
-                    pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
-                except TypeError as error:
-                    assert "`import lightning.pytorch as pl` in place of" in str(error), error
-                    assert repr(name) in str(error), error
-                else:
-                    raise AssertionError("taken")
-            try:
-                strategy = lightning_fsdp.ScratchFSDPStrategy()
-                pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, logger=False)
-            except ValueError as error:
-                assert "<ScratchFSDPStrategy, for the Trainer of lightning.pytorch>" in str(error)
-            else:
-                raise AssertionError("taken")
-            import lightning.pytorch
-            trainer = lightning.pytorch.Trainer(
-                strategy="scratch_fsdp", accelerator="cpu", devices=1, logger=False
-            )
-            assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
-
-        for imports in {IMPORTS}:
-            assert not {{"lightning", "lightning_fsdp", "pytorch_lightning"}} & set(sys.modules)
-            if os.fork() == 0:
-                check(imports)
-                sys.exit()
-            assert os.wait()[1] == 0, imports
-        """
-    )
+def test_imports_are_light_know_all_names_in_any_order_and_tell_the_other_trainer():
+    orders = f"ORDERS, ORDERS_WITH_THE_OTHER = {ORDERS}, {ORDERS_WITH_THE_OTHER}\n"
+    result = run_snippet(orders + IN_FORKS, timeout_s=280)
     assert result.returncode == 0, result.stderr
+    ends = [line.rpartition("|ended|") for line in result.stdout.splitlines() if "|ended|" in line]
+    assert {what: status for what, _, status in ends} == {
+        "is_light": "0",
+        **{f"knows_names|{imports}": "0" for imports in ORDERS},
+        **{f"tells_the_other|{imports}": "0" for imports in ORDERS_WITH_THE_OTHER},
+    }, result.stderr
 
 
 def test_public_names_exist_and_unknown_ones_do_not():
