@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import GPT2Config
+from transformers import GPT2Config, Qwen2Config
 
 from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import Run, largest_batch
@@ -13,7 +13,7 @@ from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.plan.report import format_plan
 from lightning_fsdp.plan.torch_internals import FakeTensors
-from tests.support.planned import SEQ_LEN, VOCABULARY, folder_with, planned
+from tests.support.planned import SEQ_LEN, SHAPES, VOCABULARY, folder_with, planned
 
 
 @pytest.fixture
@@ -128,6 +128,8 @@ def test_looking_at_all_storages_finds_no_more(folder_of, monkeypatch, stage):
     """Nor do torch's own fake tensors, which look at all that a result could depend on."""
     options = {"world_size": 64, "zero_stage": stage, "grad_accum": 2, "precision": "bf16-mixed"}
     folder = folder_of("qwen")
+    fewer = {"num_hidden_layers": 2, "layer_types": None}
+    Qwen2Config.from_dict(SHAPES["qwen"].to_dict() | fewer).save_pretrained(folder)
     found = planned(folder, **options, activation_checkpointing=True)
     for name in ("tell", "live_bytes", "_note", "_measure"):
         monkeypatch.delattr(FakeLedger, name)  # what it does faster than any ledger
