@@ -16,9 +16,18 @@ from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import SHARDED, Regressor, make_loader, make_trainer, seeded, weights_of
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
-def test_every_gradient_is_right_at_every_moment(tmp_path, precision):
-    each_on_trainer_ranks(watched, 2, SHARDED, precision, str(tmp_path))
+# In each precision both stages of the core, and each of torch's engines at one of its own.
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        ("32-true", SHARDED),
+        ("bf16-true", (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2")),
+        ("bf16-mixed", (*SHARDED[:2], "fsdp1_zero2", "fsdp2_zero3")),
+    ],
+    ids=["32-true", "bf16-true", "bf16-mixed"],
+)
+def test_every_gradient_is_right_at_every_moment(tmp_path, precision, names):
+    each_on_trainer_ranks(watched, 2, names, precision, str(tmp_path))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
