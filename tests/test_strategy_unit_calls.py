@@ -22,6 +22,7 @@ from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
     assert_like_ddp,
+    at_both_stages,
     make_loader,
     make_trainer,
     on_trainer_ranks,
@@ -120,7 +121,7 @@ def test_recomputed_units_train_as_with_ddp(tmp_path):
 
 
 def _count_runs(rank, world_size, folder):
-    for name in SHARDED:
+    for name in (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2"):
         for checkpointing, runs, kept in ((None, 1, 3), (True, 2, 0), (["_Block"], 2, 0)):
             model = seeded(_Net)
             _fit(with_options(name, activation_checkpointing=checkpointing), folder, model)
@@ -135,11 +136,13 @@ def test_recomputed_units_run_twice_and_keep_nothing_inside(tmp_path):
 
 
 def test_gradients_of_recomputed_units_are_right_at_every_moment(tmp_path):
-    each_on_trainer_ranks(_recomputing, 2, SHARDED, watched, ("32-true", str(tmp_path)))
+    names = (*SHARDED[:2], "fsdp1_zero2", "fsdp2_zero3")
+    each_on_trainer_ranks(_recomputing, 2, names, watched, ("32-true", str(tmp_path)))
 
 
 def test_micro_batches_of_recomputed_units_are_kept_apart(tmp_path):
-    each_on_trainer_ranks(_recomputing, 2, SHARDED, separately, (str(tmp_path),))
+    names = (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2")
+    each_on_trainer_ranks(_recomputing, 2, names, separately, (str(tmp_path),))
 
 
 def _recomputing(rank, world_size, strategy, check, arguments):
@@ -201,14 +204,14 @@ def _compiled_and_recomputed(strategy, folder, rank):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "torchs"),
+    ("scenario", "sharded"),
     [
-        (_compiled, ("fsdp1_zero3", "fsdp2_zero2")),
-        (_compiled_and_recomputed, ("fsdp1_zero2", "fsdp2_zero3")),
+        (_compiled, ("scratch_fsdp_zero2", "fsdp1_zero3", "fsdp2_zero2")),
+        (_compiled_and_recomputed, ("scratch_fsdp_zero3", "fsdp1_zero2", "fsdp2_zero3")),
     ],
 )
-def test_compiled_units_train_as_with_ddp(tmp_path, scenario, torchs):
-    assert_like_ddp(scenario, tmp_path, sharded=(*SHARDED[:2], *torchs), timeout_s=280)
+def test_compiled_units_train_as_with_ddp(tmp_path, scenario, sharded):
+    assert_like_ddp(scenario, tmp_path, sharded=sharded, timeout_s=280)
 
 
 @needs_inductor
@@ -227,7 +230,7 @@ def _to_machine_code(strategy, folder, rank):
 def _given_back(rank, world_size, folder):
     _, compiler = _counting_compiler("eager")
     torch.compile = compiler
-    for strategy in SHARDED:
+    for strategy in (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2"):
         model = seeded(functools.partial(_CompiledNet, dropout=0.0))
         own = model.blocks[0].forward
         model.blocks[0].forward = own
@@ -257,6 +260,7 @@ class _FailsOnce(_Net):
             raise ValueError("once")
 
 
+@at_both_stages
 def _goes_on(strategy, folder, rank):
     model = seeded(_FailsOnce)
     with pytest.raises(ValueError, match="once"):
