@@ -169,7 +169,7 @@ def _train_sharded(
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}, num_calls
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", [*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2"])
 def test_checkpointed_blocks_train_the_same_under_sharding(strategy: str, tmp_path: Path) -> None:
     write_folder(tmp_path / "corpus")
     found = {
