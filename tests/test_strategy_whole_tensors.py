@@ -83,29 +83,39 @@ def test_whole_tensors_train_as_under_ddp(scenario, atol, tmp_path):
     assert_like_ddp(scenario, tmp_path, sharded=SHARDED, atol=atol, rtol=1e-4, timeout_s=280)
 
 
-# What writes, and whether a folder of slices.
+# What writes; DDP reads files.
 WRITERS = {
-    "ddp": (lambda: "ddp", False),
-    "scratch": (lambda: ScratchFSDPStrategy(zero_stage=2), False),
-    "scratch slices": (lambda: ScratchFSDPStrategy(checkpoint="sharded"), True),
-    "fsdp1": (FSDP1Strategy, False),
-    "fsdp1 slices": (lambda: FSDP1Strategy(checkpoint="sharded"), True),
-    "fsdp2": (FSDP2Strategy, False),
-    "fsdp2 slices": (lambda: FSDP2Strategy(checkpoint="sharded"), True),
+    "ddp": lambda: "ddp",
+    "scratch": lambda: ScratchFSDPStrategy(zero_stage=2),
+    "scratch slices": lambda: ScratchFSDPStrategy(checkpoint="sharded"),
+    "fsdp1": FSDP1Strategy,
+    "fsdp1 slices": lambda: FSDP1Strategy(checkpoint="sharded"),
+    "fsdp2": FSDP2Strategy,
+    "fsdp2 slices": lambda: FSDP2Strategy(checkpoint="sharded"),
 }
-READERS = ("ddp", "scratch", "fsdp1", "fsdp2")
+# A file is the same whoever writes it, and so is a folder but for where slices end: each is read by
+# two or more, each reader reads both kinds from two or more, and each what it has written itself.
+READERS = {
+    "ddp": ("ddp", "scratch", "fsdp1", "fsdp2"),
+    "scratch": ("ddp", "scratch", "fsdp2"),
+    "scratch slices": ("scratch", "fsdp1"),
+    "fsdp1": ("scratch", "fsdp1"),
+    "fsdp1 slices": ("fsdp1", "fsdp2"),
+    "fsdp2": ("fsdp1", "fsdp2"),
+    "fsdp2 slices": ("fsdp2", "scratch"),
+}
 
 
 def _write_and_read(rank, world_size, folder):
-    for name, (strategy, _) in WRITERS.items():
+    for name, strategy in WRITERS.items():
         trainer = make_trainer(strategy(), folder / name, max_epochs=1)
         trainer.fit(seeded(Mixed), make_loader())
         trainer.save_checkpoint(folder / f"{name}.ckpt")
     outcomes = {}
-    for source, (_, is_sharded) in WRITERS.items():
-        for name in READERS[is_sharded:]:  # DDP reads files
+    for source, names in READERS.items():
+        for name in names:
             module = seeded(Mixed, seed=7)
-            trainer = make_trainer(WRITERS[name][0](), folder / f"{source} {name}", max_epochs=2)
+            trainer = make_trainer(WRITERS[name](), folder / f"{source} {name}", max_epochs=2)
             trainer.fit(module, make_loader(), ckpt_path=folder / f"{source}.ckpt")
             assert trainer.optimizers[0].param_groups[0]["steps"] == trainer.global_step
             outcomes[source, name] = weights_of(module)
