@@ -1,5 +1,6 @@
 """Ranks that are killed: torchrun starts them again, and the run goes on to the same end."""
 
+import functools
 import json
 import os
 import runpy
@@ -100,18 +101,27 @@ def _assert_killed_and_gone_on(folder: Path, kills: list[tuple[int, int]]) -> No
         assert (folder / f"killed-{attempt}").exists() == (attempt < len(kills))
 
 
+@pytest.fixture(scope="module")
+def never_killed(tmp_path_factory):
+    """By strategy, the weights in the end."""
+    folder = tmp_path_factory.mktemp("whole")
+    return functools.cache(lambda strategy: _trained(folder / strategy, strategy, []))
+
+
 @pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp2_zero3"])
-def test_a_rank_killed_in_a_step_costs_the_steps_since_the_last_checkpoint(tmp_path, strategy):
+def test_a_rank_killed_in_a_step_costs_the_steps_since_the_last_checkpoint(
+    tmp_path, never_killed, strategy
+):
     kills = [(5, 1), (9, 0)]
-    expected = _trained(tmp_path / "whole", strategy, [])
+    expected = never_killed(strategy)
     found = _trained(tmp_path / "killed", strategy, kills)
     _assert_killed_and_gone_on(tmp_path / "killed", kills)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_torchrun_starts_a_killed_run_again_and_it_ends_in_the_same_bits(tmp_path):
-    expected = _trained(tmp_path / "whole", "scratch_fsdp_zero3", [])
+def test_torchrun_starts_a_killed_run_again_and_it_ends_in_the_same_bits(tmp_path, never_killed):
+    expected = never_killed("scratch_fsdp_zero3")
     folder, kills = tmp_path / "killed", [(5, 0)]
     folder.mkdir()
     launcher = [*BY_TORCHRUN, "--max-restarts", "1"]
