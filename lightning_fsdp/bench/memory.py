@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import lightning as L
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fsdp.bench import torch_internals
 from lightning_fsdp.bench.records import RankMeasurement
@@ -38,39 +38,34 @@ class StepObserver:
         self._calls_before = _data_calls(trainer)
         self._access = gradients_of(trainer, module)
         self._ledger = Ledger(trainer.strategy.root_device)
-        self._num_steps = 0
-        self._step = (0, 0)  # clock at the beginning and the end of the last whole one
-        self._flops = 0.0
         self._tell()
         self._ledger.start()
-        self._next_start = self._ledger.num_operations
-        self._counter: FlopCounterMode | None = flop_counter()
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._ends = [self._ledger.num_operations]  # of steps, by its clock; the first: of none
+        self._counting = ExitStack()
+        self._counter = self._counting.enter_context(flop_counter())
 
     def after_backward(self) -> None:
         """A micro-batch's gradients are there."""
-        self._stop_counting()
+        self._counting.close()
         self._tell()
 
     def end_step(self) -> None:
         """An optimizer step is through."""
         self._tell()
-        self._num_steps += 1
-        self._step = (self._next_start, self._ledger.num_operations)
-        self._next_start = self._ledger.num_operations
+        self._ends.append(self._ledger.num_operations)
 
     def stop(self) -> None:
         """Watch no more."""
-        self._stop_counting()
+        self._counting.close()
         self._ledger.stop()
         close(self._access)
 
     def write(self, measured: RankMeasurement) -> None:
         """Put down what was seen; after :meth:`stop`."""
-        ledger, seen, num_steps = self._ledger, self._ledger.observation, self._num_steps
+        ledger, seen, num_steps = self._ledger, self._ledger.observation, len(self._ends) - 1
         measured.resting_bytes = self._resting_bytes
         if not torch_internals.num_graphs():
-            start, stop = self._step
+            start, stop = self._ends[-2:]  # the last whole step
             moments, clock = ledger.moments(OWNERS), range(start, stop + 1)
             totals = [sum(of_owners.values()) for of_owners in moments]
             line = [(ledger.times_s[i] - ledger.times_s[start], totals[i]) for i in clock]
@@ -78,8 +73,9 @@ class StepObserver:
             measured.peak_by_kind = moments[totals.index(max(totals))]
             measured.mean_bytes = mean_over_time(line)
             measured.timeline = thinned(line, _MOST_POINTS)
-        if self._flops and self._num_tokens:
-            measured.flops_per_token = self._flops / self._num_tokens
+        flops = self._counter.get_total_flops()
+        if flops and self._num_tokens:
+            measured.flops_per_token = flops / self._num_tokens
         measured.collectives = {kind: n / num_steps for kind, n in seen.calls.items()}
         measured.collective_bytes = {kind: n / num_steps for kind, n in seen.bytes_of.items()}
         measured.payload_bytes = seen.payload_bytes / num_steps
@@ -90,11 +86,6 @@ class StepObserver:
     def _tell(self) -> None:
         self._ledger.settle()
         tell_owners(self._ledger, self._access, self._trainer, self._module)
-
-    def _stop_counting(self) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._flops, self._counter = float(self._counter.get_total_flops()), None
 
 
 def comm_of(trainer: L.Trainer) -> str | None:
