@@ -9,11 +9,75 @@ from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.records import Row, listed, sum_of, worst
 from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import UNKNOWN, markdown_table, number, table_of
+from lightning_fsdp.harness.tables import UNKNOWN, number, table_of
 
 Cell = Callable[[ArmResult], str]
 
+
+def _part(name: str) -> Cell:
+    return lambda arm: number(arm.parts_ms.get(f"{name}_ms"), ".3g")
+
+
+def _utilization(arm: ArmResult) -> str:
+    return " ".join(f"{v:.0f} ({k})" for k, v in arm.utilization.items()) or UNKNOWN
+
+
+def _megabytes(per_rank: Sequence[float | None]) -> str:
+    return " ".join(number(n, ".1f", unit=1e6) for n in per_rank) or UNKNOWN
+
+
 _PARTS = ("whole", "data", "compute", "exposed", "optimizer", "other", "overlapped")
+_TIMES: dict[str, Cell] = {
+    "arm": lambda arm: arm.name,
+    **{name: _part(name) for name in _PARTS},
+    "host": lambda arm: number(arm.figures.host_ms, ".3g"),
+    "utilization %": _utilization,
+    "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
+}
+_LIMITS: dict[str, Cell] = {
+    "arm": lambda arm: arm.name,
+    "step ms": lambda arm: number(arm.figures.step_ms, ".3g"),
+    "limit of compute ms": lambda arm: number(arm.figures.compute_limit_ms, ".3g"),
+    "exposed ms": _part("exposed"),
+    "limit of communication ms": lambda arm: number(arm.figures.communication_limit_ms, ".3g"),
+    "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
+    "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
+    "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),
+    "MB": lambda arm: number(arm.figures.payload_bytes, ".1f", unit=1e6),
+    "MB demanded": lambda arm: number(arm.theory.payload_bytes, ".1f", unit=1e6),
+}
+_MEMORY: dict[str, Cell] = {
+    "arm": lambda arm: arm.name,
+    "peak of tensors, MB per rank": lambda arm: _megabytes(arm.figures.peak_bytes),
+    "mean over a step, MB per rank": lambda arm: _megabytes(arm.figures.mean_bytes),
+    "between steps, MB per rank": lambda arm: _megabytes(arm.figures.resting_bytes),
+    "peak of the process, MB per rank": lambda arm: _megabytes(arm.figures.peak_rss_bytes),
+    "CUDA allocated, MB per rank": lambda arm: _megabytes(arm.figures.cuda_peak_allocated_bytes),
+    "CUDA reserved, MB per rank": lambda arm: _megabytes(arm.figures.cuda_peak_reserved_bytes),
+}
+_MFU: dict[str, Cell] = {
+    "arm": lambda arm: arm.name,
+    "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
+    "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
+}
+_ASKED: dict[str, Callable[[ArmResult], object]] = {
+    "Tokens/s": lambda arm: arm.figures.tokens_per_s,
+    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
+    "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
+    "Peak of the process": lambda arm: worst(arm.figures.peak_rss_bytes),
+    "CUDA memory": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
+    "Memory by owner": lambda arm: arm.first_rank and arm.first_rank.peak_by_kind,
+    "Memory over time": lambda arm: arm.first_rank and arm.first_rank.timeline,
+    "Parts of a step": lambda arm: arm.parts_ms.get("whole_ms"),
+    "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
+    "Utilization": lambda arm: arm.utilization,
+    "Host time": lambda arm: arm.figures.host_ms,
+    "End-to-end time": lambda arm: arm.figures.end_to_end_s,
+    "MFU": lambda arm: arm.figures.mfu,
+    "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
+    "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
+    "Demanded collectives": lambda arm: sum_of(arm.theory.collectives),
+}
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
 Utilization is the mean of all samples of all ranks; end to end goes from building the model to
@@ -26,6 +90,9 @@ The limit of compute is the step of one process with one rank's share of the wor
 communication; that of communication, an arm's bytes over the measured bandwidth.
 Calls are those that move parameters and gradients, and of torch's FSDP also a norm's;
 demanded is what the engine's stage needs in theory."""
+_OF_MFU = """\
+MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks). \
+FLOPs are those of forward and backward; what is recomputed counts once."""
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -57,94 +124,39 @@ def format_table(rows: Sequence[Row]) -> str:
 
 def page(results: Results) -> str:
     """All of the report, in Markdown; the table comes first."""
+    lacking = missing(results, _ASKED, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
     sections = [
         describe(vars(results)),
         format_table(results.rows),
         *([OF_UNFUSED] if has_unfused_references(results.precision) else []),
         "## Where a step's time goes (rank 0)",
-        _times(good),
+        table_of(good, _TIMES),
         _OF_TIMES,
         "## Distance to the limits",
-        _limits(good),
+        table_of(good, _LIMITS),
         _OF_LIMITS,
         "## Memory",
-        _memory(good),
+        table_of(good, _MEMORY),
         _OF_MEMORY,
         "## Model FLOPs utilization",
         _mfu(good),
         "## Failures",
         _failures(results),
         "## What is missing",
-        "\n".join(f"* {line}" for line in _missing(results)) or "Nothing.",
+        "\n".join(f"* {line}" for line in lacking) or "Nothing.",
         "## Pictures",
         "\n".join(f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in PICTURES),
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _times(arms: Sequence[ArmResult]) -> str:
-    def part(name: str) -> Cell:
-        return lambda arm: number(arm.parts_ms.get(f"{name}_ms"), ".3g")
-
-    def utilization(arm: ArmResult) -> str:
-        return " ".join(f"{v:.0f} ({k})" for k, v in arm.utilization.items()) or UNKNOWN
-
-    columns: dict[str, Cell] = {
-        "arm": lambda arm: arm.name,
-        **{name: part(name) for name in _PARTS},
-        "host": lambda arm: number(arm.figures.host_ms, ".3g"),
-        "utilization %": utilization,
-        "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
-    }
-    return table_of(arms, columns)
-
-
-def _limits(arms: Sequence[ArmResult]) -> str:
-    columns: dict[str, Cell] = {
-        "arm": lambda arm: arm.name,
-        "step ms": lambda arm: number(arm.figures.step_ms, ".3g"),
-        "limit of compute ms": lambda arm: number(arm.figures.compute_limit_ms, ".3g"),
-        "exposed ms": lambda arm: number(arm.parts_ms.get("exposed_ms"), ".3g"),
-        "limit of communication ms": lambda arm: number(arm.figures.communication_limit_ms, ".3g"),
-        "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
-        "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
-        "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),
-        "MB": lambda arm: number(arm.figures.payload_bytes, ".1f", unit=1e6),
-        "MB demanded": lambda arm: number(arm.theory.payload_bytes, ".1f", unit=1e6),
-    }
-    return table_of(arms, columns)
-
-
-def _memory(arms: Sequence[ArmResult]) -> str:
-    per_rank: dict[str, Callable[[Row], Sequence[float | None]]] = {
-        "peak of tensors": lambda row: row.peak_bytes,
-        "mean over a step": lambda row: row.mean_bytes,
-        "between steps": lambda row: row.resting_bytes,
-        "peak of the process": lambda row: row.peak_rss_bytes,
-        "CUDA allocated": lambda row: row.cuda_peak_allocated_bytes,
-        "CUDA reserved": lambda row: row.cuda_peak_reserved_bytes,
-    }
-    head = ["arm", *(f"{title}, MB per rank" for title in per_rank)]
-    body = [[arm.name, *(_megabytes(of(arm.figures)) for of in per_rank.values())] for arm in arms]
-    return markdown_table(head, body)
-
-
 def _mfu(arms: Sequence[ArmResult]) -> str:
-    formula = (
-        "MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks). "
-        "FLOPs are those of forward and backward; what is recomputed counts once."
-    )
     peaks = sorted({peak for arm in arms if (peak := arm.figures.peak_flops) is not None})
     if not peaks:
-        return f"{formula}\n\nNot given: without an assumed peak there is no MFU."
+        return f"{_OF_MFU}\n\nNot given: without an assumed peak there is no MFU."
     assumed = ", ".join(f"{peak:.4g} FLOP/s" for peak in peaks)
-    columns: dict[str, Cell] = {
-        "arm": lambda arm: arm.name,
-        "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
-        "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
-    }
-    return f"{formula}\n\nAssumed peak: {assumed} per rank.\n\n{table_of(arms, columns)}"
+    return f"{_OF_MFU}\n\nAssumed peak: {assumed} per rank.\n\n{table_of(arms, _MFU)}"
 
 
 def _failures(results: Results) -> str:
@@ -155,29 +167,3 @@ def _failures(results: Results) -> str:
         if arm.failure is not None
     ]
     return "\n".join(lines) or "None."
-
-
-def _missing(results: Results) -> list[str]:
-    asked: dict[str, Callable[[ArmResult], object]] = {
-        "Tokens/s": lambda arm: arm.figures.tokens_per_s,
-        "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
-        "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
-        "Peak of the process": lambda arm: worst(arm.figures.peak_rss_bytes),
-        "CUDA memory": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
-        "Memory by owner": lambda arm: arm.first_rank and arm.first_rank.peak_by_kind,
-        "Memory over time": lambda arm: arm.first_rank and arm.first_rank.timeline,
-        "Parts of a step": lambda arm: arm.parts_ms.get("whole_ms"),
-        "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
-        "Utilization": lambda arm: arm.utilization,
-        "Host time": lambda arm: arm.figures.host_ms,
-        "End-to-end time": lambda arm: arm.figures.end_to_end_s,
-        "MFU": lambda arm: arm.figures.mfu,
-        "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
-        "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
-        "Demanded collectives": lambda arm: sum_of(arm.theory.collectives),
-    }
-    return missing(results, asked, is_short=False)
-
-
-def _megabytes(per_rank: Sequence[float | None]) -> str:
-    return " ".join(number(n, ".1f", unit=1e6) for n in per_rank) or UNKNOWN
