@@ -10,10 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from lightning_fsdp.bench import plots
+from lightning_fsdp.bench import output, plot_style
 from lightning_fsdp.bench.arms import ENGINES
+from lightning_fsdp.bench.output import PICTURES
 from lightning_fsdp.bench.plot_style import PARTS, line_style
-from lightning_fsdp.bench.plots import PICTURES
 from tests.support.bench_results import (
     as_results,
     document_of,
@@ -67,7 +67,7 @@ DOCUMENTS = {
 @pytest.fixture(scope="module")
 def drawn():
     """By case, the figures; each case is drawn once."""
-    return functools.cache(lambda case: plots.draw(as_results(DOCUMENTS[case]())))
+    return functools.cache(lambda case: output.draw(as_results(DOCUMENTS[case]())))
 
 
 def shown_texts(figure):
@@ -154,7 +154,7 @@ def test_pictures_come_out_whatever_fields_are_null(seed):
         for rank in run["ranks"]:
             for name in ("timeline", "utilization", "peak_by_kind", "utilization_of"):
                 rank[name] = None if choice.random() < 0.4 else rank[name]
-    assert set(plots.draw(as_results(document))) == set(PICTURES)
+    assert set(output.draw(as_results(document))) == set(PICTURES)
 
 
 def test_engines_stages_and_parts_differ_without_colour():
@@ -176,7 +176,8 @@ def test_engines_stages_and_parts_differ_without_colour():
 def test_the_same_results_give_the_same_files(tmp_path):
     results = as_results(one_arm())
     for folder in ("one", "two"):
-        plots.save(plots.draw(results), tmp_path / folder)
+        for name, figure in output.draw(results).items():
+            plot_style.save(figure, tmp_path / folder, name)
     for name, suffix in itertools.product(PICTURES, ("png", "svg")):
         file = f"{name}.{suffix}"
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()

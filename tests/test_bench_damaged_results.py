@@ -6,7 +6,7 @@ import operator
 
 import pytest
 
-from lightning_fsdp.bench import output, plots
+from lightning_fsdp.bench import output
 from lightning_fsdp.bench.results import read
 from tests.support.bench_results import (
     FAILED,
@@ -148,7 +148,7 @@ def test_results_of_old_and_new_versions_are_whole(is_old, tmp_path):
 def test_ranks_with_different_numbers_of_losses_are_wrong_and_everything_comes_out(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(plots, "PICTURES", {})  # not to wait for them
+    monkeypatch.setattr(output, "PICTURES", {})  # not to wait for them
     document = document_of(**SMALL)
     run = next(run for run in document["runs"] if run["arm"] == "ddp_b2_a1")
     del run["ranks"][0]["losses"][-2:]

@@ -7,9 +7,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from lightning_fsdp.bench import output, plots, run
+from lightning_fsdp.bench import output, run
 from lightning_fsdp.bench.__main__ import main
-from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.output import PICTURES
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.results import read
 from lightning_fsdp.bench.scaling import Point
@@ -29,7 +29,7 @@ from tests.test_bench_report import made, measured
 @pytest.fixture
 def no_pictures(monkeypatch):
     """Tests of the rest need not wait for them."""
-    monkeypatch.setattr(plots, "PICTURES", {})
+    monkeypatch.setattr(output, "PICTURES", {})
 
 
 def test_a_folder_is_redrawn_from_its_results_alone(tmp_path, capsys):
@@ -137,7 +137,7 @@ def test_results_are_there_before_anything_is_drawn(tmp_path, monkeypatch):
     def fail(_):
         raise RuntimeError("no pictures today")
 
-    monkeypatch.setattr(plots, "PICTURES", {"tokens_per_s": fail})
+    monkeypatch.setattr(output, "PICTURES", {"tokens_per_s": fail})
     runs = [measured(arm) for arm in arms()]
     rows = run.summarize(arms(), runs, workload())
     with pytest.raises(RuntimeError, match="no pictures today"):

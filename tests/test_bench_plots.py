@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench.output import PICTURES
 from lightning_fsdp.bench.results import kind_label
 from tests.support.bench_results import (
     MIB,

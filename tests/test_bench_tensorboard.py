@@ -4,8 +4,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lightning_fsdp.bench import output, plots, tensorboard
-from lightning_fsdp.bench.plots import PICTURES
+from lightning_fsdp.bench import output, tensorboard
+from lightning_fsdp.bench.output import PICTURES
 from tests.support.bench_results import (
     FAILED,
     SMALL,
@@ -39,7 +39,7 @@ def metrics_of(reader):
 
 
 def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "PICTURES", {"losses": PICTURES["losses"]})
+    monkeypatch.setattr(output, "PICTURES", {"losses": PICTURES["losses"]})
     output.derive(
         folder_of(
             document_of(**SMALL, failures={"ddp_b2_a1": FAILED["scratch_zero3_b2_a1"]}), tmp_path
@@ -75,7 +75,7 @@ def test_tensorboard_has_a_run_per_arm_with_scalars_and_hparams(tmp_path, monkey
 
 
 def test_redrawing_leaves_no_run_of_an_arm_that_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "PICTURES", {})  # not to wait for them
+    monkeypatch.setattr(output, "PICTURES", {})  # not to wait for them
     output.derive(folder_of(document_of(**SMALL), tmp_path))
     output.derive(folder_of(without(document_of(**SMALL), "ddp_b2_a1"), tmp_path))
     assert not (tmp_path / "tensorboard" / "ddp_b2").exists()

@@ -10,13 +10,26 @@ DIR/tensorboard/         a run per arm, and one with the pictures
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from lightning_fsdp.bench import documents, plots, tensorboard
+from matplotlib.figure import Figure
+
+from lightning_fsdp.bench import documents, plot_style, plots_by_arm, plots_of_lines, tensorboard
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.scaling import redraw_scaling
 
+PICTURES: dict[str, Callable[[Results], Figure]] = {
+    "tokens_per_s": plots_of_lines.tokens_per_s,
+    "memory": plots_of_lines.memory,
+    "communication": plots_by_arm.communication,
+    "utilization": plots_by_arm.utilization,
+    "time_breakdown": plots_by_arm.time_breakdown,
+    "memory_at_peak": plots_by_arm.memory_at_peak,
+    "memory_over_time": plots_of_lines.memory_over_time,
+    "losses": plots_of_lines.losses,
+}
 WRITTEN = (
     "report.md, comparison.csv, results.json (every repeat), plots/, tensorboard/, "
     "runs/ (a log per run)"
@@ -74,7 +87,13 @@ def derive(out: Path) -> None:
     """
     results = read(out)
     documents.write_csv(out / "comparison.csv", results.rows)
-    (out / "report.md").write_text(page(results))
-    figures = plots.draw(results)
-    plots.save(figures, out / "plots")
+    (out / "report.md").write_text(page(results, PICTURES))
+    figures = draw(results)
+    for name, figure in figures.items():
+        plot_style.save(figure, out / "plots", name)
     tensorboard.write_runs(out / "tensorboard", results, figures)
+
+
+def draw(results: Results) -> dict[str, Figure]:
+    """Every picture, whatever the results lack; each says what that is."""
+    return {name: picture(results) for name, picture in PICTURES.items()}

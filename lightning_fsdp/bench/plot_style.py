@@ -132,6 +132,7 @@ def footnote(figure: Figure, sentences: Sequence[str]) -> None:
 
 def save(figure: Figure, folder: Path, name: str, *, dpi: int = 120) -> None:
     """As PNG and SVG; the same figures give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"svg.hashsalt": name}):
         figure.savefig(folder / f"{name}.png", dpi=dpi)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})

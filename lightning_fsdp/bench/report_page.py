@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
-from lightning_fsdp.bench.plots import PICTURES
 from lightning_fsdp.bench.records import Row, listed, sum_of, worst
 from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
@@ -122,8 +121,13 @@ def format_table(rows: Sequence[Row]) -> str:
     return table_of(rows, columns, has_failed=lambda row: not has_run(row), num_names=2)
 
 
-def page(results: Results) -> str:
-    """All of the report, in Markdown; the table comes first."""
+def page(results: Results, pictures: Iterable[str] = ()) -> str:
+    """All of the report, in Markdown; the table comes first.
+
+    Args:
+        results: Of the folder.
+        pictures: Names of those in it.
+    """
     lacking = missing(results, _ASKED, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
     sections = [
@@ -146,7 +150,7 @@ def page(results: Results) -> str:
         "## What is missing",
         "\n".join(f"* {line}" for line in lacking) or "Nothing.",
         "## Pictures",
-        "\n".join(f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in PICTURES),
+        "\n".join(f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures),
     ]
     return "\n\n".join(sections) + "\n"
 
