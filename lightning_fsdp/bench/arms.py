@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from lightning_fsdp.strategies.registry import NAMES
 # engine -> the strategy names that its stages complete
 _STRATEGIES = {"scratch": "scratch_fsdp_zero", "fsdp1": "fsdp1_zero", "fsdp2": "fsdp2_zero"}
 ENGINES = tuple(_STRATEGIES)
-OF_UNFUSED = """\
+_OF_UNFUSED = """\
 In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
 Lightning clips for no fused one there; the other arms' are as configured."""
 
@@ -124,7 +123,7 @@ class Arm:
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
         told = {"out": str(out)} | {name: getattr(workload, name) for name in _OF_MEASURE}
         measure = {"class_path": "lightning_fsdp.bench.measure.Measure", "init_args": told}
-        is_unfused = self.engine in references and has_unfused_references(workload.precision)
+        is_unfused = self.engine in references and _has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         return [
             *("fit", "--config", str(workload.config)),
@@ -143,13 +142,17 @@ class Arm:
         ]
 
 
-def has_unfused_references(precision: str) -> bool:
+def _has_unfused_references(precision: str) -> bool:
     """Whether Lightning's plugin for mixed precision is theirs: it clips for no fused optimizer."""
     return precision.endswith("-mixed")
 
 
+def notes_on(precision: str) -> list[str]:
+    """What a reader of figures in it has to know of their arms."""
+    return [_OF_UNFUSED] if _has_unfused_references(precision) else []
+
+
 def choose_arms(
-    *,
     engines: Sequence[str],
     zero_stages: Sequence[int],
     batch_sizes: Sequence[int],
@@ -164,13 +167,3 @@ def choose_arms(
         for engine, stage in kinds
     ]
     return list(dict.fromkeys(arms))
-
-
-def arms_of(args: argparse.Namespace, batch_sizes: Sequence[int]) -> list[Arm]:
-    """Those that the options ask for."""
-    return choose_arms(
-        engines=args.engines,
-        zero_stages=args.stages,
-        batch_sizes=batch_sizes,
-        grad_accums=args.grad_accum,
-    )

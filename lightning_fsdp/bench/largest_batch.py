@@ -18,7 +18,7 @@ from typing import Any
 from tqdm import tqdm
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.bench.arms import Arm, Workload, arms_of
+from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.amounts import format_bytes
@@ -72,8 +72,9 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
         return find_largest(arm, workload, run, cap=cap, device_bytes=device_bytes, out=out)
 
     # A size is searched, and one process would take the batches of all ranks.
-    arms = {name_of(arm): arm for arm in arms_of(args, [1]) if arm.engine != "single"}
-    made, num_missing = in_turns(arms, 1, search_one)
+    arms = choose_arms(args.engines, args.stages, [1], args.grad_accum)
+    searched = {name_of(arm): arm for arm in arms if arm.engine != "single"}
+    made, num_missing = in_turns(searched, 1, search_one)
     found = [each for _, each in made]
     write_found(args.out, found, document)
     print(f"\n{(args.out / 'largest_batch.md').read_text()}\nWritten to {args.out}/: ")

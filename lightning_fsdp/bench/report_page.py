@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_fsdp.bench.arms import OF_UNFUSED, has_unfused_references
+from lightning_fsdp.bench.arms import notes_on
 from lightning_fsdp.bench.records import Row, listed, sum_of, worst
 from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
@@ -133,7 +133,7 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     sections = [
         describe(vars(results)),
         format_table(results.rows),
-        *([OF_UNFUSED] if has_unfused_references(results.precision) else []),
+        *notes_on(results.precision),
         "## Where a step's time goes (rank 0)",
         table_of(good, _TIMES),
         _OF_TIMES,

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from lightning_fsdp.bench import output
-from lightning_fsdp.bench.arms import Arm, Workload, arms_of
+from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.limits import measure_limits
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.report import summarize
@@ -19,7 +19,8 @@ from lightning_fsdp.harness.environment import describe
 
 def compare(args: argparse.Namespace, workload: Workload, document: dict[str, Any]) -> int:
     """Returns the exit code: 0 if every arm ran and holds."""
-    arms, folder = arms_of(args, args.batch_sizes), args.out / "runs"
+    arms = choose_arms(args.engines, args.stages, args.batch_sizes, args.grad_accum)
+    folder = args.out / "runs"
 
     def run(arm: Arm, repeat: int) -> Run:
         return run_arm(arm, workload, repeat=repeat, out=folder, timeout_s=args.timeout)

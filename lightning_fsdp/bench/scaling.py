@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import documents, plot_style
-from lightning_fsdp.bench.arms import OF_UNFUSED, Arm, Workload, arms_of, has_unfused_references
+from lightning_fsdp.bench.arms import Arm, Workload, choose_arms, notes_on
 from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, in_ms, listed
 from lightning_fsdp.bench.results import kind_label
@@ -81,7 +81,8 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
     Returns:
         Exit code: 0 if every arm ran.
     """
-    arms, networks = arms_of(args, args.batch_sizes), args.networks
+    arms = choose_arms(args.engines, args.stages, args.batch_sizes, args.grad_accum)
+    networks = args.networks
     works = {1: workload} | {network.world_size: _among(workload, network) for network in networks}
     turns = [(1, arm) for arm in arms if arm.engine == "single"]
     turns += [(n.world_size, arm) for n in networks for arm in arms if arm.engine != "single"]
@@ -161,7 +162,7 @@ def write_scaling(
     sections = [
         describe(document),
         format_points(points),
-        *([OF_UNFUSED] if has_unfused_references(document["workload"]["precision"]) else []),
+        *notes_on(document["workload"]["precision"]),
         "Simulated; this is assumed:",
         "\n".join(f"* {assumption}" for assumption in assumptions),
     ]
