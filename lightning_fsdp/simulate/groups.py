@@ -105,15 +105,10 @@ class SimulatedGroup(dist.ProcessGroup):
         self, transfers: _Transfers, backend: str, rank: int, ranks: Sequence[int]
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
-        self._transfers = transfers
+        self.transfers = transfers
         self._ranks = ranks
         self._per_host = transfers.network.per_host(ranks)
         self._backend = self._name = backend
-
-    @property
-    def usage(self) -> Usage:
-        """What collectives took so far, those of all groups together."""
-        return self._transfers.settled_usage()
 
     # torch registers the group under the name that it sets, and asks for it here.
 
@@ -171,16 +166,16 @@ class SimulatedGroup(dist.ProcessGroup):
     @override
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """One message."""
-        return self._transfers.start(self._message("send", tensors, peer))
+        return self.transfers.start(self._message("send", tensors, peer))
 
     @override
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """Ends with the sends before it, as others send as much; the tensors stay as they are."""
-        return self._transfers.start(self._message("recv", tensors, peer))
+        return self.transfers.start(self._message("recv", tensors, peer))
 
     def _message(self, kind: str, tensors: list[Tensor], peer: int) -> Transfer:
         ends = [self._ranks[self.rank()], self._ranks[peer]]
-        per_host = self._transfers.network.per_host(ends)
+        per_host = self.transfers.network.per_host(ends)
         return Transfer(kind, sum(t.nbytes for t in tensors), 2, None, tensors, per_host)
 
     # DTensor's collectives come from C++, which asks for lists.
@@ -256,7 +251,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _start(
         self, kind: str, nbytes: int, move: Callable[[], object] | None, result: list[Tensor]
     ) -> dist.Work:
-        return self._transfers.start(
+        return self.transfers.start(
             Transfer(kind, nbytes, self.size(), move, result, self._per_host)
         )
 
@@ -305,4 +300,4 @@ def simulated(
 def find_usage() -> Usage | None:
     """What collectives took so far, where the default group is simulated."""
     group = dist.group.WORLD
-    return group.usage if isinstance(group, SimulatedGroup) else None
+    return group.transfers.settled_usage() if isinstance(group, SimulatedGroup) else None

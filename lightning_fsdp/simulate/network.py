@@ -78,8 +78,8 @@ class Network:
 
     def per_host(self, ranks: Sequence[int]) -> int:
         """How many of these ranks are on one host, at most."""
-        size = max(self.world_size // self.num_hosts, 1)
-        return max(Counter(rank // size for rank in ranks).values())
+        size = max(self.world_size // max(self.num_hosts, 1), 1)
+        return max(Counter(rank // size for rank in ranks).values(), default=0)
 
     def slowest_gb_s(self, group_size: int, per_host: int | None = None) -> float:
         """Of the links in a ring: the slowest sets the pace.
@@ -88,15 +88,11 @@ class Network:
             group_size: Ranks of the ring.
             per_host: Of these, on each host; ``None``: neighbouring ranks.
         """
-        per_host = self._neighbours(group_size) if per_host is None else per_host
+        per_host = self.per_host(range(group_size)) if per_host is None else per_host
         if per_host >= group_size or self.host_bandwidth_gb_s is None:
             return self.bandwidth_gb_s
         share = per_host if self.shares_line else 1
         return min(self.bandwidth_gb_s, share * self.host_bandwidth_gb_s)
-
-    def _neighbours(self, group_size: int) -> int:
-        """Of that many neighbouring ranks, those on one host."""
-        return min(group_size, max(self.world_size // max(self.num_hosts, 1), 1))
 
     def cost(self, kind: str, nbytes: int, group_size: int, per_host: int | None = None) -> Cost:
         """Of one collective.
@@ -108,7 +104,7 @@ class Network:
             per_host: Of these, on each host; ``None``: neighbouring ranks.
         """
         steps, sent_bytes = group_size - 1, nbytes * (group_size - 1) // group_size
-        per_host = self._neighbours(group_size) if per_host is None else per_host
+        per_host = self.per_host(range(group_size)) if per_host is None else per_host
         bytes_per_s = self.slowest_gb_s(group_size, per_host) * 1e9
         if kind == "all_reduce":
             steps, sent_bytes = 2 * steps, 2 * sent_bytes
