@@ -172,7 +172,6 @@ class StepProfiler:
         # Older torches say at the start that events of an earlier cycle go; there is one cycle.
         self._profile = profile(activities=activities, acc_events=True)
         self._patches = ExitStack()
-        self._marks: list[str] = []
 
     def start(self) -> None:
         """Begin with the data of a step. Collective."""

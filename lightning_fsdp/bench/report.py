@@ -55,8 +55,7 @@ def summarize(
         if failed:
             row.failure, row.failure_kind = failed[0].failure, failed[0].failure_kind
             continue
-        shard_size = workload.shard_size and arm.num_shards(workload)
-        _fill_in(row, of_arm, shard_size)
+        _fill_in(row, of_arm, arm.num_shards(workload))
         _judge(row, of_arm, references.get(row.shape), workload.precision)
         if row.failure is None:
             references.setdefault(row.shape, of_arm[0])
@@ -76,7 +75,7 @@ def summarize(
 _NOT_RUN = Run("", failure="not run", failure_kind="no measurement")
 
 
-def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
+def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
     """Everything but what other arms or the machine must be known for."""
     ranks, firsts = runs[0].ranks, [run.ranks[0] for run in runs]
     first = ranks[0]
@@ -91,7 +90,7 @@ def _fill_in(row: Row, runs: Sequence[Run], shard_size: int | None) -> None:
     row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
     row.comm = first.comm
     row.sent_bytes = sent_bytes(
-        first.collective_bytes or {}, first.world_size, shard_size=shard_size
+        first.collective_bytes or {}, first.world_size, shard_size=num_shards
     )
     parts = [step for rank in firsts for step in rank.parts]
     names = [part.name.removesuffix("_s") for part in fields(Parts)]

@@ -161,7 +161,7 @@ def write_scaling(
     documents.write(out / "scaling.json", {**document, **found}, indent=1)
     sections = [
         describe(document),
-        format_points(points),
+        table_of(points, _COLUMNS, has_failed=lambda point: point.step_ms is None, num_names=2),
         *notes_on(document["workload"]["precision"]),
         "Simulated; this is assumed:",
         "\n".join(f"* {assumption}" for assumption in assumptions),
@@ -183,25 +183,22 @@ def redraw_scaling(folder: Path) -> None:
     plot_style.save(draw(points), folder, "scaling", dpi=150)
 
 
-def format_points(points: Sequence[Point]) -> str:
-    """The table that a person reads, in Markdown."""
-    columns: dict[str, Callable[[Point], str]] = {
-        "arm": lambda point: point.arm,
-        "ranks": lambda point: str(point.world_size),
-        "tokens/s per rank": lambda point: number(point.tokens_per_s_per_rank, ",.0f"),
-        "efficiency": lambda point: number(point.efficiency, ".0%"),
-        "step ms": _step,
-        "exposed ms": lambda point: number(point.exposed_ms, ".1f"),
-        "on network ms": lambda point: number(point.busy_ms, ".1f"),
-        "collectives per step": lambda point: listed(point.calls or {}),
-        "MB sent per step": lambda point: number(point.sent_bytes or 0, ".1f", unit=1e6),
-    }
-    return table_of(points, columns, has_failed=lambda point: point.step_ms is None, num_names=2)
-
-
 def _step(point: Point) -> str:
     is_late = (point.late_ms or 0.0) > _NOTED_LATE_SHARE * (point.step_ms or 0.0)
     return number(point.step_ms, ".0f") + (" (bound by this machine)" if is_late else "")
+
+
+_COLUMNS: dict[str, Callable[[Point], str]] = {
+    "arm": lambda point: point.arm,
+    "ranks": lambda point: str(point.world_size),
+    "tokens/s per rank": lambda point: number(point.tokens_per_s_per_rank, ",.0f"),
+    "efficiency": lambda point: number(point.efficiency, ".0%"),
+    "step ms": _step,
+    "exposed ms": lambda point: number(point.exposed_ms, ".1f"),
+    "on network ms": lambda point: number(point.busy_ms, ".1f"),
+    "collectives per step": lambda point: listed(point.calls or {}),
+    "MB sent per step": lambda point: number(point.sent_bytes or 0, ".1f", unit=1e6),
+}
 
 
 def draw(points: Sequence[Point]) -> Figure:
