@@ -291,7 +291,7 @@ def _states(rank, world_size, create_graph):
                 "grad": torch.is_grad_enabled(),
                 "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
                 "profiler": torch_internals.profiled("a step", "of a unit")
-                is not torch_internals._NOT_PROFILED,
+                is not torch_internals._NOTHING,
                 "modes": len(_get_current_dispatch_mode_stack()),
             }
         )
