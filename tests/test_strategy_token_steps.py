@@ -118,3 +118,28 @@ def _left_out(rank, world_size, folder):
 
 def test_a_step_whose_last_micro_batch_has_no_loss_is_finished(tmp_path):
     on_trainer_ranks(_left_out, 1, tmp_path)
+
+
+class _Stops(_LeavesOut):
+    """Leaves an epoch before the last micro-batch of a step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if (self.current_epoch, batch_idx) == (0, 3) else None
+
+    def training_step(self, batch, batch_idx):
+        return Tokens.training_step(self, batch, batch_idx)
+
+
+def _stopped(rank, world_size, folder):
+    for name in ("scratch_fsdp_zero3", "fsdp1_zero2", "fsdp2_zero3"):
+        model = seeded(lambda: _Stops(lr=0.0))
+        options = {"accumulate_grad_batches": 2, "use_distributed_sampler": False}
+        fit(name, folder, model, loader(), **options, limit_train_batches=4, max_epochs=2)
+        # No weight moves: the second epoch begins with the step that the first began with.
+        assert len(model.seen) == len(model.step_losses) == 3
+        torch.testing.assert_close(model.seen[1], model.seen[0])
+        torch.testing.assert_close(model.step_losses[1], model.step_losses[0])
+
+
+def test_a_step_that_was_left_before_its_end_weighs_nothing_in_the_next(tmp_path):
+    on_trainer_ranks(_stopped, 2, tmp_path)

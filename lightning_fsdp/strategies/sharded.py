@@ -499,16 +499,17 @@ class ShardedStrategy(ProcessStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
-        self._checkpoints.watch_base(self.lightning_module)
-        with self.precision_plugin.train_step_context():
-            output: STEP_OUTPUT = self.engine.run(
-                self.lightning_module.training_step, *args, **kwargs
-            )
         token_mean, module = self.precision_plugin.token_mean, self.lightning_module
+        num_micro_batches = module.trainer.accumulate_grad_batches
+        # Where Lightning clears gradients: a step before may have been left without its last batch.
+        if token_mean is not None and module.trainer.fit_loop.batch_idx % num_micro_batches == 0:
+            token_mean.begin()
+        self._checkpoints.watch_base(module)
+        with self.precision_plugin.train_step_context():
+            output: STEP_OUTPUT = self.engine.run(module.training_step, *args, **kwargs)
         if not module.automatic_optimization:
             refuse_weights(output)
         elif token_mean is not None:
-            num_micro_batches = module.trainer.accumulate_grad_batches
             batch = args[0] if args else None
             token_mean.note(output, batch, num_micro_batches=num_micro_batches)
         return output
@@ -555,10 +556,12 @@ class ShardedStrategy(ProcessStrategy):
         if token_mean is not None:
             token_mean.is_last = False
         reduces_each = self._communicates_every_micro_batch
-        with self.engine.within_replica() if reduces_each else self.engine.no_sync():
-            yield
-        if token_mean is not None:
-            token_mean.is_last = True
+        try:
+            with self.engine.within_replica() if reduces_each else self.engine.no_sync():
+                yield
+        finally:
+            if token_mean is not None:
+                token_mean.is_last = True
 
     @override
     def on_validation_start(self) -> None:

@@ -74,6 +74,15 @@ class TokenMean:
         self._labels: list[_Labels] | None = None  # of this rank's micro-batches, until warned
         self._sums: Tensor | None = None  # tokens, and tokens times loss, of this rank in this step
 
+    def begin(self) -> None:
+        """The first micro-batch of an optimizer step comes.
+
+        Nothing stays of one that was left before its last: gradients were cleared as well.
+        """
+        self._sums = self._tokens = None
+        self._num_wrong = torch.zeros_like(self._num_wrong)
+        self._earlier.clear()
+
     def note(self, output: Any, batch: Any, *, num_micro_batches: int) -> None:
         """Take from a micro-batch how many tokens its loss is the mean of. Collective, once a fit.
 
