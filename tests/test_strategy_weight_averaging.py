@@ -224,3 +224,21 @@ def test_without_sharding_or_an_average_in_the_file_it_says_so(tmp_path):
 def test_a_decay_outside_of_0_to_1_is_refused():
     with pytest.raises(ValueError, match=r"decay: expected a number between 0 and 1, got 1\.5"):
         ShardedEMA(1.5)
+
+
+def _in_turn(rank, world_size, folder):
+    """One callback for two models, beside one for each."""
+    kept = ShardedEMA(decay=0.6)
+    for seed in (1, 2):
+        found = []
+        for averaging in (kept, ShardedEMA(decay=0.6)):
+            model = seeded(Regressor, seed=seed)
+            make_trainer(SHARDED[0], folder, callbacks=[averaging], max_epochs=1).fit(
+                model, make_loader()
+            )
+            found.append(weights_of(model))
+        torch.testing.assert_close(found[0], found[1], atol=0, rtol=0)
+
+
+def test_a_second_fit_begins_a_new_average(tmp_path):
+    on_trainer_ranks(_in_turn, 1, tmp_path)

@@ -135,8 +135,9 @@ class ShardedEMA(EMAWeightAveraging):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pieces = {name: piece.clone() for name, piece in self._current(trainer, pl_module)}
         self._average = pieces
-        if self._loaded is None:
-            self._num_averaged = 0
+        self._epoch_of_update = -1
+        if self._loaded is None:  # nothing of a fit before
+            self._num_averaged, self._step_of_update = 0, trainer.global_step
             return
         loaded, self._loaded = self._loaded, None
         average = {"state_dict": loaded}
