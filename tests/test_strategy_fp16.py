@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_fsdp.strategies.precision import ShardedPrecision
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -21,6 +22,8 @@ from tests.support.trainer import (
     seeded,
     weights_of,
 )
+
+MAX = {"norm": 0.1, "value": 0.01}  # less than there is
 
 
 # On CPU the Trainer takes it as a plugin only: by name it becomes bf16-mixed.
@@ -50,6 +53,17 @@ class ByHand(Sgd):
         loss = super().training_step(batch, batch_idx)
         optimizer.zero_grad()
         self.manual_backward(loss)
+        optimizer.step()
+
+
+class ClipsByHand(ByHand):
+    algorithm = "norm"
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(Sgd.training_step(self, batch, batch_idx))
+        self.clip_gradients(optimizer, MAX[self.algorithm], self.algorithm)
         optimizer.step()
 
 
@@ -135,6 +149,23 @@ def test_fp16_skips_the_steps_that_ddp_skips_and_is_near_it(tmp_path):
 def test_a_training_step_without_a_loss_is_no_step(tmp_path):
     """Lightning allows it on one rank only."""
     assert_like_ddp(_without_a_loss, tmp_path, world_size=1, atol=5e-3, rtol=5e-3)
+
+
+def _clipped_by_hand(rank, world_size, case, folder):
+    """Lightning's own plugin would clip what is still scaled."""
+    strategy, algorithm = case
+    by_hand = seeded(ClipsByHand)
+    by_hand.algorithm = algorithm
+    _, found = _fit_fp16(strategy, Path(folder), by_hand)
+    options = {"gradient_clip_val": MAX[algorithm], "gradient_clip_algorithm": algorithm}
+    _, expected = _fit_fp16(strategy, Path(folder), seeded(Sgd), **options)
+    assert found["scales"] == expected["scales"]
+    torch.testing.assert_close(found["weights"], expected["weights"], atol=0, rtol=0)
+
+
+def test_what_is_clipped_by_hand_is_not_scaled(tmp_path):
+    cases = [(SHARDED[1], "norm"), ("fsdp1_zero3", "value"), ("fsdp2_zero2", "norm")]
+    each_on_trainer_ranks(_clipped_by_hand, 2, cases, str(tmp_path))
 
 
 def _across(rank, world_size, folder):

@@ -20,6 +20,7 @@ as an object (``MixedPrecision("16-mixed", "cpu")``) stays what it is.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -99,6 +100,7 @@ class ShardedPrecision(Precision):
         self.engine = None
         self.token_mean = None
         self.nonfinite = None
+        self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # and not stepped since
         self._half = HalfPrecision("bf16-true") if precision == "bf16-true" else None
 
     @classmethod
@@ -191,7 +193,7 @@ class ShardedPrecision(Precision):
         had_backward = result is not None or not model.automatic_optimization
         if had_backward:
             # Also for a fused optimizer, which could do it itself, but after clipping.
-            self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
+            self._unscale(unwrap_optimizer(optimizer))  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
         if had_backward:
             if self._scales or self._allows_step(optimizer):
@@ -214,11 +216,21 @@ class ShardedPrecision(Precision):
         assert self.scaler is not None, "it has unscaled the gradients"
         before = self.scaler.get_scale() if self.nonfinite is not None else 0.0
         self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
+        self._unscaled.discard(unwrap_optimizer(optimizer))  # type: ignore[arg-type]
+        if self._unscaled:  # clipped by hand, and to step with the same scale
+            return
         self.scaler.update()
         if self.nonfinite is not None and self._scales:
             if self.scaler.get_scale() < before:
                 self.nonfinite.note_skipped(before)
             self.nonfinite.end_step()
+
+    def _unscale(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale of the loss, once before each step."""
+        if self._scales and optimizer not in self._unscaled:
+            assert self.scaler is not None, "it scales"
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(optimizer)
 
     def _allows_step(self, optimizer: Steppable) -> bool:
         if self.nonfinite is None:
@@ -244,12 +256,14 @@ class ShardedPrecision(Precision):
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         assert self.engine is not None, "the strategy sets it when it gets the plugin"
+        self._unscale(unwrap_optimizer(optimizer))  # clipped by hand, they are scaled
         allows = functools.partial(self._allows, unwrap_optimizer(optimizer))
         self.engine.clip_grad_norm_(self.main_params(optimizer), float(clip_val), allows=allows)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         guard, optimizer = None if self._scales else self.nonfinite, unwrap_optimizer(optimizer)
+        self._unscale(optimizer)
         # Before infinities become ordinary values.
         if guard is None or guard.allows_clipping(optimizer, self.main_params(optimizer)):
             # Elementwise, so slices are enough; torch's own function takes sharded gradients.
