@@ -206,3 +206,26 @@ def test_logits_that_a_loss_computes_again_count_once(num):
     with throughput.flop_counter() as counter:
         linear_cross_entropy(hidden, weight, torch.zeros(num, dtype=torch.long)).backward()
     assert counter.get_total_flops() == 3 * 2 * num * weight.numel()
+
+
+class _Leaves(_Tokens):
+    """Some micro-batches have no loss, and so no backward."""
+
+    without = ()
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx in self.without else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize(("without", "is_counted"), [((0, 2), True), (range(16), False)])
+def test_where_no_backward_follows_nothing_is_counted_and_nothing_stays(
+    tmp_path, without, is_counted
+):
+    monitor, module = ThroughputMonitor(pad_id=PAD, flops_per_token="count"), seeded(_Leaves)
+    module.without = without
+    trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[monitor])
+    loader = DataLoader(_samples(False), batch_size=4)
+    trainer.fit(module, loader, loader)
+    assert (monitor.flops_per_token is not None) == is_counted
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

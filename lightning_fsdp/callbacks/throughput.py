@@ -98,6 +98,7 @@ class ThroughputMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Data is there."""
+        self._close_counter()  # of a batch that had no backward
         self._mark("data")
         self._tokens_of_batch = float(self.num_tokens(batch))
         self._tokens += self._tokens_of_batch
@@ -116,7 +117,7 @@ class ThroughputMonitor(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Backward is through."""
         self._mark("backward")
-        self._close_counter()
+        self._close_counter(counts=True)
 
     @override
     def on_before_optimizer_step(
@@ -158,10 +159,15 @@ class ThroughputMonitor(pl.Callback):
             self._last = self._now()
 
     @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Count no more."""
+        self._close_counter()
+
+    @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Count no more."""
+        """Likewise."""
         self._close_counter()
 
     # -- the clock ---------------------------------------------------------------------------------
@@ -194,11 +200,11 @@ class ThroughputMonitor(pl.Callback):
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _close_counter(self) -> None:
+    def _close_counter(self, *, counts: bool = False) -> None:
         if self._counter is None:
             return
         self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        if self._tokens_of_batch:
+        if counts and self._tokens_of_batch:
             self.flops_per_token = self._counter.get_total_flops() / self._tokens_of_batch
             self._counts_flops = False
         self._counter = None
