@@ -130,8 +130,16 @@ def split_answers(
         answers: One to each.
         seq_len: Tokens in a sequence.
         val_fraction: Share of the sequences for validation; 0 for none.
+
+    Raises:
+        CorpusError: The token that ends documents occurs inside of them.
     """
     num, ends = answers.num_documents, (_ends(prompts), _ends(answers))
+    for tokens, found in zip((prompts, answers), ends, strict=True):
+        if (num_ends := len(found) - 1) != tokens.num_documents:
+            expected = f"the end-of-text token {tokens.num_documents} times, after each document"
+            cure = "It occurs in the text as well: choose another with --data.end_of_text."
+            raise CorpusError.at(tokens.folder, expected, f"{num_ends} times", cure)
     cut = num - round(num * val_fraction)
     train = Answers(prompts, answers, *ends, 0, cut, seq_len)
     return train, Answers(prompts, answers, *ends, cut, num, seq_len)

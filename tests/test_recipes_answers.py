@@ -87,6 +87,16 @@ def test_prompts_and_answers_without_text_are_refused(tmp_path, pairs, message):
         _data(_file(tmp_path, pairs)).open()
 
 
+def test_a_token_that_occurs_in_the_text_ends_no_documents(tmp_path):
+    data = _data(_file(tmp_path))
+    tokens = data.open().tokenizer()
+    in_text = tokens.id_to_token(tokens.encode(" is").ids[0])
+    saved = tmp_path / "tokenizer.json"
+    tokens.save(str(saved))
+    with pytest.raises(RecipeError, match=r"end-of-text token 24 times.* choose another"):
+        _data(_file(tmp_path), tokenizer=str(saved), end_of_text=in_text).open()
+
+
 def test_other_wrong_use_is_named(tmp_path):
     with pytest.raises(RecipeError, match="expected another field for the answers"):
         _data(_file(tmp_path), text_field="completion").open()
