@@ -111,6 +111,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         others: Iterable[dict[str, Any]],
         config: OptimizerConfig,
     ) -> None:
+        none: list[dict[str, Any]] = [{"params": []}]  # adapters may be matrices alone
         muon = torch.optim.Muon(
             [{"params": list(matrices)}],
             lr=config.lr,
@@ -119,11 +120,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
             adjust_lr_fn="match_rms_adamw",
         )
         adamw = torch.optim.AdamW(
-            others, lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused
+            [*others, *none], lr=config.lr, betas=config.betas, eps=config.eps, fused=config.fused
         )
         # Under sharding AdamW's groups are stepped by slices, and Muon's matrices whole.
         slices = [{**group, "elementwise": True} for group in adamw.param_groups]
-        super().__init__([*muon.param_groups, *slices], {})
+        groups = [group for group in (*muon.param_groups, *slices) if group["params"]]
+        super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

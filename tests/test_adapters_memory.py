@@ -87,6 +87,21 @@ def test_a_plan_names_what_is_no_folder_of_adapters(tmp_path, capsys):
     assert "adapters: expected a folder with an adapter_config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("saved", [None, ["norm"]])
+def test_an_optimizer_of_matrices_is_planned_over_those_that_train(tmp_path, saved):
+    folder, adapters = folder_with("qwen", tmp_path), str(tmp_path / "adapters")
+    lora(modules_to_save=saved).save_pretrained(adapters)
+    state = {
+        optimizer: planned(
+            folder, world_size=2, zero_stage=3, adapters=adapters, optimizer=optimizer
+        )
+        .phases["step"]
+        .resting["optimizer"]
+        for optimizer in ("adamw", "muon")
+    }
+    assert 0 < state["muon"] < state["adamw"]  # one moment in place of two
+
+
 def test_two_ranks_with_adapters_take_what_was_planned(tmp_path):
     folder, adapters = folder_with("qwen", tmp_path), str(tmp_path / "adapters")
     lora().save_pretrained(adapters)

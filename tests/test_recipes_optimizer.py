@@ -66,6 +66,22 @@ def test_one_optimizer_steps_as_the_two_do():
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize("trains", ["weight", "bias"])
+def test_a_model_may_train_matrices_alone_or_vectors_alone(trains):
+    """As adapters do."""
+    module = _built("gpt2")
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("h." in name and "ln" not in name and name.endswith(trains))
+    optimizer = build_muon(module.model, MUON)
+    (group,) = optimizer.param_groups
+    assert group.get("elementwise", False) == (trains == "bias")
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    after = _train(module, optimizer.step)
+    stepped = {id(p) for p in group["params"]}
+    for name, parameter in module.named_parameters():
+        assert torch.equal(after[name], before[name]) == (id(parameter) not in stepped), name
+
+
 def test_options_are_checked():
     with pytest.raises(RecipeError, match=r"optimizer\.momentum: expected 0 or more and less than"):
         OptimizerConfig(name="muon", momentum=1.0)

@@ -418,8 +418,8 @@ def _optimizers_for(model: nn.Module, run: Run) -> list[torch.optim.Optimizer]:
     matrices = matrices_of_blocks(model) if run.optimizer == "muon" else []
     chosen = set(map(id, matrices))
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-    adamw = torch.optim.AdamW(others, fused=True)
-    return [torch.optim.Muon(matrices), adamw] if matrices else [adamw]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon(matrices)] if matrices else []
+    return [*optimizers, torch.optim.AdamW(others, fused=True)] if others else optimizers
 
 
 def _phases_of(ledger: FakeLedger, clocks: list[tuple[str, int, int]]) -> dict[str, PhaseBytes]:

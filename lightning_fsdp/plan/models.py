@@ -146,10 +146,11 @@ def units_to_try(config: PretrainedConfig) -> tuple[tuple[str, ...], tuple[str, 
 
 
 def matrices_of_blocks(model: nn.Module) -> list[nn.Parameter]:
-    """Weights of the repeated blocks, without biases, norms, embeddings and the head."""
+    """Weights of the repeated blocks that train, without biases, norms, embeddings and the head."""
     classes = set(block_classes(model))
     blocks = (module for module in model.modules() if type(module).__name__ in classes)
-    return [p for block in blocks for p in block.parameters() if p.ndim == 2]
+    parameters = (p for block in blocks for p in block.parameters())
+    return [p for p in parameters if p.ndim == 2 and p.requires_grad]
 
 
 def _config_in(folder: Path) -> PretrainedConfig:
