@@ -205,6 +205,44 @@ def test_a_plain_model_reads_state_of_other_shapes(tmp_path):
     assert_same_state(optimizer.state_dict()["state"], expected["state"])
 
 
+class _KeepsBases(torch.optim.Optimizer):
+    """Beside each matrix ``(m, n)``, as Shampoo has them: eigenvectors, which lie in columns."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state, gradient = self.state[parameter], parameter.grad
+                square = state.setdefault(
+                    "square", gradient.new_zeros(len(gradient), len(gradient))
+                )
+                square.add_(gradient @ gradient.T)
+                state["bases"] = torch.linalg.eigh(square)[1]
+                parameter.sub_(gradient, alpha=0.02)
+
+
+def _rolled_back(rank, world_size, folder):
+    model = shard_model(causal_lm())
+    optimizer = _KeepsBases(matrices_of(model))
+    backward(model, rank)
+    optimizer.step()
+    save_sharded(folder, model, [optimizer])
+    before = full_optimizer_state_dict(optimizer)["state"]
+    backward(model, rank, 1)
+    optimizer.step()
+    bases = [state["bases"] for state in optimizer.state.values() if "bases" in state]
+    assert not any(each.is_contiguous() for each in bases)
+    load_sharded(folder, model, [optimizer])
+    assert_same_state(full_optimizer_state_dict(optimizer)["state"], before)
+
+
+def test_state_that_lies_in_columns_is_read_over_that_of_a_later_step(tmp_path):
+    run_on_ranks(_rolled_back, 2, tmp_path)
+
+
 def _copied(rank, world_size):
     """Owners that came about in three steps are not those of a plan of all at once."""
     model = shard_model(causal_lm())

@@ -349,7 +349,8 @@ def _entries(
 
 def _whole_like(value: Tensor, shape: Sequence[int]) -> Tensor:
     """Memory for what an owner has, or who has it of another shape than the parameter's."""
-    is_there = type(value) is Tensor and value.shape == torch.Size(shape)
+    # Of another order in memory than that of a new one, what is read into would be a copy.
+    is_there = type(value) is Tensor and value.shape == torch.Size(shape) and value.is_contiguous()
     return value if is_there else torch.zeros(shape, dtype=value.dtype, device=value.device)
 
 
