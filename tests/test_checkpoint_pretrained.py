@@ -130,6 +130,16 @@ def test_the_folder_is_the_one_that_transformers_writes(tmp_path, make, size):
             assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
 
 
+def test_beside_a_single_file_an_old_index_is_not_asked(tmp_path):
+    seeded(_gpt2, seed=1).save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    new = seeded(_gpt2, seed=2)
+    new.save_pretrained(tmp_path / "parts")
+    assert (tmp_path / "parts" / safetensors_folder.INDEX).exists(), "transformers leaves it"
+    model = seeded(_gpt2)
+    load_pretrained(model, tmp_path / "parts")
+    assert torch.equal(logits_of(model), logits_of(new))
+
+
 class _Mixed(torch.nn.Module):
     """Dtypes of every width, a scalar, an empty tensor, one that is not contiguous."""
 

@@ -293,10 +293,10 @@ def _files_in(path: Path, single: str) -> Sequence[Path]:
     if not path.is_dir():
         what = "a file" if path.exists() else "nothing"
         raise FileNotFoundError(f"{path}: expected a folder with {single}, got {what} there.")
+    if (path / single).exists():  # asked first, as transformers does, which may leave an old index
+        return [path / single]
     index = path / f"{single}.index.json"
     if not index.exists():
-        if (path / single).exists():
-            return [path / single]
         others = sorted(file.name for file in path.iterdir())
         raise FileNotFoundError(
             f"{path}: expected {single} or {index.name}, got {others}. A folder with "
