@@ -158,6 +158,23 @@ def _full_state_in_little_memory(rank, world_size):
     assert result <= max(peaks) - at_rest <= result + 4096
 
 
+def _with_a_copy_of_a_weight(rank, world_size):
+    model = shard_model(causal_lm())
+    model.register_buffer("start", model.head.weight.detach().clone())
+    before = model.head.weight.full_tensor()
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    for rank0_only in (False, True):
+        state = full_state_dict(model, rank0_only=rank0_only)
+        if rank == 0 or not rank0_only:
+            assert torch.equal(state["start"], before)
+            assert torch.equal(state["head.weight"], before + 1)
+
+
+def test_a_copy_of_a_weight_has_values_of_its_own():
+    run_on_ranks(_with_a_copy_of_a_weight, 2)
+
+
 def test_full_state_dict_gathers_into_the_result_alone():
     run_on_ranks(_full_state_in_little_memory, 2)
 

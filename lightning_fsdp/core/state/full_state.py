@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -32,17 +31,20 @@ def full_state_dict(
         memory with the module. Tied parameters stay one tensor under several names.
     """
     state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}  # tied parameters have one local slice
+    copies: dict[int, Tensor] = {}  # tied parameters have one spec
+    # That of a parameter, where it is a copy of one, with values of its own.
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     is_owner = mesh_rank_of(module.parameters()) == 0 or not rank0_only
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):  # extra state of a module
             whole = value
-        elif isinstance(value, ShardedTensor) and id(value.spec) in copies:
-            whole = copies[id(value.spec)]
-        else:
+        elif not isinstance(value, ShardedTensor) or name in buffers:
             whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
-            if isinstance(value, ShardedTensor):
+        else:
+            if id(value.spec) not in copies:
+                whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
                 copies[id(value.spec)] = whole
+            whole = copies[id(value.spec)]
         if is_owner:
             state[name] = whole
     return state
@@ -66,13 +68,12 @@ def load_full_state_dict(
 
 def whole_of(value: Tensor, *, to_host: bool, rank0_only: bool) -> Tensor:
     """A sharded tensor in its original shape, or a copy of a plain one. Collective."""
-    with torch.no_grad():
-        if not isinstance(value, ShardedTensor):
-            whole = value.detach().clone()
-        else:
-            whole = value.full_tensor(rank0_only=rank0_only)
-            if rank0_only and value.spec.communicator.mesh_rank != 0:
-                return whole.to("meta")  # the first rank of another replica has got it, too
+    if not isinstance(value, ShardedTensor):
+        whole = value.detach().clone()
+    else:
+        whole = value.full_tensor(rank0_only=rank0_only)
+        if rank0_only and value.spec.communicator.mesh_rank != 0:
+            return whole.to("meta")  # the first rank of another replica has got it, too
     return whole.cpu() if to_host else whole
 
 
