@@ -228,6 +228,19 @@ def test_quantized_weights_are_refused(tmp_path):
             move(model, tmp_path)
 
 
+def test_a_link_leads_to_what_is_saved_and_a_mount_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    save_pretrained(seeded(_gpt2), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there" / "model.safetensors").exists()
+    (tmp_path / "volume").mkdir()
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume")
+    with pytest.raises(FileExistsError, match="where something is mounted"):
+        save_pretrained(seeded(_gpt2), tmp_path / "volume")
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "link", "volume"}
+
+
 def test_one_of_two_models_has_to_be_named(tmp_path):
     pair = torch.nn.ModuleDict({"student": seeded(_gpt2), "teacher": seeded(_gpt2)})
     with pytest.raises(ValueError, match=r"got \['student', 'teacher'\]\. Give one of them"):

@@ -17,7 +17,7 @@ class NewFolder:
 
     def __init__(self, path: Path) -> None:
         """Nothing is made before ``with``."""
-        self._path = path
+        self._path = path = path.resolve()  # a link stays one, to what is put there
         self.beside = path.with_name(f".{path.name}.partial")
 
     def __enter__(self) -> Self:
@@ -26,6 +26,11 @@ class NewFolder:
             raise FileExistsError(
                 "expected a directory that does not exist yet, got one with something in it. "
                 "Choose another, or remove it."
+            )
+        if path.is_mount():
+            raise FileExistsError(
+                "expected a directory that can be replaced, got one where something is mounted. "
+                "Choose one inside of it."
             )
         shutil.rmtree(self.beside, ignore_errors=True)  # of a save that was interrupted
         self.beside.mkdir(parents=True)
