@@ -197,6 +197,23 @@ def test_a_save_of_another_process_is_not_touched(tmp_path):
     assert "another process is saving to it" in message
 
 
+def test_where_nobody_can_tell_a_save_of_another_name_is_not_touched(tmp_path, monkeypatch):
+    def no_locks(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(place.fcntl, "lockf", no_locks)
+    theirs = place.Place(tmp_path / "theirs")
+    theirs.begin()
+    for _ in range(2):  # the second finds what the first has left
+        ours = place.Place(tmp_path / "ours")
+        ours.begin()
+        ours.release()
+    checkpoint.save(tmp_path / "ours", whole_state(1), {})
+    assert theirs.version.exists()
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".theirs.saving", "ours"]
+    theirs.abandon()
+
+
 def test_files_of_others_that_look_alike_are_not_removed(tmp_path):
     (tmp_path / ".my.saving").mkdir()
     (tmp_path / ".my.saving" / "thesis.tex").write_text("x")

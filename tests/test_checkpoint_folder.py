@@ -119,6 +119,19 @@ def test_a_moved_or_copied_checkpoint_loads(tmp_path):
         _load(0, 1, tmp_path / name, "plain")
 
 
+def test_a_copy_without_links_is_saved_to_as_another_checkpoint_is(tmp_path):
+    checkpoint.save(tmp_path / "a", {"t": torch.ones(2)}, {})
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    assert not (tmp_path / "b" / "current").is_symlink()
+    for value in (2.0, 3.0):
+        checkpoint.save(tmp_path / "b", {"t": torch.full((2,), value)}, {})
+        target = {"t": torch.zeros(2)}
+        checkpoint.load(tmp_path / "b", target)
+        assert torch.equal(target["t"], torch.full((2,), value))
+        names = sorted(entry.name for entry in (tmp_path / "b").iterdir())
+        assert names == ["current", str((tmp_path / "b" / "current").readlink())]
+
+
 def test_lightning_removes_all_of_it(tmp_path):
     for seed in (1, 2):
         checkpoint.save(tmp_path / "last.ckpt", whole_state(seed), {})

@@ -62,12 +62,12 @@ class Place:
         existing = self._versions()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for left in self.path.parent.glob(f".*{_SAVING}"):
-            _remove_unless_in_use(left)
+            _remove_unless_in_use(left, if_unsure=left == self._staging)
         if current := _target(self.path):
             self._remove_versions_but(current)
         with contextlib.suppress(FileExistsError):  # another process is saving to it
             self._staging.mkdir()
-            self._lock = _lock(self._staging)
+            self._lock = _lock(self._staging, if_unsure=True)
         if self._lock is None:
             raise RuntimeError(
                 f"expected to be alone with {self.path}, but another process is saving to it "
@@ -85,6 +85,9 @@ class Place:
         if self.path.exists():
             self.version.rename(self.path / self.version.name)
             sync_folder(self.path)
+            if (self.path / LINK).is_dir() and not (self.path / LINK).is_symlink():
+                # A copy holds a folder in place of the link; it goes as a version does.
+                (self.path / LINK).rename(self.path / f"{self.version.name}0")
             (self._whole / LINK).replace(self.path / LINK)
             sync_folder(self.path)
         else:
@@ -176,26 +179,31 @@ def _target(path: Path) -> str | None:
     return str((path / LINK).readlink()) if (path / LINK).is_symlink() else None
 
 
-def _lock(staging: Path) -> IO[bytes] | None:
-    """Take the lock of a save; None if a living process has it. The system frees it at any end."""
+def _lock(staging: Path, *, if_unsure: bool) -> IO[bytes] | None:
+    """Take the lock of a save; None if a living process has it. The system frees it at any end.
+
+    Args:
+        staging: The folder of the save.
+        if_unsure: Whether it counts as taken here where a file system has no locks, so that nobody
+            can tell.
+    """
     file = (staging / "lock").open("ab")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+        if error.errno in (errno.EACCES, errno.EAGAIN) or not if_unsure:
             file.close()
             return None
-        # A file system without locks: nobody can tell, so we go on as if alone.
     return file
 
 
-def _remove_unless_in_use(staging: Path) -> None:
+def _remove_unless_in_use(staging: Path, *, if_unsure: bool) -> None:
     if not staging.is_dir() or any(
         each.name not in ("lock", "whole") for each in staging.iterdir()
     ):
         return  # not ours
     with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
-        lock = _lock(staging)
+        lock = _lock(staging, if_unsure=if_unsure)
         if lock is not None:
             shutil.rmtree(staging)
             lock.close()
