@@ -126,6 +126,7 @@ def test_transformers_and_lightning_read_what_was_converted(full, tmp_path):
     ids = torch.arange(24).reshape(2, 12)
     with torch.no_grad():
         expected = model.eval().model(ids).logits
+    model.model.config.dtype = "bfloat16"  # of the base: what was trained is in fp32
     model.model.config.save_pretrained(tmp_path / "config")
     left_out = convert(
         full, tmp_path / "hf", to="safetensors", prefix="model.", config=tmp_path / "config"

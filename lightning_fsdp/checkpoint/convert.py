@@ -14,9 +14,10 @@ What cannot be held is told. The new checkpoint is there when all of it is, and 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import folder, torch_internals
 from lightning_fsdp.checkpoint.contents import FORMS, LEFT_OUT, NAMES, Contents, open_checkpoint
 from lightning_fsdp.checkpoint.files import write_for_torch
-from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsWriter, bytes_of
+from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF
 from lightning_fsdp.core.memory.host_memory import return_unused_memory
 
@@ -255,6 +256,7 @@ def _write_safetensors(
         for pattern in (*_BESIDE, *_BESIDE_MORE) if config is not None else ():
             for file in Path(str(config)).glob(pattern):
                 shutil.copy(file, beside)
+        _say_dtype(beside / "config.json", outlines.values())
         beside.replace(target)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -277,3 +279,14 @@ def _left_out(contents: Contents, prefix: str, *, has_config: bool) -> list[str]
     if not has_config:
         told.append("config.json, which from_pretrained needs: --config FOLDER copies one")
     return told
+
+
+def _say_dtype(config: Path, outlines: Iterable[Outline]) -> None:
+    """Let a config name the dtype of the weights: to its own, transformers would round them."""
+    dtypes = [outline.dtype for outline in outlines if outline.dtype.is_floating_point]
+    if not config.exists() or not dtypes:
+        return
+    settings: dict[str, Any] = json.loads(config.read_text())
+    for key in {"dtype", "torch_dtype"} & settings.keys():  # of this transformers, or an older one
+        settings[key] = str(dtypes[0]).removeprefix("torch.")
+    config.write_text(json.dumps(settings, indent=2) + "\n")
