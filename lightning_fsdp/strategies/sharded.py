@@ -646,6 +646,7 @@ class ShardedStrategy(ProcessStrategy):
         if self.precision_plugin.nonfinite is not None:
             self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:
+            background.join_last()  # a host may lack the memory for what comes
             self.engine.broadcast_buffers()  # the same module on all ranks, statistics included
             self.engine.make_whole(self.lightning_module)
             unit_calls.undo(self.lightning_module)
