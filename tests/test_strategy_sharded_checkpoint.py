@@ -1,5 +1,7 @@
 """``checkpoint="sharded"``: what hooks, averages and other strategies make of a folder."""
 
+import warnings
+
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -42,6 +44,31 @@ def _best(strategy, folder, rank):
 
 def test_folders_are_kept_deleted_linked_and_evaluated_as_files_are(tmp_path):
     assert_like_ddp(_best, tmp_path, atol=5e-6)
+
+
+def _last_of_another_kind(rank, world_size, folder):
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    for kind, other, word in (("sharded", "full", "file"), ("full", "sharded", "folder")):
+        kept = folder / kind
+
+        def trainer(kind, dirpath=kept, **options):
+            keep = ModelCheckpoint(dirpath, save_last=True)
+            strategy = with_options("scratch_fsdp", checkpoint=kind)
+            options = {"callbacks": [keep], "enable_checkpointing": True, **options}
+            return make_trainer(strategy, folder, **options)
+
+        trainer(kind, max_epochs=1).fit(seeded(Adamw), make_loader(16))
+        last = {"ckpt_path": kept / "last.ckpt"}
+        with pytest.raises(ValueError, match=f"expected a {word}, as this strategy saves"):
+            trainer(other, max_epochs=2).fit(seeded(Adamw), make_loader(16), **last)
+        trainer(other, folder / f"then {other}", max_epochs=2).fit(
+            seeded(Adamw), make_loader(16), **last
+        )
+        trainer(kind, max_epochs=2).fit(seeded(Adamw), make_loader(16), **last)
+
+
+def test_the_last_checkpoint_is_not_replaced_by_one_of_another_kind(tmp_path):
+    on_trainer_ranks(_last_of_another_kind, 2, tmp_path)
 
 
 def _across(rank, world_size, folder):

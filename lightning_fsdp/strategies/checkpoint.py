@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -201,6 +202,24 @@ class Checkpoints:
                 self._load_whole(module, others, strict=False)
         else:
             self._load_whole(module, state, strict=strict)
+
+    def refusal_to_replace(self, trainer: pl.Trainer) -> str | None:
+        """Why ``last.ckpt`` could not be saved again, as rank 0 sees it. Collective.
+
+        The run that is resumed may have saved files, and this one folders, or the reverse.
+        """
+        refusal: str | None = None
+        for callback in trainer.checkpoint_callbacks:
+            path = Path(getattr(callback, "last_model_path", "") or "none")
+            is_there = path.exists() and not path.is_symlink()
+            if is_there and path.is_dir() != self.saves_sharded:
+                here, there = ("folder", "file") if self.saves_sharded else ("file", "folder")
+                refusal = (
+                    f"{path}: expected a {here}, as this strategy saves, got a {there}, which "
+                    "save_last=True is to replace. Give ModelCheckpoint another dirpath, or the "
+                    f"strategy checkpoint={'full' if self.saves_sharded else 'sharded'!r}."
+                )
+        return trainer.strategy.broadcast(refusal)
 
     def load_what_waits(self, module: nn.Module) -> None:
         """The module is sharded now."""

@@ -373,6 +373,8 @@ class ShardedStrategy(ProcessStrategy):
             saves_base=not self._checkpoints.base.is_left_out,
             weigh_by=self._weigh_by,
         )
+        if is_fitting and (refusal := self._checkpoints.refusal_to_replace(trainer)) is not None:
+            raise ValueError(refusal)
         if is_fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
