@@ -87,11 +87,12 @@ def _changed(folder, change):
         folder = file
     elif change == "old":
         file.rename(folder / "pytorch_model.bin")
-    elif change == "index":
-        (folder / safetensors_folder.INDEX).write_text("{}")
-    elif change == "no shard":
-        weight_map = {"a": "model-00001-of-00002.safetensors"}
-        (folder / safetensors_folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    elif change in ("index", "no shard"):
+        index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+        file.unlink()  # which is read, where there is one, before an index
+        (folder / safetensors_folder.INDEX).write_text(
+            json.dumps(index if change == "no shard" else {})
+        )
     return folder
 
 
