@@ -204,7 +204,12 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         found: dict[torch.device, Tensor]
         found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         if self._enabled:
-            device = torch.device(self._device)
-            found.setdefault(device, torch.zeros((), device=device))
+            # One collective, where groups communicate, wherever gradients are and if there are any.
+            largest = torch.zeros((), device=self._device)
             for found_inf in found.values():
-                dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+                largest = torch.maximum(largest, found_inf.to(largest.device))
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+            for found_inf in found.values():
+                found_inf.copy_(largest)
+            if not found:  # a fused optimizer adds them up, and takes 1 for inf
+                found[largest.device] = largest

@@ -63,6 +63,7 @@ class NonfiniteGuard:
         engine: Has sharded the module.
         module: The LightningModule.
         unit_of: Names of units by that of a parameter; see :func:`units_by_parameter`.
+        device: Where the process group communicates.
         raises: Raise; otherwise skip the step.
         log: Called with the number of skipped steps when one was skipped.
 
@@ -76,12 +77,14 @@ class NonfiniteGuard:
         module: nn.Module,
         unit_of: Mapping[str, str],
         *,
+        device: torch.device,
         raises: bool,
         log: Callable[[int], None],
     ) -> None:
         self._engine = engine
         self._module = module
         self._unit_of = unit_of
+        self._device = device
         self._raises = raises
         self._log = log
         self.num_skipped = 0
@@ -133,7 +136,7 @@ class NonfiniteGuard:
 
     def _is_finite_everywhere(self, norm: Tensor) -> bool:
         """The norm is that of one replica, and a callback may have edited what one alone holds."""
-        is_finite = norm.isfinite().int()
+        is_finite = norm.isfinite().int().to(self._device)  # an offloaded norm is on the host
         if self._engine.grid.num_replicas > 1:
             dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)

@@ -421,6 +421,7 @@ class ShardedStrategy(ProcessStrategy):
                 self.engine,
                 self.lightning_module,
                 units,
+                device=self.root_device,
                 raises=self._on_nonfinite == "raise",
                 log=lambda count: _log(trainer, {"skipped_steps": count}),
             )
