@@ -103,10 +103,16 @@ class GradientAccessProbe(pl.Callback):
         """Find the gradients."""
         reporting.refuse_manual_optimization(self, pl_module)
         self._access = gradients_of(trainer, pl_module)
-        self._micro_batch = 0
         trace_activations = getattr(trainer.strategy, "trace_activations", None)
         if trace_activations is not None:
             trace_activations()
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """A step begins; the one before may have been left before its end."""
+        self._micro_batch = 0
 
     @override
     def on_before_backward(
@@ -128,7 +134,6 @@ class GradientAccessProbe(pl.Callback):
         """Look, and report the step. Collective."""
         self._micro_batch = max(self._micro_batch - 1, 0)  # that of the last backward
         record = self._look(trainer, "before_step")
-        self._micro_batch = 0
         if record is not None:
             self._report(trainer, record)
 

@@ -116,6 +116,8 @@ class MemoryProbe(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a forward; in the first micro-batch of a chosen step, begin to watch."""
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._stop(trainer)  # a step that was left before its end
         if self._ledger is None and reporting.is_chosen(self.steps, trainer.global_step):
             self._step = trainer.global_step
             self._ledger = Ledger(trainer.strategy.root_device)

@@ -90,7 +90,6 @@ class MicrobatchIsolationProbe(pl.Callback):
         """Find the gradients."""
         reporting.refuse_manual_optimization(self, pl_module)
         self._access = gradients_of(trainer, pl_module)
-        self._is_new_step = True
 
     @override
     def on_train_batch_start(
@@ -100,6 +99,13 @@ class MicrobatchIsolationProbe(pl.Callback):
         assert self._access is not None, "training has started"
         if self._handle is None and reporting.is_chosen(self.steps, trainer.global_step):
             self._handle = self._access.on_local(self._on_local)
+
+    @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """A step begins; the one before may have been left before its end."""
+        self._is_new_step, self._own = True, []
 
     @override
     def on_before_backward(
@@ -126,7 +132,6 @@ class MicrobatchIsolationProbe(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Report the step. Collective."""
-        self._is_new_step = True
         if self._handle is None:
             return
         self._handle.remove()

@@ -123,6 +123,13 @@ class GradientNoiseScale(pl.Callback):
         self._samples = float(self.num_samples(batch))
 
     @override
+    def on_before_zero_grad(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """A step begins; the one before may have been left before its end."""
+        self._arriving, self._parts = [], []
+
+    @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Close a micro-batch."""
         scale = reporting.loss_scale(trainer)
