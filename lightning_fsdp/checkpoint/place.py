@@ -86,7 +86,8 @@ class Place:
             self.version.rename(self.path / self.version.name)
             sync_folder(self.path)
             if (self.path / LINK).is_dir() and not (self.path / LINK).is_symlink():
-                # A copy holds a folder in place of the link; it goes as a version does.
+                # A copy holds a folder in place of the link; it goes as a version does. Nothing
+                # else has ten times the number: those that are there are below this save's.
                 (self.path / LINK).rename(self.path / f"{self.version.name}0")
             (self._whole / LINK).replace(self.path / LINK)
             sync_folder(self.path)
