@@ -94,6 +94,9 @@ class FSDP1Engine(NativeEngine):
             ]
         else:
             self._roots = [FullyShardedDataParallel(module, **options)]
+        for root in self._roots:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(root):
+                self._free_after_forward(wrapper)
         flats = list(torch_internals.fsdp1_flat_parameters(self._roots))
         flat_of = {id(p): (flat, originals) for flat, originals in flats for p in originals}
         self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
@@ -275,12 +278,14 @@ class FSDP1Engine(NativeEngine):
         if self._kept_whole is None:
             self._kept_whole = torch_internals.fsdp1_kept_whole(self._roots)
             self._kept_whole.__enter__()
+        self.holds_whole = True
 
     @override
     def release_whole(self) -> None:
         kept_whole, self._kept_whole = self._kept_whole, None
         if kept_whole is not None:
             kept_whole.__exit__(None, None, None)
+        self.holds_whole = False
 
     @override
     def with_whole_shapes(self) -> AbstractContextManager[Any]:
@@ -288,7 +293,13 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def read_shards_again(self) -> None:
-        torch_internals.fsdp1_reshard(self._roots)
+        for root in self._roots:
+            for module in FullyShardedDataParallel.fsdp_modules(root):
+                self._free(module)
+
+    @override
+    def _free(self, module: nn.Module) -> None:
+        torch_internals.fsdp1_free(module)
 
 
 class _StateOfPieces(ShardedState):

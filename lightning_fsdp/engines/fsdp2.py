@@ -61,7 +61,10 @@ class FSDP2Engine(NativeEngine):
         for _, modules in merge_tied(find_units(module, self.units)):
             if module not in modules:
                 fsdp.fully_shard(modules, **options)
+            if len(modules) == 1 and module not in modules:  # else others of the unit may follow
+                self._free_after_forward(modules[0])
         fsdp.fully_shard(module, **options)
+        self._free_after_forward(module)
         parameters = dict(module.named_parameters())
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         for sharded, fsdp_parameter, group in torch_internals.fsdp2_parameters(module):
@@ -195,6 +198,7 @@ class FSDP2Engine(NativeEngine):
         for module in self._units():
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
+        self.holds_whole = True
 
     @override
     def release_whole(self) -> None:
@@ -203,12 +207,17 @@ class FSDP2Engine(NativeEngine):
             module.set_reshard_after_forward(
                 bool(self.plan.reshard_after_forward) and not is_root, recurse=False
             )
+        self.holds_whole = False
         self.read_shards_again()
 
     @override
     def read_shards_again(self) -> None:
         for module in self._units():
             module.reshard()
+
+    @override
+    def _free(self, module: nn.Module) -> None:
+        cast(FSDPModule, module).reshard()
 
     def _units(self) -> Iterator[FSDPModule]:
         for module in [] if self.module is None else self.module.modules():

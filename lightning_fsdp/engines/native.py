@@ -67,6 +67,7 @@ class NativeEngine(Engine):
         device: Where this rank computes and communicates; offloaded pieces are elsewhere.
         micro_batch: Backwards since the optimizer's last step.
         keeps_separate: Keep the reduced gradients of each backward apart.
+        holds_whole: Whether every unit is whole until :meth:`release_whole`.
         separate: Those kept, by micro-batch and name.
     """
 
@@ -80,7 +81,7 @@ class NativeEngine(Engine):
         self.micro_batch = 0
         self.local_hooks: dict[int, LocalHook] = OrderedDict()
         self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
-        self.keeps_separate = False
+        self.keeps_separate = self.holds_whole = False
         self.separate: dict[int, dict[str, Tensor]] = {}
         self.form: ModuleForm | None = None
         self._optimizers: list[Optimizer] = []
@@ -96,6 +97,10 @@ class NativeEngine(Engine):
         self, module: nn.Module, device: torch.device, precision: MixedPrecisionPolicy
     ) -> dict[str, nn.Parameter]:
         """Shard the module in place; the parameters that optimizers get, by original name."""
+
+    @abstractmethod
+    def _free(self, module: nn.Module) -> None:
+        """Free the whole copies of one unit, if there are any."""
 
     @abstractmethod
     def _forget(self) -> None:
@@ -212,6 +217,19 @@ class NativeEngine(Engine):
         while self._hooks:
             self._hooks.pop().remove()
 
+    # -- whole copies -----------------------------------------------------------------------------
+
+    # Under ZeRO-2, and of roots, torch keeps those of a forward until a backward frees them. Where
+    # none follows, a step or the user's own code would write to shards that no forward reads again
+    # (FSDP1), or to copies that are dropped (FSDP2).
+
+    def _free_after_forward(self, unit: nn.Module) -> None:
+        unit.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and not self.holds_whole:
+            self._free(unit)
+
     # -- gradients --------------------------------------------------------------------------------
 
     def _watch_local_gradients(self) -> None:
@@ -258,6 +276,8 @@ class NativeEngine(Engine):
         self._aside.clear()
         self._is_aside = False
         self.micro_batch += 1
+        if self.syncs_gradients:  # otherwise torch keeps whole copies until a backward that does
+            self.read_shards_again()
 
     def _add_to_earlier(self, name: str, parameter: nn.Parameter) -> None:
         gradient, earlier = self.reduced(name), self._aside.pop(name, None)
@@ -324,6 +344,7 @@ class NativeEngine(Engine):
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_step()
+        self.read_shards_again()
 
     @override
     def end_step(self) -> None:

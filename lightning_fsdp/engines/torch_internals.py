@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.distributed.fsdp._runtime_utils import _lazy_init
+from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.optim import Optimizer
 
 
@@ -172,6 +172,14 @@ def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
             handle._sharding_strategy = strategy
             handle.reshard(True)
             handle._prefetched = False
+
+
+def fsdp1_free(module: nn.Module) -> None:
+    """Free the whole copies of one unit, where there are any; FSDP1 has no public name for it."""
+    handle: Any = cast(FullyShardedDataParallel, module)._handle
+    has_run = handle is not None and hasattr(handle.flat_param, "_local_shard")
+    if has_run and handle.uses_sharded_strategy and not handle.needs_unshard():
+        _reshard(module, handle, True)
 
 
 def fsdp1_reshard(roots: Iterable[nn.Module]) -> None:

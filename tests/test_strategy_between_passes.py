@@ -1,0 +1,107 @@
+"""What users do to parameters between a forward and the next one is seen by the next one."""
+
+import functools
+
+import torch
+from torch import nn
+
+from tests.support.trainer import (
+    SHARDED,
+    Block,
+    Regressor,
+    assert_each_like_ddp,
+    make_loader,
+    make_trainer,
+    seeded,
+    weights_of,
+)
+
+
+class _Own(Regressor):
+    """A parameter of the LightningModule itself, and as many epochs as there are validations."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 0.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class _LooksBeforeStep(Regressor):
+    """As one logs an accuracy, with what the backward has left."""
+
+    def on_before_optimizer_step(self, optimizer):
+        with torch.no_grad():
+            self.losses.append(self(torch.ones(2, 5)).sum())
+
+
+class _LooksByHand(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.losses.append(self(torch.ones(2, 5)).sum().detach())  # with a graph that is dropped
+        optimizer.step()
+
+
+class _Freezes(_Own):
+    def on_train_epoch_start(self):
+        self.requires_grad_(self.current_epoch != 1)
+        self.head.requires_grad_()
+
+
+class _Scales(_Own):
+    def on_train_epoch_start(self):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+
+
+class _GoesBack(_Own):
+    def on_train_epoch_start(self):
+        state = {name: torch.full_like(value, 0.1) for name, value in self.first.items()}
+        self.trainer.strategy.load_model_state_dict({"state_dict": state})
+
+
+class _Follows(Regressor):
+    """A teacher that follows its student, and has no backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.ModuleList(Block(7) for _ in self.blocks).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        with torch.no_grad():
+            target = self.inlet(x)
+            for block in self.teacher:
+                target = block(target)
+            y = y + target[:, :3]
+        return super().training_step((x, y), batch_idx)
+
+    def on_train_batch_end(self, *_):
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.blocks.parameters(), strict=True)
+            for theirs, mine in pairs:
+                theirs.mul_(0.5).add_(mine, alpha=0.5)
+
+
+def _trained(kind, strategy, folder, rank):
+    model = seeded(kind)
+    model.first = weights_of(model)
+    if strategy == "ddp":
+        strategy = "ddp_find_unused_parameters_true"
+    trainer = make_trainer(strategy, folder, max_epochs=3, num_sanity_val_steps=2)
+    trainer.fit(model, make_loader(16), make_loader(8, seed=1))
+    return {"losses": torch.stack(model.losses), **weights_of(model)}
+
+
+def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
+    kinds = _LooksBeforeStep, _LooksByHand, _Freezes, _Scales, _GoesBack, _Follows
+    scenarios = [functools.partial(_trained, kind) for kind in kinds]
+    assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
