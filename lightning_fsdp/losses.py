@@ -15,8 +15,7 @@ Note: dtypes
 Products are in the dtype of the operands; sums over positions, chunks and blocks are in fp32, or in
 fp64. The weight's gradient over several chunks is such a sum, of twice the bytes of a gradient in
 bf16. In one chunk each of its blocks is one product, which sums in fp32 by itself. So some more
-positions in bf16 than a chunk has are one chunk. Its logits would take up to as much as that sum;
-so they are computed block by block, for the losses and once more for the gradients.
+positions in bf16 than a chunk has are one chunk, as long as its logits take no more than that sum.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 
 # A block has at most so many elements, and at most one of so many parts of the vocabulary.
-_AT_ONCE, _PARTS = 2**24, 8
+_AT_ONCE, _PARTS = 2**24, 12
 CHUNK_SIZE = 256
 """Positions whose logits exist at once, unless chosen otherwise; see :func:`chunk_size_of`."""
 
 _most_chunks: ContextVar[int | None] = ContextVar("most_chunks", default=None)
-_is_again: ContextVar[bool] = ContextVar("is_again", default=False)
 
 
 @not_compiled
@@ -65,8 +63,7 @@ def linear_cross_entropy(
         chunk_size: Positions whose logits exist at once. More are faster: each chunk reads the
             weight twice, and reads and writes its gradient. By default 256; but for a weight in
             bf16 that is trained, more positions, up to twice ``width``, are one chunk, whose logits
-            exist for a part of the vocabulary at a time and are computed twice: a product more,
-            and no sum of the weight's gradient in fp32.
+            take no more than the sum of the weight's gradient in fp32, which one chunk needs not.
 
     Returns:
         0-d, float32. Its backward runs once, and is not differentiable again.
@@ -76,7 +73,6 @@ def linear_cross_entropy(
         ValueError: A wrong shape, reduction or size of chunks.
     """
     _check(hidden, weight, labels, bias, reduction, chunk_size)
-    is_given = chunk_size is not None
     size = chunk_size if chunk_size is not None else chunk_size_of(hidden, weight)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):  # as of the linear layer, outside of what follows
@@ -91,13 +87,7 @@ def linear_cross_entropy(
             bias,
             labels.flatten().where(counts, 0).unsqueeze(1).long(),
             counts.unsqueeze(1),
-            _Needs.of(
-                hidden,
-                weight,
-                bias,
-                chunk_size=size,
-                keeps_logits=is_given or size <= CHUNK_SIZE,
-            ),
+            _Needs.of(hidden, weight, bias, size),
         )
     if reduction == "sum":
         return loss
@@ -155,31 +145,17 @@ def only_first_chunks(num: int) -> Iterator[None]:
         _most_chunks.reset(token)
 
 
-def computes_again() -> bool:
-    """Whether logits are computed a second time, which is no work of the model's."""
-    return _is_again.get()
-
-
 @dataclass(frozen=True)
 class _Needs:
-    """Which gradients are made, in how large chunks of positions, and what is kept of a chunk."""
+    """Which gradients are made, in how large chunks of positions."""
 
     hidden: bool
     weight: bool
     bias: bool
     chunk_size: int
-    keeps_logits: bool
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        *,
-        chunk_size: int,
-        keeps_logits: bool,
-    ) -> _Needs:
+    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int) -> _Needs:
         # Not ctx.needs_input_grad, which does not know of torch.no_grad().
         is_on = torch.is_grad_enabled()
         return cls(
@@ -187,7 +163,6 @@ class _Needs:
             weight=is_on and weight.requires_grad,
             bias=is_on and bias is not None and bias.requires_grad,
             chunk_size=chunk_size,
-            keeps_logits=keeps_logits,
         )
 
 
@@ -255,17 +230,12 @@ def _sum_over_chunks(
     blocks = list(_parts(vocabulary, width))
     # One memory for all chunks: fresh memory of this size costs page faults, and that of the chunk
     # before would still be alive.
-    memory = hidden.new_empty(num, vocabulary if needs.keeps_logits else width)
+    memory = hidden.new_empty(num, vocabulary)
     wide = torch.promote_types(memory.dtype, torch.float32)
-    in_place = needs.keeps_logits and memory.dtype is wide
+    in_place = memory.dtype is wide
     in_wide = memory if in_place else memory.new_empty(num, width, dtype=wide)
     blocks_of_labels, indices = labels // width, labels % width
     weight.new_empty(vocabulary).index_select(0, labels[:, 0])  # fails where one is no class
-
-    def logits(inputs: Tensor, columns: slice) -> Tensor:
-        if needs.keeps_logits:
-            return memory[: len(inputs), columns]
-        return _linear(inputs, weight, bias, columns, memory)
 
     def exponentials(product: Tensor, top: Tensor) -> Tensor:
         block = product if in_place else in_wide[: len(product), : product.shape[1]].copy_(product)
@@ -274,12 +244,15 @@ def _sum_over_chunks(
     for part in islice(_parts(len(hidden), needs.chunk_size), _most_chunks.get()):
         inputs, counts_here = hidden[part], counts[part]
         rows, index = torch.arange(len(inputs), device=hidden.device), indices[part, 0]
-        if needs.keeps_logits:
-            _linear(inputs, weight, bias, slice(None), memory)
+        logits = memory[: len(inputs)]
+        if bias is None:
+            torch.mm(inputs, weight.T, out=logits)
+        else:
+            torch.addmm(bias, inputs, weight.T, out=logits)
         of_label, sums = torch.zeros(2, len(inputs), 1, dtype=wide, device=hidden.device)
         top, tops = torch.full_like(sums, torch.finfo(wide).min), []
         for number, columns in enumerate(blocks):
-            product = logits(inputs, columns)
+            product = logits[:, columns]
             # Of a label elsewhere, something that is not used.
             found = product[rows, index.clamp(max=product.shape[1] - 1), None]
             of_label = torch.where(blocks_of_labels[part] == number, found.to(wide), of_label)
@@ -291,13 +264,8 @@ def _sum_over_chunks(
         loss += torch.where(counts_here, sums.log() + (top - of_label), 0).sum()
         if all(gradient is None for gradient in gradients):
             continue
-        of_inputs = None  # a sum over blocks, where no product of all of them can be made
-        if of_hidden is not None and not needs.keeps_logits:
-            of_inputs = torch.zeros_like(inputs, dtype=wide)
         for number, (columns, top_then) in enumerate(zip(blocks, tops, strict=True)):
-            token = _is_again.set(True)
-            product = logits(inputs, columns)
-            _is_again.reset(token)
+            product = logits[:, columns]
             block = product if in_place else exponentials(product, top_then)
             block *= counts_here * (top_then - top).exp() / sums
             # Minus one-hot, in fp32: the label's is all but 1. Not by scatter_, which on a CPU
@@ -310,28 +278,13 @@ def _sum_over_chunks(
                 block = product.copy_(block)
             if of_weight is not None:
                 _add_product(of_weight[columns], block.T, inputs)
-            if of_inputs is not None:
-                _add_product(of_inputs, block, weight[columns])
-        if of_hidden is not None and of_inputs is not None:
-            of_hidden[part] = of_inputs
-        elif of_hidden is not None:
-            torch.mm(memory[: len(inputs)], weight, out=of_hidden[part])
+        if of_hidden is not None:
+            torch.mm(logits, weight, out=of_hidden[part])
     return loss
 
 
 def _zeros(like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-
-
-def _linear(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, columns: slice, memory: Tensor
-) -> Tensor:
-    """Some of the logits, at the beginning of other memory."""
-    some = weight[columns]
-    out = memory[: len(inputs), : len(some)]
-    if bias is None:
-        return torch.mm(inputs, some.T, out=out)
-    return torch.addmm(bias[columns], inputs, some.T, out=out)
 
 
 def _parts(num: int, size: int) -> Iterator[slice]:

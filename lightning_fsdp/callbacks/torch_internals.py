@@ -12,7 +12,6 @@ from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fsdp.core.engine.torch_internals import is_in_backward
-from lightning_fsdp.losses import computes_again
 
 
 def record_memory_history(is_on: bool) -> None:
@@ -43,13 +42,13 @@ def attention_on_cpu() -> tuple[Any, Any]:
 
 
 class ModelFlopCounter(FlopCounterMode):
-    """Leaves out what is computed a second time: by activation checkpointing, or for a loss.
+    """Leaves out what activation checkpointing computes a second time.
 
-    Checkpointing does so in the backward, with gradients enabled; a backward itself has them
+    It does so in the backward, with gradients enabled; a backward itself has them
     disabled, unless it is differentiated. The counter has no public place to leave something out.
     """
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if (is_in_backward() and torch.is_grad_enabled()) or computes_again():
+        if is_in_backward() and torch.is_grad_enabled():
             return out
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
