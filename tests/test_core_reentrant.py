@@ -132,6 +132,7 @@ def fail_and_go_on(rank, world_size):
     with pytest.raises(ValueError, match="a hook fails"):
         failing.backward()
     handle.remove()
+    model.zero_grad()  # what had been reduced before
     going_on.backward()
     plain(torch.ones(2, 6)).backward()
     for name, parameter in plain.named_parameters():

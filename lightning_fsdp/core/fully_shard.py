@@ -199,6 +199,8 @@ def call_as_forward(
     assert hooks is not None, "it was sharded"
     if hooks.unit is not None and hooks.schedule.is_inside(hooks.unit):
         return function(*args, **kwargs)
+    if hooks.unit is not None:  # also that of an embedding, of whose forward it is known
+        hooks.unit.needs_backward_gather = True
     try:
         args, kwargs = hooks.on_call(module, args, kwargs)
         output = function(*args, **kwargs)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Site
@@ -139,8 +140,10 @@ def is_container(module: nn.Module) -> bool:
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
-    """Whether a module may; a plain embedding does not."""
-    return not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward
+    """Whether a module may; a plain embedding does not, unless its weight is computed."""
+    is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    # The old weight_norm is a hook.
+    return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
 
 
 def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:

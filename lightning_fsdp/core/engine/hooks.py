@@ -2,7 +2,7 @@
 
     module call    ->  pre_forward          (forward pre-hook)
                        recompute            (likewise, inside of a backward)
-    inputs         ->  close_call           (identity node: last in the unit's backward)
+    inputs         ->  leave                (identity node: last in the call's backward)
     outputs        ->  before_backward      (pre-hook of the nodes that made them)
     kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
     module return  ->  post_forward         (forward hook, called after exceptions too)
@@ -103,16 +103,18 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module's forward begins; gives the arguments that it is to have."""
-        unit, repeats = self.unit, False
+        unit = self.unit
+        # The backward of a call inside of another of the same unit ends before the unit's.
+        is_outermost = unit is not None and not self.schedule.is_inside(unit)
         if current_backward() != NO_BACKWARD:
-            repeats = self.schedule.recompute(unit)
+            self.schedule.recompute(unit)
         else:
             self.schedule.pre_forward(unit)
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
-        if torch.is_grad_enabled() and not repeats:
+        if torch.is_grad_enabled() and is_outermost:
             args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
         return args, kwargs
 
@@ -145,6 +147,8 @@ class ModuleHooks:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not marked:
             return inputs
+        if current_backward() == NO_BACKWARD:  # what is computed again may have no backward
+            self.schedule.note_call(unit)
         passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
@@ -184,12 +188,11 @@ class _EndOfBackward(torch.autograd.Function):
     def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.hooks, ctx.unit = hooks, unit
         ctx.set_materialize_grads(False)
-        hooks.schedule.open_call(unit, ctx)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.hooks.schedule.close_call(ctx.unit, ctx)
+        ctx.hooks.schedule.leave(ctx.unit)
         return None, None, *gradients
 
 

@@ -10,20 +10,20 @@ the backward before this one began with it.
     gathers    0 -> 1   |     2     |                gathers        1      |     0     |
                                                      reductions            |     2     |  1 -> 0
 
-What happens when depends on the graph alone, never on which gradients this rank happens to have: a
-unit's gradients are reduced when the backward leaves it through its inputs, or at the end of the
-backward where its inputs need no gradient. A flat parameter that several units share waits for the
-last.
+What happens when depends on the graph alone, never on which gradients this rank happens to have or
+which other graphs are alive on it: a unit is freed, and its gradients are reduced, when a backward
+leaves it through its inputs, or at the end of the backward where they need no gradient. Where it
+was called several times, that is when another unit is reached, so that calls in a row are one
+reduction. A flat parameter that several units share waits for the last.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +55,8 @@ class _Backward:
     # Whether it has left each unit that it reached, by whatever way; in its order.
     has_left: dict[Unit, bool] = field(default_factory=dict)
     entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
+    # Left by the inputs of a call, and still whole: another call of it may follow.
+    leaving: Unit | None = None
     # With gradients to reduce, or to keep.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
@@ -86,8 +88,7 @@ class Schedule(Runner):
         self.gathers = Gathers(self.watchers)
         self._reductions = Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        # Of each unit, the calls whose graphs are alive, and which those graphs own.
-        self._calls: defaultdict[Unit, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
+        self._num_calls: Counter[Unit] = Counter()  # of this pass, which no backward has left
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -125,6 +126,7 @@ class Schedule(Runner):
             if self._backward is not None:
                 self._recover("a backward")
             self._order_in_forward.begin()
+            self._num_calls.clear()
             for call in self.watchers.on_pass:
                 call()
         self._depth += 1
@@ -176,27 +178,21 @@ class Schedule(Runner):
         """Whether a module of the unit is in its forward, so that the unit is whole."""
         return unit in self._running and self._running[unit].depth > 0
 
-    def recompute(self, unit: Unit | None) -> bool:
-        """A module runs again inside of a backward, which ends what begins here.
+    def note_call(self, unit: Unit) -> None:
+        """A backward will leave the unit through the inputs of this call, if it comes to it."""
+        self._num_calls[unit] += 1
 
-        Returns:
-            Whether that is the unit's own backward, running or coming. Reentrant activation
-            checkpointing repeats a forward that had no graph, and then runs a backward through the
-            repetition, inside of the one that is running.
-        """
+    def recompute(self, unit: Unit | None) -> None:
+        """A module runs again inside of a backward, which ends what begins here."""
         backward = self._open_backward()
         if unit is None:
-            return True
+            return
+        self._reach(backward, unit)
         backward.has_left.setdefault(unit, False)
         self.gathers.refresh(unit)
         if unit not in self._running:  # as in a training step that calls backward itself
             self.gathers.make_whole(unit)
             unit.install_leaves()
-        return unit in backward.entered or bool(self._calls[unit])
-
-    def open_call(self, unit: Unit, call: Any) -> None:
-        """Note a call, which its graph owns, whose backward will leave the unit by its inputs."""
-        self._calls[unit].add(call)
 
     def _end_forward(self, unit: Unit) -> None:
         running = self._running.pop(unit)
@@ -219,6 +215,7 @@ class Schedule(Runner):
         backward = self._open_backward()
         if unit is None:
             return
+        self._reach(backward, unit)
         is_first = unit not in backward.entered
         backward.entered.add(unit)
         backward.has_left[unit] = False
@@ -233,12 +230,21 @@ class Schedule(Runner):
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
-    def close_call(self, unit: Unit, call: Any) -> None:
-        """The backward leaves a unit through the inputs of a call; the last call finishes it."""
-        backward, calls = self._open_backward(), self._calls[unit]
-        calls.discard(call)
-        if not calls:
+    def leave(self, unit: Unit) -> None:
+        """The backward leaves a unit through the inputs of a call."""
+        backward = self._open_backward()
+        self._reach(backward, unit)
+        self._num_calls[unit] -= 1
+        if self._num_calls[unit] > 0:
+            backward.leaving = unit
+        else:
             self._finish(backward, unit)
+
+    def _reach(self, backward: _Backward, unit: Unit | None) -> None:
+        """Finish the unit that was left, unless the backward reaches it again."""
+        left, backward.leaving = backward.leaving, None
+        if left is not None and left is not unit:
+            self._finish(backward, left)
 
     def _finish(self, backward: _Backward, unit: Unit) -> None:
         backward.has_left[unit] = True
@@ -297,6 +303,7 @@ class Schedule(Runner):
 
     def _close_backward(self) -> None:
         backward = self._open_backward()
+        self._reach(backward, None)
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
