@@ -298,6 +298,7 @@ def _prepare(
     known = _known_flat_params(units)
     for unit in units:
         checks.check_parameters(unit, known)
+    checks.check_memory(units)
     policy = options.mp_policy or MixedPrecisionPolicy()
     checks.check_ties(known.values(), policy, offload)
     checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)

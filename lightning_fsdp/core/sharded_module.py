@@ -81,6 +81,15 @@ class UnshardHandle:
 class ShardedModule(nn.Module):
     """Mixed into the class of every module that was sharded."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module, where code makes another one of a module's class (``model[:2]``)."""
+        if args or kwargs:  # a copy gets its attributes later
+            return cls.__mro__[2](*args, **kwargs)
+        return super().__new__(cls)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Not the class's own: nobody has derived from it."""
+
     @torch_internals.skip_in_compiling
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.__call__``; a Ctrl-C inside leaves the schedule as an error does."""
@@ -223,22 +232,31 @@ class ShardedModule(nn.Module):
             RuntimeError: A gradient was not reduced yet.
         """
         communicator = self._hooks().schedule.communicator
-        return clip_grad_norm_(
-            self.parameters(),
-            max_norm,
-            norm_type,
-            communicator,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        with _shards_in_place(self):
+            return clip_grad_norm_(
+                self.parameters(),
+                max_norm,
+                norm_type,
+                communicator,
+                error_if_nonfinite=error_if_nonfinite,
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, inside of a forward as well."""
+        with _shards_in_place(self):
+            super().zero_grad(set_to_none)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As ``nn.Module.requires_grad_``, inside of a forward as well."""
+        with _shards_in_place(self):
+            return super().requires_grad_(requires_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
         with _shards_in_place(self):
             return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.load_state_dict``; whole plain tensors are welcome.
 
         With ``assign=True``, too, values are copied: parameters stay the sharded ones.
@@ -247,7 +265,9 @@ class ShardedModule(nn.Module):
             RuntimeError: It is called inside of a forward.
             TypeError: A tensor to be assigned has another dtype than its parameter.
         """
-        if assign:
+        # Given on as they are: a class may have defaults of its own.
+        options = dict(zip(("strict", "assign"), args, strict=False), **kwargs)
+        if options.pop("assign", False):
             self._check_dtypes(state_dict)
         computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
         if computing:
@@ -257,7 +277,7 @@ class ShardedModule(nn.Module):
                 "whose whole copy would take the values and be freed with them. Call it after the "
                 "forward."
             )
-        return super().load_state_dict(state_dict, strict=strict)
+        return super().load_state_dict(state_dict, **options)
 
     def _check_dtypes(self, state_dict: Mapping[str, Any]) -> None:
         for name, parameter in self.named_parameters():

@@ -158,15 +158,11 @@ class ScratchEngine(Engine):
 
     @override
     def gatherable_state_dict(self) -> dict[str, Any]:
-        known: dict[int, Gatherable] = {}  # tied parameters have one spec
+        known: dict[tuple[int, int], Gatherable] = {}  # tied parameters are one
         state: dict[str, Any] = {}
-        module = self.sharded_module("state")
-        buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-        for name, value in module.state_dict().items():
-            if isinstance(value, ShardedTensor) and name in buffers:  # with values of its own
-                value = _gatherable(value)
-            elif isinstance(value, ShardedTensor):
-                value = known.setdefault(id(value.spec), _gatherable(value))
+        for name, value in self.sharded_module("state").state_dict().items():
+            if isinstance(value, ShardedTensor):
+                value = known.setdefault(value.identity, _gatherable(value))
             state[name] = _on_host(value)
         return state
 

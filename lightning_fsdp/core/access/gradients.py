@@ -227,12 +227,16 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 "earlier backward without reduction. Reduce them with the next backward, or drop "
                 "them with zero_grad()."
             )
+        # Those kept apart before, and not cleared, keep their numbers.
+        present = (parameter.grad for f in flat_params for parameter in f.parameters)
+        kept = [n for g in present if isinstance(g, ShardedTensor) for n in g.micro_batches]
+        num_kept = 1 + max(kept, default=-1) if mode == "separate" else 0
         before = {unit: (unit.syncs_gradients, unit.averages_replicas) for unit in units}
         for unit in units:
             unit.syncs_gradients = mode != "local"
             unit.averages_replicas |= mode != "sum"
         for flat_param in flat_params:
-            flat_param.micro_batch = 0
+            flat_param.micro_batch = num_kept
         # Where another context keeps them apart already, that one does.
         watched = [f for f in flat_params if mode == "separate" and not _keeps_apart(f)]
         apart = Handle([register(f.gradient_watchers, _KeepingApart()) for f in watched])

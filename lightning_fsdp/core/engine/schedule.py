@@ -20,6 +20,7 @@ reduction. A flat parameter that several units share waits for the last.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,8 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
+
+_numbers = itertools.count()
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Schedule(Runner):
     Attributes:
         communicator: The sharding group and its replicas.
         watchers: What hangs on it.
+        number: Of schedules in this process, in the order in which they were made.
         units: All units, in the order in which they were sharded.
         gathers: Under way, or ahead.
     """
@@ -78,6 +82,7 @@ class Schedule(Runner):
     def __init__(
         self, communicator: Communicator, new_watchers: Callable[[], Sequence[Watcher]]
     ) -> None:
+        self.number = next(_numbers)
         self.communicator = communicator
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())

@@ -70,3 +70,9 @@ def wrap_without_storage(
 def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def storage_id(tensor: Tensor) -> int:
+    """The same for views of one memory, though it is empty; torch has no public name for it."""
+    with torch._C.DisableTorchFunctionSubclass():  # of a leaf whose copy is not there, too
+        return tensor.untyped_storage()._cdata

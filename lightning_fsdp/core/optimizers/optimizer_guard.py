@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import name_of_leaf
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
@@ -55,9 +56,9 @@ def watch(*schedules: Schedule) -> None:
 
 
 def schedules() -> list[Schedule]:
-    """All that are watched now."""
+    """All that are watched now, in one order on all ranks."""
     with _lock:
-        return list(_schedules)
+        return sorted(_schedules, key=lambda schedule: schedule.number)
 
 
 @functools.cache
@@ -68,6 +69,7 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    _refuse_leaves(optimizer)
     sharded = _sharded_in(optimizer)
     whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
     if whole_tensors is not None:
@@ -102,6 +104,22 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _sharded_in(optimizer: Optimizer) -> set[int]:
     groups = optimizer.param_groups
     return {id(p) for group in groups for p in group["params"] if isinstance(p, ShardedTensor)}
+
+
+def _refuse_leaves(optimizer: Optimizer) -> None:
+    """Raise where an optimizer was built inside of a forward, over whole copies.
+
+    Raises:
+        RuntimeError: Names the parameter.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (name := name_of_leaf(parameter)) is not None:
+                raise RuntimeError(
+                    f"optimizer step: expected the sharded parameter {name!r}, got the whole copy "
+                    "that is there inside of a forward, which nobody reads. Build the optimizer "
+                    "outside of the forward."
+                )
 
 
 def _end_micro_batches(specs: Collection[ShardSpec]) -> None:

@@ -5,6 +5,7 @@ Messages do not name the rank: ranks compare them, and all raise the one that th
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -155,6 +156,38 @@ def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
             expected, got, cure = problem
             unit = plan.name or type(plan.modules[0]).__name__
             raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
+
+
+def check_memory(units: Iterable[UnitPlan]) -> None:
+    """Refuse parameters that share memory: each would have slices of its own, and go its own way.
+
+    Raises:
+        ValueError: Two of them do.
+    """
+    spans = sorted(
+        (parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), unit.names[parameter])
+        for unit in units
+        for parameter in unit.sites
+        if parameter.numel() and _has_memory(parameter)
+    )
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            raise ValueError(
+                f"fully_shard: expected parameters with memory of their own, got {other!r}, which "
+                f"shares memory with {name!r}. Register one parameter in both places, which ties "
+                "them, or clone the values."
+            )
+
+
+def _has_memory(parameter: Tensor) -> bool:
+    is_plain = not isinstance(parameter, ShardedTensor) and not torch_internals.is_fake(parameter)
+    return is_plain and not parameter.is_meta
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in pairs)) * tensor.element_size()
 
 
 def check_ties(

@@ -31,20 +31,18 @@ def full_state_dict(
         memory with the module. Tied parameters stay one tensor under several names.
     """
     state: dict[str, Tensor] = {}
-    copies: dict[int, Tensor] = {}  # tied parameters have one spec
-    # That of a parameter, where it is a copy of one, with values of its own.
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    copies: dict[tuple[int, int], Tensor] = {}
     is_owner = mesh_rank_of(module.parameters()) == 0 or not rank0_only
     for name, value in module.state_dict().items():
         if not isinstance(value, Tensor):  # extra state of a module
             whole = value
-        elif not isinstance(value, ShardedTensor) or name in buffers:
+        elif not isinstance(value, ShardedTensor):
             whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
         else:
-            if id(value.spec) not in copies:
+            if value.identity not in copies:
                 whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
-                copies[id(value.spec)] = whole
-            whole = copies[id(value.spec)]
+                copies[value.identity] = whole
+            whole = copies[value.identity]
         if is_owner:
             state[name] = whole
     return state

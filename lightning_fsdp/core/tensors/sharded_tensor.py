@@ -55,6 +55,11 @@ class ShardedTensor(Sharded, FlatChunks):
         return _handlers[func](func, args, kwargs or {})
 
     @property
+    def identity(self) -> tuple[int, int]:
+        """The same for what tied names, ``detach()`` and ``.data`` give, and for no copy of it."""
+        return id(self.spec), torch_internals.storage_id(self._local)
+
+    @property
     def micro_batches(self) -> dict[int, ShardedTensor]:
         """Of a gradient: what each micro-batch added, where they are kept apart."""
         kept: dict[int, ShardedTensor] = self.__dict__.setdefault("_micro_batches", {})

@@ -1,0 +1,202 @@
+"""What user code does to its module inside of a forward, or makes of its parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fsdp import call_with, full_state_dict, fully_shard, gradients, weights
+from tests.support.cases import each_on_ranks
+from tests.support.ranks import run_on_ranks
+
+
+class _Net(nn.Module):
+    """With a parameter of its own, and two units below."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+        self.scale = nn.Parameter(torch.full((5,), 0.5))
+
+    def forward(self, x):
+        return self.layers(x) * self.scale
+
+
+def _sharded(kind=_Net):
+    model = kind()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _by_hand(model, optimizer, x):
+    """A step inside of a forward, as of a ``training_step``."""
+    model.zero_grad()
+    loss = model(x).square().sum()
+    loss.backward()
+    model.clip_grad_norm_(0.1) if hasattr(model, "clip_grad_norm_") else nn.utils.clip_grad_norm_(
+        model.parameters(), 0.1
+    )
+    optimizer.step()
+    return loss.detach()
+
+
+def _step_inside(rank, world_size):
+    plain, model = _Net(), _sharded()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        x = torch.full((2, 5), 1.0 + step)
+        expected = _by_hand(plain, optimizers[0], x)
+        found = call_with(model, lambda x: _by_hand(model, optimizers[1], x), x)
+        torch.testing.assert_close(found, expected)
+    for name, value in full_state_dict(model).items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+
+
+def test_a_step_taken_inside_of_a_forward_is_that_of_a_plain_module():
+    run_on_ranks(_step_inside, 2)
+
+
+def _freeze_inside(rank, world_size):
+    model = _sharded()
+    call_with(model, lambda: model.requires_grad_(False))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    model.requires_grad_(True)
+    model(torch.ones(2, 5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_what_is_frozen_inside_of_a_forward_can_be_thawed_outside():
+    run_on_ranks(_freeze_inside, 2)
+
+
+def _build_inside(rank, world_size):
+    model = _sharded()
+    optimizer = call_with(model, lambda: torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"sharded parameter 'scale', got the whole copy.*Build"):
+        optimizer.step()
+
+
+def test_an_optimizer_that_was_built_inside_of_a_forward_is_refused():
+    run_on_ranks(_build_inside, 2)
+
+
+class _Renormed(_Net):
+    """As some keep the rows of a weight short."""
+
+    def forward(self, x):
+        self.scale.data = torch.renorm(self.scale.data[None], 2, 0, 1.0)[0]
+        return super().forward(x)
+
+
+def _assign_inside(rank, world_size):
+    model = _sharded(_Renormed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"'scale' to be written to in place, got another"):
+        optimizer.step()
+
+
+def test_another_tensor_for_the_data_of_a_weight_is_refused():
+    run_on_ranks(_assign_inside, 2)
+
+
+class _Derives(nn.Module):
+    """Its state has values that are made of a parameter, and are not it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0))
+        self.tied = self.weight
+        self.register_state_dict_post_hook(_add_half)
+
+    def get_extra_state(self):
+        return self.weight.detach() * 2
+
+    def set_extra_state(self, state):
+        pass
+
+
+def _add_half(module, state, prefix, _):
+    state[prefix + "half"] = module.weight.detach().double() / 2
+
+
+def _save_derived(rank, world_size):
+    model = fully_shard(_Derives())
+    model.copy = nn.Parameter(model.weight.detach().clone() * 3)  # made of one, after sharding
+    state = full_state_dict(model)
+    expected = torch.arange(6.0)
+    factors = {"weight": 1, "tied": 1, "copy": 3, "half": 0.5, "_extra_state": 2}
+    for name, factor in factors.items():
+        wanted = (expected * factor).to(torch.float64 if name == "half" else torch.float32)
+        torch.testing.assert_close(state[name], wanted, atol=0, rtol=0, msg=name)
+    assert state["weight"] is state["tied"]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])  # some of four have no element of it
+def test_values_that_are_made_of_a_parameter_are_saved_as_they_are(world_size):
+    run_on_ranks(_save_derived, world_size)
+
+
+def _keep_apart_twice(rank, world_size):
+    model = _sharded()
+    access = gradients(model)
+    for scale in (1.0, 2.0):
+        with access.micro_batches("separate"):
+            model(torch.full((2, 5), scale)).sum().backward()
+    plain = _Net()
+    for number, scale in enumerate((1.0, 2.0)):
+        plain.zero_grad()
+        plain(torch.full((2, 5), scale)).sum().backward()
+        found = access["scale"].full(micro_batch=number)
+        torch.testing.assert_close(found, plain.scale.grad)
+
+
+def test_micro_batches_that_are_kept_apart_in_two_contexts_have_numbers_of_their_own():
+    run_on_ranks(_keep_apart_twice, 2)
+
+
+_kinds = []
+
+
+class _Registered(nn.Module):
+    def __init_subclass__(cls, *, tag):
+        _kinds.append(cls)
+
+
+class _Tagged(_Registered, tag="own"):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def load_state_dict(self, state, strict=False):
+        return super().load_state_dict(state, strict=strict)
+
+
+def _make_anew(rank, world_size, what):
+    if what == "a class with an argument":
+        model = fully_shard(_Tagged())
+        assert _kinds == [_Tagged]
+        model.load_state_dict({"linear.bias": torch.ones(2)})  # not strict, as its class has it
+        assert weights(model)["linear.bias"].full().tolist() == [1, 1]
+    else:
+        model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        assert type(model[:1]) is nn.Sequential
+        model[:1].to(torch.float32)
+        assert type(type(model)(nn.ReLU())) is nn.Sequential
+
+
+def test_classes_of_sharded_modules_serve_those_who_derive_from_them_or_call_them():
+    each_on_ranks(_make_anew, 2, ["a class with an argument", "a module made anew"])
+
+
+def _shared(rank, world_size):
+    model = nn.Linear(3, 3)
+    model.part = nn.Parameter(model.weight.data[:2])
+    with pytest.raises(ValueError, match=r"got '(part|weight)', which shares memory with"):
+        fully_shard(model)
+
+
+def test_parameters_that_overlap_in_memory_are_refused():
+    run_on_ranks(_shared, 2)
