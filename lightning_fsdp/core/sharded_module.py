@@ -328,7 +328,7 @@ class ShardedModule(nn.Module):
             else:
                 copied = memo[id(self)] = type(self).__new__(type(self))
                 state = copy.deepcopy(self.__getstate__(), memo)  # type: ignore[no-untyped-call]
-                copied.__setstate__(state)  # type: ignore[no-untyped-call]
+                copied.__setstate__(state)
         hooks = hooks_of(copied)
         if hooks is None:
             raise NotImplementedError(

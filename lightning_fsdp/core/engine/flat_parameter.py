@@ -31,22 +31,8 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
-from lightning_fsdp.core.engine.sharded import (
-    MakeWaiting,
-    Sharded,
-    ShardSpec,
-    let_wait,
-    local_gradient_of,
-)
+from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
-
-_SPEC = "_lightning_fsdp_spec"  # attribute of leaves
-
-
-def name_of_leaf(tensor: Tensor) -> str | None:
-    """The original name of a parameter whose whole copy this is; ``None`` of others."""
-    spec: ShardSpec | None = tensor.__dict__.get(_SPEC)
-    return None if spec is None else spec.name
 
 
 @dataclass(eq=False)
@@ -193,15 +179,6 @@ class FlatParameter:
         """An optimizer has stepped: what was gathered is stale, though it may bump no version."""
         self.micro_batch = 0
         self._gathered_version = -1 if self.is_trainable else self._gathered_version
-        memory = torch_internals.storage_id(self.buffer.flat)
-        for leaf in self.leaves:
-            if torch_internals.storage_id(leaf) != memory:
-                raise RuntimeError(
-                    f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected "
-                    f"{name_of_leaf(leaf)!r} to be written to in place, got another tensor for its "
-                    ".data, assigned inside of a forward, which no gather fills. Write between "
-                    "forwards, with copy_ under torch.no_grad()."
-                )
 
     def prepare_leaf(self, slot: int) -> None:
         """A leaf is about to be computed with: let it train if its parameter does."""
@@ -364,7 +341,6 @@ class FlatParameter:
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once, for all the times at which it trains: frozen leaves take no hook.
         owner = weakref.ref(self)  # which owns the leaf, which owns the hook
-        leaf.__dict__[_SPEC] = self.parameters[slot].spec
         torch_internals.call_after_accumulation(leaf, functools.partial(_take_over, owner, slot))
         leaf.requires_grad_(False)
         return leaf

@@ -46,7 +46,6 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
-from lightning_fsdp.core.engine.torch_internals import NO_BACKWARD, current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
@@ -106,7 +105,7 @@ class ModuleHooks:
         unit = self.unit
         # The backward of a call inside of another of the same unit ends before the unit's.
         is_outermost = unit is not None and not self.schedule.is_inside(unit)
-        if current_backward() != NO_BACKWARD:
+        if torch_internals.is_in_backward():
             self.schedule.recompute(unit)
         else:
             self.schedule.pre_forward(unit)
@@ -131,7 +130,7 @@ class ModuleHooks:
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
-        if current_backward() == NO_BACKWARD:  # a backward ends what a recomputation began
+        if not torch_internals.is_in_backward():  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
                 self._announce_backward([output, beside])
@@ -140,15 +139,15 @@ class ModuleHooks:
 
     def on_failure(self, module: nn.Module) -> None:
         """An exception has ended the module's forward."""
-        if current_backward() == NO_BACKWARD:
+        if not torch_internals.is_in_backward():
             self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        if current_backward() == NO_BACKWARD:  # what is computed again may have no backward
-            self.schedule.note_call(unit)
+        # Not of what is computed again, which may have no backward.
+        self.schedule.num_calls[unit] += not torch_internals.is_in_backward()
         passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 

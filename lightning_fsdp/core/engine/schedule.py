@@ -20,7 +20,6 @@ reduction. A flat parameter that several units share waits for the last.
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -35,8 +34,6 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
-
-_numbers = itertools.count()
 
 
 @dataclass
@@ -74,15 +71,14 @@ class Schedule(Runner):
     Attributes:
         communicator: The sharding group and its replicas.
         watchers: What hangs on it.
-        number: Of schedules in this process, in the order in which they were made.
         units: All units, in the order in which they were sharded.
         gathers: Under way, or ahead.
+        num_calls: Of each unit in this pass, which a backward will leave through their inputs.
     """
 
     def __init__(
         self, communicator: Communicator, new_watchers: Callable[[], Sequence[Watcher]]
     ) -> None:
-        self.number = next(_numbers)
         self.communicator = communicator
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())
@@ -90,10 +86,9 @@ class Schedule(Runner):
         self._depth = 0  # calls into sharded modules that have not returned
         self._running: dict[Unit, _Running] = {}
         self._backward: _Backward | None = None
-        self.gathers = Gathers(self.watchers)
-        self._reductions = Reductions(self.watchers)
+        self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self._num_calls: Counter[Unit] = Counter()  # of this pass, which no backward has left
+        self.num_calls: Counter[Unit] = Counter()
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -131,7 +126,7 @@ class Schedule(Runner):
             if self._backward is not None:
                 self._recover("a backward")
             self._order_in_forward.begin()
-            self._num_calls.clear()
+            self.num_calls.clear()
             for call in self.watchers.on_pass:
                 call()
         self._depth += 1
@@ -183,16 +178,11 @@ class Schedule(Runner):
         """Whether a module of the unit is in its forward, so that the unit is whole."""
         return unit in self._running and self._running[unit].depth > 0
 
-    def note_call(self, unit: Unit) -> None:
-        """A backward will leave the unit through the inputs of this call, if it comes to it."""
-        self._num_calls[unit] += 1
-
     def recompute(self, unit: Unit | None) -> None:
         """A module runs again inside of a backward, which ends what begins here."""
-        backward = self._open_backward()
+        backward = self._reach(unit)
         if unit is None:
             return
-        self._reach(backward, unit)
         backward.has_left.setdefault(unit, False)
         self.gathers.refresh(unit)
         if unit not in self._running:  # as in a training step that calls backward itself
@@ -217,10 +207,9 @@ class Schedule(Runner):
         One through a module without a unit is a backward, too: gradients of earlier ones may wait
         for it, whatever units it leaves out.
         """
-        backward = self._open_backward()
+        backward = self._reach(unit)
         if unit is None:
             return
-        self._reach(backward, unit)
         is_first = unit not in backward.entered
         backward.entered.add(unit)
         backward.has_left[unit] = False
@@ -237,19 +226,18 @@ class Schedule(Runner):
 
     def leave(self, unit: Unit) -> None:
         """The backward leaves a unit through the inputs of a call."""
-        backward = self._open_backward()
-        self._reach(backward, unit)
-        self._num_calls[unit] -= 1
-        if self._num_calls[unit] > 0:
-            backward.leaving = unit
-        else:
-            self._finish(backward, unit)
+        self._reach(unit).leaving = unit
+        self.num_calls[unit] -= 1
+        if self.num_calls[unit] <= 0:  # no other call can follow
+            self._reach(None)
 
-    def _reach(self, backward: _Backward, unit: Unit | None) -> None:
-        """Finish the unit that was left, unless the backward reaches it again."""
+    def _reach(self, unit: Unit | None) -> _Backward:
+        """The backward, which finishes the unit that it has left, unless it reaches it again."""
+        backward = self._open_backward()
         left, backward.leaving = backward.leaving, None
         if left is not None and left is not unit:
             self._finish(backward, left)
+        return backward
 
     def _finish(self, backward: _Backward, unit: Unit) -> None:
         backward.has_left[unit] = True
@@ -307,8 +295,7 @@ class Schedule(Runner):
         return self._backward
 
     def _close_backward(self) -> None:
-        backward = self._open_backward()
-        self._reach(backward, None)
+        backward = self._reach(None)
         # What no call announced (inputs that need no gradient) ends here, in the backward's order.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:

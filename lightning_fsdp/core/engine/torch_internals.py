@@ -42,15 +42,12 @@ def unrecorded() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-# The run of the autograd engine on this thread, by number. A forward that runs inside of one is a
-# recomputation (activation checkpointing). No public name.
-current_backward: Callable[[], int] = torch._C._current_graph_task_id
-NO_BACKWARD = -1
-
-
 def is_in_backward() -> bool:
-    """Whether the autograd engine is running on this thread."""
-    return current_backward() != NO_BACKWARD
+    """Whether the autograd engine is running on this thread.
+
+    A forward that runs inside of it is a recomputation (activation checkpointing). No public name.
+    """
+    return torch._C._current_graph_task_id() != -1
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -70,9 +67,3 @@ def wrap_without_storage(
 def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
     leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-
-def storage_id(tensor: Tensor) -> int:
-    """The same for views of one memory, though it is empty; torch has no public name for it."""
-    with torch._C.DisableTorchFunctionSubclass():  # of a leaf whose copy is not there, too
-        return tensor.untyped_storage()._cdata

@@ -106,8 +106,7 @@ class Unit:
     _hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
-        states = ", ".join(flat_param.copy.value for flat_param in self.sites)
-        return f"Unit({self.name!r}, {states})"
+        return f"Unit({self.name!r}, {', '.join(f.copy.value for f in self.sites)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which gathers and reduces anew.

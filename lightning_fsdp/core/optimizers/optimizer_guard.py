@@ -24,13 +24,13 @@ from torch.optim.optimizer import (
 )
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.flat_parameter import name_of_leaf
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
+from lightning_fsdp.core.safety.guards import parameter_of_leaf
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.tensors.slices import slices_beside
 from lightning_fsdp.core.tensors.unreduced_gradient import (
@@ -44,7 +44,9 @@ from lightning_fsdp.core.tensors.unreduced_gradient import (
 _states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = (
     weakref.WeakKeyDictionary()
 )
-_schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
+# In the order in which they came, the same on all ranks.
+_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 _lock = threading.Lock()  # models may be sharded in one thread while another one steps
 
 
@@ -52,13 +54,13 @@ def watch(*schedules: Schedule) -> None:
     """Let optimizer steps be checked, and free these schedules' kept copies after them."""
     with _lock:
         _register_once()
-        _schedules.update(schedules)
+        _schedules.update((next(_numbers), s) for s in schedules if s not in _schedules.values())
 
 
 def schedules() -> list[Schedule]:
-    """All that are watched now, in one order on all ranks."""
+    """All that are watched now."""
     with _lock:
-        return sorted(_schedules, key=lambda schedule: schedule.number)
+        return list(_schedules.values())
 
 
 @functools.cache
@@ -69,7 +71,7 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    _refuse_leaves(optimizer)
+    _refuse_whole_copies(optimizer)
     sharded = _sharded_in(optimizer)
     whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
     if whole_tensors is not None:
@@ -106,20 +108,19 @@ def _sharded_in(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in groups for p in group["params"] if isinstance(p, ShardedTensor)}
 
 
-def _refuse_leaves(optimizer: Optimizer) -> None:
-    """Raise where an optimizer was built inside of a forward, over whole copies.
+def _refuse_whole_copies(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that was built inside of a forward.
 
     Raises:
         RuntimeError: Names the parameter.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (name := name_of_leaf(parameter)) is not None:
-                raise RuntimeError(
-                    f"optimizer step: expected the sharded parameter {name!r}, got the whole copy "
-                    "that is there inside of a forward, which nobody reads. Build the optimizer "
-                    "outside of the forward."
-                )
+    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
+        if (sharded := parameter_of_leaf(parameter)) is not None:
+            raise RuntimeError(
+                f"optimizer step: expected the sharded parameter {sharded.spec.name!r}, got the "
+                "whole copy that is there inside of a forward, which nobody reads. Build the "
+                "optimizer outside of the forward."
+            )
 
 
 def _end_micro_batches(specs: Collection[ShardSpec]) -> None:

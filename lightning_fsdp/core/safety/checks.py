@@ -5,7 +5,6 @@ Messages do not name the rank: ranks compare them, and all raise the one that th
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -164,30 +163,16 @@ def check_memory(units: Iterable[UnitPlan]) -> None:
     Raises:
         ValueError: Two of them do.
     """
-    spans = sorted(
-        (parameter.data_ptr(), parameter.data_ptr() + _extent(parameter), unit.names[parameter])
-        for unit in units
-        for parameter in unit.sites
-        if parameter.numel() and _has_memory(parameter)
-    )
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
+    found: dict[int, str] = {}  # by the address of the first element
+    for parameter, name in ((p, unit.names[p]) for unit in units for p in unit.sites):
+        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
+            continue  # sharded already, or without memory
+        if (other := found.setdefault(parameter.data_ptr(), name)) != name:
             raise ValueError(
-                f"fully_shard: expected parameters with memory of their own, got {other!r}, which "
-                f"shares memory with {name!r}. Register one parameter in both places, which ties "
+                f"fully_shard: expected parameters with memory of their own, got {name!r}, which "
+                f"shares memory with {other!r}. Register one parameter in both places, which ties "
                 "them, or clone the values."
             )
-
-
-def _has_memory(parameter: Tensor) -> bool:
-    is_plain = not isinstance(parameter, ShardedTensor) and not torch_internals.is_fake(parameter)
-    return is_plain and not parameter.is_meta
-
-
-def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to behind the last."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in pairs)) * tensor.element_size()
 
 
 def check_ties(

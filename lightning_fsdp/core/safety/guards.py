@@ -12,11 +12,12 @@ import logging
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import FlatBuffer
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -58,6 +59,12 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
+def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
+    """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
+    parameter: ShardedTensor | None = tensor.__dict__.get("_parameter")
+    return parameter
+
+
 class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
@@ -74,7 +81,11 @@ class FreedMemory(Watcher):
                 leaf.__class__ = nn.Parameter  # type: ignore[assignment]
 
     def on_freed(self, flat_param: FlatParameter) -> None:
-        """The memory is gone."""
+        """The memory is gone.
+
+        Raises:
+            RuntimeError: A forward has assigned another tensor to the ``.data`` of a weight.
+        """
         is_there = flat_param.buffer.flat.untyped_storage().nbytes() > 0
         if is_there and flat_param not in self._warned:
             self._warned.add(flat_param)
@@ -85,14 +96,24 @@ class FreedMemory(Watcher):
                 flat_param.name,
                 flat_param.communicator.mesh_rank,
             )
-        self._set_access(flat_param.buffer, refused=True)
         for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
+                if not is_there and leaf.untyped_storage().nbytes() > 0:
+                    raise RuntimeError(_describe_assigned(parameter.spec))
                 leaf._parameter = parameter  # type: ignore[attr-defined]
                 leaf.__class__ = _FreedLeaf
+        self._set_access(flat_param.buffer, refused=True)
 
     def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
         if buffer not in self._flags:
             self._flags[buffer] = torch_internals.access_flags(buffer.flat)
         if (flags := self._flags[buffer]) is not None:
             flags[0] = flags[2] = refused
+
+
+def _describe_assigned(spec: ShardSpec) -> str:
+    return (
+        f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank}): expected it to be written "
+        "to in place, got another tensor for its .data, assigned inside of a forward, which no "
+        "gather fills. Write between forwards, with copy_ under torch.no_grad()."
+    )

@@ -57,7 +57,8 @@ class ShardedTensor(Sharded, FlatChunks):
     @property
     def identity(self) -> tuple[int, int]:
         """The same for what tied names, ``detach()`` and ``.data`` give, and for no copy of it."""
-        return id(self.spec), torch_internals.storage_id(self._local)
+        memory = self._local.untyped_storage().data_ptr()  # a copy without elements has none
+        return id(self.spec), memory or id(self)
 
     @property
     def micro_batches(self) -> dict[int, ShardedTensor]:
