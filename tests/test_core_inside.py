@@ -94,9 +94,13 @@ def _assign_inside(rank, world_size, plan):
     model = _Renormed()
     fully_shard(model, reshard_after_forward=plan == "zero3")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"'scale'.* written to in place, got another tensor"):
+
+    def train():
         model(torch.ones(2, 5)).sum().backward()
         optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"'scale'.* written to in place, got another tensor"):
+        train()
 
 
 def test_another_tensor_for_the_data_of_a_weight_is_refused():

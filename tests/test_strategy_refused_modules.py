@@ -275,12 +275,19 @@ class _Scalar(Regressor):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+class _Empty(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.ones(0, 3))
+
+
 def _refuse_for_an_engine(rank, world_size, folder):
     for strategy, kind, error, message in (
         ("fsdp1_zero3", _OwnsByHand, NotImplementedError, "'scale'.*one child module"),
         ("fsdp2_zero3", _OwnsByHand, NotImplementedError, "'scale'.*one child module"),
         ("fsdp1_zero3", _TwoByHand, NotImplementedError, "expected one optimizer.*fsdp2"),
         ("fsdp2_zero3", _Scalar, ValueError, "'scale'.*takes no scalar.*shape .1,."),
+        ("fsdp2_zero3", _Empty, ValueError, r"'nothing'.*none without elements.*\(0, 3\)"),
     ):
         model = seeded(kind)
         with pytest.raises(error, match=message):

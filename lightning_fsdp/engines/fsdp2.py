@@ -255,8 +255,9 @@ def _policy(precision: MixedPrecisionPolicy) -> fsdp.MixedPrecisionPolicy:
 
 def _refuse_what_it_cannot(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
+        if parameter.dim() == 0 or parameter.numel() == 0:
             raise ValueError(
-                f"parameter {name!r}: FSDP2 shards along the first dimension and takes no scalar. "
-                "Give it the shape (1,), or use scratch_fsdp, which takes any shape."
+                f"parameter {name!r}: FSDP2 shards along the first dimension and takes no scalar, "
+                f"and none without elements, got the shape {tuple(parameter.shape)}. Give a scalar "
+                "the shape (1,), or use scratch_fsdp, which takes any shape."
             )

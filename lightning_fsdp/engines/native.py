@@ -81,6 +81,7 @@ class NativeEngine(Engine):
         self.micro_batch = 0
         self.local_hooks: dict[int, LocalHook] = OrderedDict()
         self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
+        self._seen_in: dict[str, int] = {}  # the backward in which hooks last saw each gradient
         self.keeps_separate = self.holds_whole = False
         self.separate: dict[int, dict[str, Tensor]] = {}
         self.form: ModuleForm | None = None
@@ -236,7 +237,7 @@ class NativeEngine(Engine):
         """See each whole gradient of this rank on its way, at the weight that a forward used.
 
         In a forward a module holds whole weights, which torch has put there before this hook runs.
-        Gradients of all uses are summed before they come to the weight.
+        Under FSDP2 gradients of all uses are summed before they come to the weight.
         """
         assert self.form is not None
         for owner, places in self.form.places().items():
@@ -253,6 +254,15 @@ class NativeEngine(Engine):
                 weight.register_hook(functools.partial(self._on_local, name))
 
     def _on_local(self, name: str, gradient: Tensor) -> Tensor:
+        backward = torch_internals.current_backward()
+        if self._seen_in.get(name) == backward:
+            raise RuntimeError(
+                f"on_local: expected one gradient of {name!r} in a backward, got another "
+                f"({self.name}): FSDP1 makes the weight anew for each call of a module that is "
+                "called several times in a forward, and shows the gradient of each call alone. Use "
+                "scratch_fsdp or fsdp2."
+            )
+        self._seen_in[name] = backward
         gradient = gradient.clone()  # hooks may edit it; autograd's own may be shared
         for hook in list(self.local_hooks.values()):
             hook(name, gradient)

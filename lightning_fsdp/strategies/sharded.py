@@ -321,11 +321,11 @@ class ShardedStrategy(ProcessStrategy):
         self._is_interrupted = False
         self._random_states = None
         self._checkpoints.forget_what_waits()
-        if self.lightning_module is not None:
-            # Where an exception left it sharded, perhaps under another strategy.
-            engine = owner_of(self.lightning_module) or self.engine
-            engine.make_whole(self.lightning_module)
-            unit_calls.undo(self.lightning_module)
+        # Where an exception left it sharded, perhaps under another strategy, or another one here.
+        for module in dict.fromkeys((self.engine.module, self.lightning_module)):
+            if module is not None:
+                (owner_of(module) or self.engine).make_whole(module)
+                unit_calls.undo(module)
         self._open_grid()
 
     def _open_grid(self) -> None:

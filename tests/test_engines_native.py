@@ -1,0 +1,60 @@
+"""What torch's own engines see once, and what they hold after an exception."""
+
+import pytest
+import torch
+
+from tests.support.cases import each_on_trainer_ranks
+from tests.support.trainer import Regressor, make_loader, make_trainer, seeded, weights_of
+
+
+class _CallsTwice(Regressor):
+    """Its blocks are called several times in a forward."""
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x)
+        return self.head(x)
+
+    def on_train_start(self):
+        self.seen = []
+        self.trainer.strategy.gradients.on_local(lambda name, *_: self.seen.append(name))
+
+
+def _see_once(rank, world_size, strategy, folder):
+    model = seeded(_CallsTwice)
+    trainer = make_trainer(strategy, folder, limit_train_batches=3)
+    if strategy.startswith("fsdp1"):
+        with pytest.raises(RuntimeError, match=r"'blocks\.\d.* called several times"):
+            trainer.fit(model, make_loader())
+        return
+    trainer.fit(model, make_loader())
+    assert sorted(model.seen) == sorted(3 * [name for name, _ in model.named_parameters()])
+
+
+def test_a_gradient_of_several_calls_is_seen_once_or_refused(tmp_path):
+    names = ["fsdp1_zero2", "fsdp1_zero3", "fsdp2_zero3", "scratch_fsdp_zero3"]
+    each_on_trainer_ranks(_see_once, 2, names, tmp_path)
+
+
+class _Fails(Regressor):
+    def on_after_backward(self):
+        if self.trainer.fit_loop.batch_idx == 2:
+            raise ArithmeticError
+
+
+def _hand_over(rank, world_size, strategy, folder):
+    expected = seeded(_Fails)
+    with pytest.raises(ArithmeticError):
+        make_trainer("ddp", folder).fit(expected, make_loader())
+    model = seeded(_Fails)
+    trainer = make_trainer(strategy, folder)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(model, make_loader())
+    trainer.validate(seeded(Regressor, seed=1), make_loader(8), verbose=False)
+    torch.testing.assert_close(weights_of(model), weights_of(expected), atol=1e-6, rtol=1e-5)
+
+
+def test_another_module_in_the_place_of_one_whose_fit_failed_leaves_it_whole(tmp_path):
+    names = ["fsdp1_zero2", "fsdp2_zero3", "scratch_fsdp_zero3"]
+    each_on_trainer_ranks(_hand_over, 2, names, tmp_path)
