@@ -189,7 +189,8 @@ def _make_anew(rank, world_size, what):
         model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         assert type(model[:1]) is nn.Sequential
         model[:1].to(torch.float32)
-        assert type(type(model)(nn.ReLU())) is nn.Sequential
+        for cls in (type(model), type("Derived", (type(model),), {})):  # as parametrize derives
+            assert type(cls(nn.ReLU())) is nn.Sequential
 
 
 def test_classes_of_sharded_modules_serve_those_who_derive_from_them_or_call_them():

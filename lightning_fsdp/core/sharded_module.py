@@ -84,7 +84,7 @@ class ShardedModule(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module, where code makes another one of a module's class (``model[:2]``)."""
         if args or kwargs:  # a copy gets its attributes later
-            return cls.__mro__[2](*args, **kwargs)
+            return cls.__mro__[cls.__mro__.index(ShardedModule) + 1](*args, **kwargs)
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
