@@ -214,7 +214,7 @@ def _events_of(run):
     def noting(name, method):
         @functools.wraps(method)
         def noted(self, *args):
-            in_backward = torch_internals.is_in_backward()
+            in_backward = torch_internals.current_backward() >= 0
             events.append((name, self.name, in_backward, torch.is_grad_enabled()))
             if in_backward:
                 threads.add(threading.get_ident())
@@ -287,7 +287,7 @@ def _states(rank, world_size, create_graph):
         states.append(
             {
                 "thread": threading.get_ident(),
-                "is_in_backward": torch_internals.is_in_backward(),
+                "is_in_backward": torch_internals.current_backward() >= 0,
                 "grad": torch.is_grad_enabled(),
                 "autocast": torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
                 "profiler": torch_internals.profiled("a step", "of a unit")

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_fsdp.core.engine.torch_internals import is_in_backward
+from lightning_fsdp.core.engine.torch_internals import current_backward
 
 
 def record_memory_history(is_on: bool) -> None:
@@ -49,6 +49,6 @@ class ModelFlopCounter(FlopCounterMode):
     """
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if is_in_backward() and torch.is_grad_enabled():
+        if current_backward() >= 0 and torch.is_grad_enabled():
             return out
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
@@ -26,6 +26,7 @@ from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.access.grad_norm import partial_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
@@ -81,6 +82,7 @@ class NativeEngine(Engine):
         self.micro_batch = 0
         self.local_hooks: dict[int, LocalHook] = OrderedDict()
         self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
+        self._depths: Counter[nn.Module] = Counter()  # calls of each unit that have not returned
         self._seen_in: dict[str, int] = {}  # the backward in which hooks last saw each gradient
         self.keeps_separate = self.holds_whole = False
         self.separate: dict[int, dict[str, Tensor]] = {}
@@ -172,6 +174,7 @@ class NativeEngine(Engine):
         self.form = ModuleForm(module)
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
         self.micro_batch, self._aside = 0, {}
+        self._depths.clear()
         self._optimizers.clear()
         name_of = {p: name for name, p in self.form.parameters.items()}
         self._names_in = {m: [name_of[p] for p in m.parameters()] for m in module.modules()}
@@ -225,10 +228,16 @@ class NativeEngine(Engine):
     # (FSDP1), or to copies that are dropped (FSDP2).
 
     def _free_after_forward(self, unit: nn.Module) -> None:
-        unit.register_forward_hook(self._after_forward)
+        unit.register_forward_pre_hook(self._before_forward)
+        unit.register_forward_hook(self._after_forward, always_call=True)
+
+    def _before_forward(self, unit: nn.Module, args: Any) -> None:
+        self._depths[unit] += 1
 
     def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled() and not self.holds_whole:
+        self._depths[unit] -= 1  # a step, which runs as a root's forward, may call that
+        is_over = self._depths[unit] == 0 and output is not None  # and not by an exception
+        if is_over and not torch.is_grad_enabled() and not self.holds_whole:
             self._free(unit)
 
     # -- gradients --------------------------------------------------------------------------------
@@ -254,7 +263,7 @@ class NativeEngine(Engine):
                 weight.register_hook(functools.partial(self._on_local, name))
 
     def _on_local(self, name: str, gradient: Tensor) -> Tensor:
-        backward = torch_internals.current_backward()
+        backward = current_backward()
         if self._seen_in.get(name) == backward:
             raise RuntimeError(
                 f"on_local: expected one gradient of {name!r} in a backward, got another "

@@ -174,12 +174,6 @@ def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
             handle._prefetched = False
 
 
-def current_backward() -> int:
-    """The run of the autograd engine on this thread, by number."""
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
 def fsdp1_free(module: nn.Module) -> None:
     """Free the whole copies of one unit, where there are any; FSDP1 has no public name for it."""
     handle: Any = cast(FullyShardedDataParallel, module)._handle

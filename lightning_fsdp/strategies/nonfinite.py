@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.access.grad_norm import NonfiniteGradient
-from lightning_fsdp.core.engine.torch_internals import is_in_backward, not_compiled
+from lightning_fsdp.core.engine.torch_internals import current_backward, not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
@@ -196,7 +196,7 @@ class NonfiniteGuard:
 
     def _noting_output(self, label: str) -> Callable[..., None]:
         def note(_module: nn.Module, _args: Any, output: Any) -> None:
-            if not torch.is_grad_enabled() or is_in_backward():
+            if not torch.is_grad_enabled() or current_backward() >= 0:
                 return
             self._begin()
             for value in output if isinstance(output, (tuple, list)) else (output,):

@@ -45,7 +45,7 @@ def replace_gathers_of_backward(fill: Callable[[Communicator, Tensor], None]) ->
     original = Communicator.gather
 
     def gather(self: Communicator, whole: Tensor, unit_name: str) -> Pending:
-        if not torch_internals.is_in_backward():
+        if torch_internals.current_backward() < 0:
             return original(self, whole, unit_name)
         fill(self, whole)
         return Pending("a gather that asks nobody", (), lambda: whole)

@@ -144,7 +144,7 @@ def backward_on_the_copy_of_forward() -> None:
     free = FlatBuffer.free
 
     def free_in_backward(self: FlatBuffer) -> None:
-        if torch_internals.is_in_backward():
+        if torch_internals.current_backward() >= 0:
             free(self)
 
     FlatBuffer.free = free_in_backward

@@ -17,7 +17,7 @@ Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for
 all others in the thread that called backward. What the core takes from the current thread is right
 there because of autograd, which sets it for every node and every callback:
 
-    is_in_backward      the running backward, whichever thread it is in
+    current_backward    the running backward, whichever thread it is in
     queued callback     is the backward's, not the thread's; runs where the last node has run
     grad mode           on for create_graph alone; what must not be recorded is under no_grad
     current stream      of the node's forward; in the callback, the caller's, which has waited
@@ -46,6 +46,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
+from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.engine.unit import Unit
 
 _HOOKS, _UNIT = "_lightning_fsdp_hooks", "_lightning_fsdp_unit"  # attributes of modules
@@ -105,7 +106,7 @@ class ModuleHooks:
         unit = self.unit
         # The backward of a call inside of another of the same unit ends before the unit's.
         is_outermost = unit is not None and not self.schedule.is_inside(unit)
-        if torch_internals.is_in_backward():
+        if current_backward() >= 0:
             self.schedule.recompute(unit)
         else:
             self.schedule.pre_forward(unit)
@@ -130,7 +131,7 @@ class ModuleHooks:
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
-        if not torch_internals.is_in_backward():  # a backward ends what a recomputation began
+        if current_backward() < 0:  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
                 self._announce_backward([output, beside])
@@ -139,7 +140,7 @@ class ModuleHooks:
 
     def on_failure(self, module: nn.Module) -> None:
         """An exception has ended the module's forward."""
-        if not torch_internals.is_in_backward():
+        if current_backward() < 0:
             self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
@@ -147,7 +148,7 @@ class ModuleHooks:
         if not marked:
             return inputs
         # Not of what is computed again, which may have no backward.
-        self.schedule.num_calls[unit] += not torch_internals.is_in_backward()
+        self.schedule.num_calls[unit] += current_backward() < 0
         passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 

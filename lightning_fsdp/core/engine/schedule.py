@@ -167,7 +167,7 @@ class Schedule(Runner):
 
     def interrupt(self) -> None:
         """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
-        if self._depth > 0 and not torch_internals.is_in_backward():
+        if self._depth > 0 and torch_internals.current_backward() < 0:
             self._recover("a forward")
 
     def is_running(self, unit: Unit) -> bool:

@@ -42,12 +42,9 @@ def unrecorded() -> AbstractContextManager[Any]:
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-def is_in_backward() -> bool:
-    """Whether the autograd engine is running on this thread.
-
-    A forward that runs inside of it is a recomputation (activation checkpointing). No public name.
-    """
-    return torch._C._current_graph_task_id() != -1
+# The run of the autograd engine on this thread, by number; below 0 there is none. A forward that
+# runs inside of one is a recomputation (activation checkpointing). No public name.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
