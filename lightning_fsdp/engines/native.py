@@ -8,6 +8,7 @@ everything else is built: state in and out, norms, access.
 from __future__ import annotations
 
 import functools
+import sys
 from abc import abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -236,7 +237,8 @@ class NativeEngine(Engine):
 
     def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
         self._depths[unit] -= 1  # a step, which runs as a root's forward, may call that
-        is_over = self._depths[unit] == 0 and output is not None  # and not by an exception
+        failed = output is None and sys.exc_info()[0] is not None  # torch calls hooks then, too
+        is_over = self._depths[unit] == 0 and not failed
         if is_over and not torch.is_grad_enabled() and not self.holds_whole:
             self._free(unit)
 
