@@ -30,8 +30,7 @@ from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.safety.guards import parameter_of_leaf
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, parameter_of_leaf
 from lightning_fsdp.core.tensors.slices import slices_beside
 from lightning_fsdp.core.tensors.unreduced_gradient import (
     UnreducedGradient,

@@ -12,7 +12,7 @@ import logging
 import weakref
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -57,12 +57,6 @@ class _FreedLeaf(nn.Parameter):
             "were freed since. Use the parameter that module.parameters() gives now, or "
             "weights(module)[name].full()."
         )
-
-
-def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
-    """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
-    parameter: ShardedTensor | None = tensor.__dict__.get("_parameter")
-    return parameter
 
 
 class FreedMemory(Watcher):

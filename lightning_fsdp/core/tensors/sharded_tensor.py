@@ -30,6 +30,12 @@ from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 Hook = TypeVar("Hook")
 
 
+def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
+    """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
+    parameter: ShardedTensor | None = tensor.__dict__.get("_parameter")  # see safety/guards.py
+    return parameter
+
+
 class ShardedTensor(Sharded, FlatChunks):
     """A tensor of which this rank holds one slice.
 
