@@ -175,7 +175,6 @@ class NativeEngine(Engine):
         self.form = ModuleForm(module)
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
         self.micro_batch, self._aside = 0, {}
-        self._depths.clear()
         self._optimizers.clear()
         name_of = {p: name for name, p in self.form.parameters.items()}
         self._names_in = {m: [name_of[p] for p in m.parameters()] for m in module.modules()}
@@ -200,6 +199,7 @@ class NativeEngine(Engine):
         self._settle()
         self.clear_unreduced(self.parameters)
         self._names_in.clear()
+        self._depths.clear()
         values = {name: self.whole(name, p).cpu() for name, p in self.parameters.items()}
         torch_internals.forget_sharding(module, form.parameters.values())
         self._forget()
