@@ -213,18 +213,27 @@ def test_a_step_that_prefetches_hides_transfers_behind_computation(monkeypatch):
     assert one_step_s(scratch, network) > 1.15 * predicted_s
 
 
+def used_by(engine, network, expected_transfers, share_waited_is_expected):
+    """What a step used: the first of some whose share of waiting is as expected, or the last.
+
+    A busy machine moves the share either way: the network is late itself, or the program is, and
+    then it finds a transfer half done.
+    """
+    for _ in range(MOST_TRIES):
+        used, step_s = later_step(engine, network, compute_s=COMPUTE_S, layers=6, width=64)
+        assert used["busy_s"] == pytest.approx(expected_transfers * TRANSFER_S)
+        assert used["waited_s"] < step_s
+        if share_waited_is_expected(used["waited_s"] / used["busy_s"]):
+            break
+    return used
+
+
 def test_exposed_time_is_what_the_program_waited_for():
     network = Network(world_size=4, **SLOW)
-    steps = {"compute_s": COMPUTE_S, "layers": 6, "width": 64}
-    used, step_s = later_step(fsdp2, network, **steps)
-    assert used["busy_s"] == pytest.approx(6 * 3 * TRANSFER_S)
-    assert 0.9 * used["busy_s"] < used["waited_s"] < step_s
-    for _ in range(MOST_TRIES):  # on a busy machine the network itself is late
-        hiding = later_step(scratch, network, **steps)[0]
-        # The last layer of the forward is gathered once.
-        assert hiding["busy_s"] == pytest.approx((6 * 3 - 1) * TRANSFER_S)
-        if hiding["waited_s"] < 0.5 * hiding["busy_s"]:
-            break
+    waiting = used_by(fsdp2, network, 6 * 3, lambda share: share > 0.9)
+    assert waiting["waited_s"] > 0.9 * waiting["busy_s"]
+    # The last layer of the forward is gathered once.
+    hiding = used_by(scratch, network, 6 * 3 - 1, lambda share: share < 0.5)
     assert hiding["waited_s"] < 0.5 * hiding["busy_s"]
 
 
