@@ -76,6 +76,15 @@ def write_slices(model):
             (parameter.to_local() if hasattr(parameter, "to_local") else parameter).mul_(0.5)
 
 
+def write_unseen_and_reshard(model):
+    """In a way that torch does not count."""
+    for parameter in model.parameters():
+        (parameter.to_local() if hasattr(parameter, "to_local") else parameter).data.mul_(0.5)
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def initialise(model):
     nn.init.zeros_(model.blocks[0].down.weight)
     nn.init.constant_(model.norm.weight, 0.5)
@@ -106,6 +115,7 @@ WRITES = {
         load_own_state_of_before,
         assign_data,
         write_into_data,
+        write_unseen_and_reshard,
         write_in_place,
         write_lists,
         write_slices,

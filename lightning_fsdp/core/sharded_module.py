@@ -119,7 +119,7 @@ class ShardedModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free the whole copy of this module's own unit.
+        """Free the whole copy of this module's own unit, and what is kept to gather it faster.
 
         Raises:
             RuntimeError: It is called inside of the unit's forward.
@@ -355,7 +355,7 @@ class ShardedModule(nn.Module):
                 "between forwards, got it inside of the unit's own, which uses the parameters. "
                 "Call it after the forward."
             )
-        unit.reshard()
+        unit.reshard(is_stale=True)  # writes may have come that torch does not count
 
     def _hooks(self) -> ModuleHooks:
         hooks = hooks_of(self)

@@ -164,9 +164,15 @@ class FlatParameter:
         finally:  # whether or not it came, nothing is in flight any more
             self.copy = ParameterState.UNSHARDED
 
-    def reshard(self, holder: object) -> None:
-        """``holder`` is done; the last one frees the whole copy."""
+    def reshard(self, holder: object, *, is_stale: bool = False) -> None:
+        """``holder`` is done; the last one frees the whole copy.
+
+        Args:
+            holder: Who had it.
+            is_stale: Somebody says that the shard may have been written to unseen.
+        """
         self.holders.discard(holder)
+        self._gathered_version = -1 if is_stale else self._gathered_version
         if not self.holders and self.copy is not ParameterState.SHARDED:
             self._free()
 
@@ -317,8 +323,7 @@ class FlatParameter:
         self.holders.clear()
         if drops_gradients:
             self._take_local()
-        reduction, self._reduction = self._reduction, None
-        self._stages.clear()
+        reduction, self._reduction, self._stages = self._reduction, None, []
         try:
             if reduction is not None:
                 reduction.join()

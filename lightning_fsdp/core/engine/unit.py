@@ -174,11 +174,15 @@ class Unit:
             for flat_param in self.sites:
                 flat_param.wait_for_unshard()
 
-    def reshard(self) -> None:
-        """Free the whole copy; nothing if there is none. What others share stays for them."""
+    def reshard(self, *, is_stale: bool = False) -> None:
+        """Free the whole copy; nothing if there is none. What others share stays for them.
+
+        Args:
+            is_stale: Trust nothing that was gathered so far, here or at others.
+        """
         self.is_kept_for_graph = False
         for flat_param in self.sites:
-            flat_param.reshard(self._hold)
+            flat_param.reshard(self._hold, is_stale=is_stale)
 
     def install_leaves(self) -> None:
         """Put the leaves into the modules.
