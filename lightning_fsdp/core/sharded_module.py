@@ -29,7 +29,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 
 @contextlib.contextmanager
-def _shards_in_place(module: nn.Module) -> Iterator[None]:
+def shards_in_place(module: nn.Module) -> Iterator[None]:
     """The sharded parameters are in the modules, inside of a forward as well."""
     computing = [unit for unit in units_in(module) if unit.has_leaves_installed]
     for unit in computing:
@@ -232,7 +232,7 @@ class ShardedModule(nn.Module):
             RuntimeError: A gradient was not reduced yet.
         """
         communicator = self._hooks().schedule.communicator
-        with _shards_in_place(self):
+        with shards_in_place(self):
             return clip_grad_norm_(
                 self.parameters(),
                 max_norm,
@@ -243,17 +243,17 @@ class ShardedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``, inside of a forward as well."""
-        with _shards_in_place(self):
+        with shards_in_place(self):
             super().zero_grad(set_to_none)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As ``nn.Module.requires_grad_``, inside of a forward as well."""
-        with _shards_in_place(self):
+        with shards_in_place(self):
             return super().requires_grad_(requires_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
-        with _shards_in_place(self):
+        with shards_in_place(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,7 @@ class ShardedModule(nn.Module):
             NotImplementedError: The class copies itself in its own way, and not the whole of it.
         """
         inherited = getattr(super(), "__deepcopy__", None)
-        with _shards_in_place(self):
+        with shards_in_place(self):
             if inherited is not None:
                 copied = inherited(memo)
             else:

@@ -28,6 +28,7 @@ from lightning_fsdp.engines.native import (
     steps_inside_forward,
 )
 from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
+from lightning_fsdp.engines.sharded_state import ShardedState
 
 
 class FSDP2Engine(NativeEngine):
@@ -154,6 +155,17 @@ class FSDP2Engine(NativeEngine):
                 )
         for name in cleared:
             torch_internals.fsdp2_clear_partial(self._groups[name])
+
+    @override
+    def sharded_state(self, module: nn.Module) -> ShardedState:
+        whole = [n for n, p in module.named_parameters() if not isinstance(p, DTensor)]
+        if self._depths[module] > 0 and whole:
+            raise RuntimeError(
+                f"sharded checkpoint (fsdp2): expected to be between forwards, got it inside of "
+                f"one that reads {whole[0]!r}: torch's state_dict() would put the shard in its "
+                "place. Save in a hook as on_train_batch_end, or with checkpoint='full'."
+            )
+        return super().sharded_state(module)
 
     @property
     @override

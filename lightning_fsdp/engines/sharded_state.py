@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
+from lightning_fsdp.core.sharded_module import shards_in_place
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 
@@ -28,7 +29,8 @@ class ShardedState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parameters = dict(module.named_parameters())
+        with shards_in_place(module):
+            self._parameters = dict(module.named_parameters())
 
     def of_module(self) -> dict[str, Any]:
         """``state_dict()`` with slices; tied parameters are one object under several names."""
