@@ -1,7 +1,7 @@
 """Every collective of the core that moves data: one gather, one reduction.
 
-Data moves asynchronously, by one collective each, and is counted. What derives from it moves the
-same data in other ways (``ranks/``).
+Data moves asynchronously, by one collective each, and is counted. Subclasses (in ``ranks/``) move
+the same data in other ways.
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
@@ -28,7 +28,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatLayout
 
 Works = list[tuple[dist.Work, str]]
-"""What to wait for, each with the ranks that it depends on."""
+"""Handles to wait for, each with the ranks that it depends on, in words."""
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Allocates ``(numel,)`` of a dtype."""
@@ -36,11 +36,11 @@ Empty = Callable[[int, torch.dtype], Tensor]
 
 @dataclass
 class Traffic:
-    """What one kind of collective has moved, as this rank sent it.
+    """How much this rank has sent with one kind of collective.
 
     Attributes:
-        calls: Collectives issued, however many messages each takes.
-        sent_bytes: Payload that left this rank.
+        calls: Number of collectives, however many messages each takes.
+        sent_bytes: Bytes of payload that left this rank.
     """
 
     calls: int = 0
@@ -53,9 +53,9 @@ class Pending:
 
     Attributes:
         what: The operation and this rank, for the message if it fails.
-        works: What to wait for, each with the ranks that it depends on.
+        works: Handles to wait for, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
-        keeps: Tensors that the collective reads or writes; given up once it was waited for.
+        keeps: Tensors that the collective reads or writes; kept alive until it was waited for.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Pending:
         return self.finish()
 
     def join(self) -> None:
-        """Wait likewise, and leave the result.
+        """Wait in the same way, without computing the result.
 
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
@@ -86,21 +86,21 @@ class Pending:
 
 
 Stage = Callable[[Tensor, str], Pending]
-"""What follows a collective: starts from its result, in the name of a unit."""
+"""Follows a collective: takes its result and the name of the unit, and starts the next one."""
 
 
 class collective:  # noqa: N801 (a context manager, read as a verb)
-    """Say in which collective others did not take part, and which of them.
+    """Let an error of a collective name the operation and the ranks that did not take part.
 
-    They may be gone when it starts: a rank that was stopped for longer than the timeout finds their
-    connections closed.
+    It may come as early as the start: a rank that was stopped for longer than the timeout finds its
+    connections closed by the others.
 
     Args:
         what: The operation and this rank.
-        ranks: On which it depends.
+        ranks: The ranks that it depends on.
 
     Raises:
-        RuntimeError: What is inside raised one.
+        RuntimeError: The code inside raised one.
     """
 
     def __init__(self, what: str, ranks: str) -> None:
@@ -121,16 +121,16 @@ class collective:  # noqa: N801 (a context manager, read as a verb)
 
 @dataclass(eq=False)
 class LocalRegion:
-    """This rank's own gradients of one flat region, as a reduction takes them.
+    """This rank's own gradients of one flat region: the input of a reduction.
 
     Attributes:
-        gradients: By slot, of any dtype; emptied, each as soon as it is not needed. Those of the
-            other slots are zeros.
-        layout: Of the region.
+        gradients: By slot, of any dtype. Packing takes each out as soon as it was copied; a slot
+            without a gradient counts as zeros.
+        layout: Layout of the region.
         unit_name: For the message if the reduction fails.
-        empty: Gives memory.
-        sent_dtype: In which they travel, the same on every rank.
-        dtype: Of the sum: that, or one that holds all its values.
+        empty: Allocates memory.
+        sent_dtype: The dtype in which gradients are sent, the same on every rank.
+        dtype: The dtype of the sum: ``sent_dtype``, or one that can hold all of its values.
     """
 
     gradients: dict[int, Tensor]
@@ -173,21 +173,22 @@ class Communicator:
     threads must not outlive it.
 
     Attributes:
-        ranks: Of the default group, those in the group.
-        rank: This process in the group.
-        world_size: Ranks in the group.
-        places: Of the ranks' shards in a region; see :class:`FlatLayout`.
-        mesh_rank: This process among all that train together, replicas included; what messages
-            name.
-        mesh_size: How many those are.
-        where: Which of them this is, for messages.
-        device: Of the tensors that the group moves; the one that was current at the sharding.
-            Which is current is each thread's own affair, so it is not asked again.
-        after_reduction: What follows each reduction: names and stages.
-        keeps_parts: Whether :meth:`regather` does more for a new shard, on all ranks or on none.
-        any_rank: Asks which flags are set on any rank; the answer comes when it is called. Whoever
-            opens the group sets it.
-        traffic: What has moved, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
+        ranks: The ranks of the group, as numbers in the default group.
+        rank: Of this process, in the group.
+        world_size: Number of ranks in the group.
+        places: Where each rank's shard lies in a region; see :class:`FlatLayout`.
+        mesh_rank: Of this process, among all that train the model together, replicas included.
+            Messages name this one.
+        mesh_size: Number of processes that train the model together.
+        where: ``mesh_rank`` and ``mesh_size`` in words, for messages.
+        device: Device of the tensors that the group moves: the one that was current at the
+            sharding. Threads differ in their current device, so it is not asked for again.
+        after_reduction: Stages that follow each reduction, with their names.
+        keeps_parts: Whether :meth:`regather` moves less where no shard has changed. It is the same
+            on all ranks.
+        any_rank: Asks all ranks which flags any of them has set, and returns a function that waits
+            for the answer. Set by whoever opens the group.
+        traffic: What was sent, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
     keeps_parts = False
@@ -233,7 +234,7 @@ class Communicator:
         As every collective, the stages that follow it start in the same order on all ranks.
 
         Args:
-            region: This rank's own gradients; taken out of it.
+            region: This rank's own gradients, which are taken out of it.
 
         Returns:
             The collective; its result is the shard, ``(shard_numel,)`` of ``region.dtype``, padding
@@ -259,7 +260,7 @@ class Communicator:
         return self.gather(whole, unit_name)
 
     def break_off(self) -> None:
-        """A gather was interrupted, and its memory may change while peers still read it."""
+        """Called when a gather was interrupted: its memory may change while peers still read it."""
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""

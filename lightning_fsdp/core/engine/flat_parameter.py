@@ -1,4 +1,4 @@
-"""Parameters of one dtype laid end to end: the shard that stays, the whole copy that does not.
+"""Parameters of one dtype laid end to end: a shard that stays, a whole copy that comes and goes.
 
                      main dtype                        compute dtype
     optimizer <-> parameters (Sharded)            leaves (nn.Parameter) <-> module's forward
@@ -7,11 +7,10 @@
                      ^  slices of                      |  post-accumulate hook moves
                   parameter.grad <-- reduce-scatter -- local gradients
 
-Offloaded, the left side is on the host and the right side on the device that computes.
+With offload, the left side is on the host and the right side on the device that computes.
 
 A flat parameter belongs to one unit, or to several that share its weights. Those share the whole
-copy and the leaf too, so that autograd sums the gradients of all uses, and one reduction takes the
-sum.
+copy and the leaves too, so autograd sums the gradients of all uses, and the sum is reduced once.
 """
 
 from __future__ import annotations
@@ -40,24 +39,27 @@ class FlatParameter:
     """Parameters of one dtype in one flat region, of which this rank owns one shard.
 
     Attributes:
-        name: Of the first unit that uses it, for messages.
-        shard: ``(layout.shard_numel,)``, main dtype, where ``home`` says; padding holds zeros.
+        name: Name of the first unit that uses it, for messages.
+        shard: ``(layout.shard_numel,)``, main dtype, on the device of ``home``; padding holds
+            zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
-        layout: Places of the parameters in the region; as their specs have it, and what follows.
+        layout: Where each parameter lies in the region.
         communicator: The sharding group.
-        home: Where the shard lives, and the way from and to it.
-        make_waiting: Makes what stands in ``.grad`` for a gradient that waits to be reduced.
-        buffer: ``(layout.numel,)``, compute dtype; allocated while somebody holds the whole copy.
-        holders: Who does.
+        home: Where the shard lives, and how data gets there and back.
+        make_waiting: Makes the object that stands in ``.grad`` while a gradient waits to be
+            reduced.
+        buffer: ``(layout.numel,)``, compute dtype; allocated while there is a whole copy.
+        holders: Who needs the whole copy; it is freed when nobody does.
         divide_factor: What the sum over all ranks is divided by; ``None``: their number.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
-        sends_sums: Whether the next reduction takes what several backwards may have added up. The
-            schedule says so, by what all ranks know.
+        sends_sums: Whether the next reduction may take sums over several backwards. Set by the
+            schedule, alike on all ranks.
         stays_in_replica: Whether reductions leave out the mean over replicas, if there are any.
-            Likewise.
-        micro_batch: Of the running or coming backward; the schedule counts.
-        copy: Life of the whole copy.
-        gradient_watchers: By the id of the handle that takes each off.
+            Set by the schedule, alike on all ranks.
+        micro_batch: Number of the running or next backward since the last step; the schedule
+            counts.
+        copy: State of the whole copy.
+        gradient_watchers: By the id of the handle that removes each.
     """
 
     name: str
@@ -79,9 +81,12 @@ class FlatParameter:
         self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
-        """Begin, or begin anew in another dtype, with a shard that the parameters are slices of.
+        """Start with a shard, or start again with one of another dtype.
 
-        Nobody holds the whole copy, and no gradient waits to be reduced.
+        Nobody may hold the whole copy, and no gradient may wait to be reduced.
+
+        Args:
+            shard: ``(layout.shard_numel,)``; the parameters are slices of it already.
         """
         layout, home, self.shard = self.layout, self.home, shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
@@ -104,7 +109,7 @@ class FlatParameter:
         return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        """Another shard and other parameters; of whole copy, gradients and hooks, nothing."""
+        """Another shard and other parameters, without whole copy, gradients and hooks."""
         parameters = copy.deepcopy(self.parameters, memo)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
@@ -113,7 +118,7 @@ class FlatParameter:
         return replace(self, shard=shard, parameters=parameters)
 
     def be_run_by(self, runner: Runner) -> None:
-        """Be run by a schedule, and watched by what hangs on it, from now on."""
+        """From now on, let a schedule run this, and its watchers see it."""
         self._runners.append(weakref.ref(runner))
         if self.copy is ParameterState.SHARDED:
             for call in runner.watchers.on_freed:
@@ -121,15 +126,15 @@ class FlatParameter:
 
     @property
     def _runner(self) -> Runner:
-        # Referred to weakly, as it owns this. The last one that is alive counts: of two models that
-        # share a weight and were sharded apart, one may go.
+        # A weak reference, as the schedule owns this. Two models that share a weight and were
+        # sharded apart have one each, and either may be deleted: the last one alive counts.
         alive = (runner for known in reversed(self._runners) if (runner := known()) is not None)
         return next(alive, _NOBODY)
 
     # -- the whole copy --------------------------------------------------------------------------
 
     def unshard(self, holder: object) -> None:
-        """Let ``holder`` have the whole copy: start the all-gather, unless a true copy is there."""
+        """Note that ``holder`` needs the whole copy, and gather it unless one is up to date."""
         if self.copy is not ParameterState.SHARDED and self.is_stale:
             self._free()
         self.holders.add(holder)
@@ -150,7 +155,7 @@ class FlatParameter:
         self._gathered_version = self.shard._version
 
     def wait_for_unshard(self) -> None:
-        """Make the compute stream wait until the whole copy is there."""
+        """Make the compute stream wait for the all-gather, if one is in flight."""
         if self.copy is not ParameterState.GATHERING:
             return
         gather, self._gather = self._gather, None
@@ -161,15 +166,15 @@ class FlatParameter:
             self._gathered_version = -1
             self.communicator.break_off()
             raise
-        finally:  # whether or not it came, nothing is in flight any more
+        finally:  # whether or not it succeeded, nothing is in flight any more
             self.copy = ParameterState.UNSHARDED
 
     def reshard(self, holder: object, *, is_stale: bool = False) -> None:
         """``holder`` is done; the last one frees the whole copy.
 
         Args:
-            holder: Who had it.
-            is_stale: Somebody says that the shard may have been written to unseen.
+            holder: Who needed it.
+            is_stale: The shard may have been written to in a way that torch does not count.
         """
         self.holders.discard(holder)
         self._gathered_version = -1 if is_stale else self._gathered_version
@@ -182,12 +187,12 @@ class FlatParameter:
         return self._gathered_version != self.shard._version
 
     def end_step(self) -> None:
-        """An optimizer has stepped: what was gathered is stale, though it may bump no version."""
+        """An optimizer has stepped: the whole copy is stale, even if no version has changed."""
         self.micro_batch = 0
         self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
     def prepare_leaf(self, slot: int) -> None:
-        """A leaf is about to be computed with: let it train if its parameter does."""
+        """A forward is about to use a leaf: it requires a gradient if its parameter does."""
         leaf, trains = self.leaves[slot], self.parameters[slot].requires_grad
         if trains != self._trains[slot]:
             leaf.requires_grad_(trains)
@@ -206,21 +211,21 @@ class FlatParameter:
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether gradients wait here that were not reduced over all ranks, and not dropped."""
+        """Whether gradients wait here that were neither reduced over all ranks nor dropped."""
         waiting = map(local_gradient_of, self.parameters)
         return bool(self._arrived) or any(local is not None for local in waiting)
 
     @property
     def may_wait(self) -> bool:
-        """Whether ranks may have gradients that wait; it is the same on all of them."""
+        """Whether any rank may have gradients that wait; alike on all ranks."""
         return self.sends_sums
 
     @property
     def sent_dtype(self) -> torch.dtype:
-        """In which the next reduction sends gradients; it sums them in the reduce dtype.
+        """The dtype in which the next reduction sends gradients; their sum has the reduce dtype.
 
-        What autograd made in a narrower one loses nothing by being widened on arrival. A sum over
-        backwards was widened before and stays so. One rank sends nothing.
+        Gradients of a narrower dtype are widened on arrival, which loses nothing. Sums over several
+        backwards have been widened already and are sent so. A single rank sends nothing.
         """
         made, wide = self.buffer.flat.dtype, self._reduce_dtype
         if self.sends_sums or self.communicator.world_size == 1:
@@ -229,7 +234,7 @@ class FlatParameter:
 
     @property
     def gradients(self) -> Gradients:
-        """What there is of gradients, beside reduced ones."""
+        """The state of the gradients that are not in ``.grad`` yet."""
         if self._reduction is not None:
             return Gradients.REDUCING
         return Gradients.LOCAL if self.has_local_gradients else Gradients.NONE
@@ -239,7 +244,7 @@ class FlatParameter:
 
         Args:
             slot: The parameter's.
-            gradient: Original shape, compute dtype; owned by this call, which keeps it.
+            gradient: Original shape, compute dtype; not used by the caller any more.
 
         Raises:
             RuntimeError: It is sparse.
@@ -253,8 +258,9 @@ class FlatParameter:
         self._runner.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
             watcher.on_local(self, slot, gradient)
-        # A path through the graph may end after the reduction began. Landing is not for here: its
-        # stages start on all ranks in one order, and ranks have different gradients.
+        # A reduction may be in flight, as a path through the graph may end after it began. It must
+        # not be waited for here: its stages start in the same order on all ranks, and which
+        # gradients arrive may differ by rank.
         local = local_gradient_of(self.parameters[slot])
         if local is not None and local.part is not None:  # of backwards before
             local.part.add_(gradient)
@@ -267,8 +273,8 @@ class FlatParameter:
         """Start the reduction.
 
         Returns:
-            Per slot, whether this rank has a gradient; empty where the mean over all ranks is left
-            to a later one.
+            Per slot, whether this rank has a gradient; empty where a later reduction takes the
+            mean over all ranks.
         """
         self.land()
         with torch_internals.profiled("reduce", self.name):
@@ -282,7 +288,7 @@ class FlatParameter:
         return has_one
 
     def advance(self) -> bool:
-        """Start the next stage of a reduction in flight; ``False`` where none is to come."""
+        """Start the next stage of a reduction in flight; ``False`` if none is left."""
         if self._reduction is None or not self._stages:
             return False
         name, stage = self._stages.pop(0)
@@ -291,7 +297,7 @@ class FlatParameter:
         return True
 
     def land(self) -> None:
-        """Let the reduction end: its shard is added to the parameters' ``.grad``."""
+        """Wait for the reduction, and add its result to the parameters' ``.grad``."""
         while self.advance():
             pass
         reduction, self._reduction = self._reduction, None
@@ -309,16 +315,16 @@ class FlatParameter:
         self._trained = list(self._trains)
 
     def leave_unreduced(self) -> None:
-        """End a backward without communication: what arrived now is ``.grad``'s, added up."""
+        """End a backward without communication: its gradients wait in ``.grad``, added up."""
         while self._arrived:
             slot, part = self._arrived.popitem()
             let_wait(self.parameters[slot], self.make_waiting).part = part.to(self._reduce_dtype)
 
     def abandon(self, *, drops_gradients: bool) -> None:
-        """After an exception: wait for what is in flight, free what is whole.
+        """After an exception: wait for what is in flight, and free the whole copy.
 
         Raises:
-            RuntimeError: What was in flight never ended; everything is freed all the same.
+            RuntimeError: What was in flight has failed; everything is freed all the same.
         """
         self.holders.clear()
         if drops_gradients:
@@ -331,7 +337,7 @@ class FlatParameter:
             self._free()
 
     def _take_local(self) -> dict[int, Tensor]:
-        """This rank's own gradients by slot; nothing of them is left here and in ``.grad``."""
+        """Take this rank's own gradients, by slot, out of here and out of ``.grad``."""
         gradients, self._arrived = self._arrived, {}
         for slot, parameter in enumerate(self.parameters):
             local = local_gradient_of(parameter)
@@ -342,10 +348,10 @@ class FlatParameter:
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
-        """Over its place in the buffer: original shape, the buffer's dtype; frozen as yet."""
+        """A view of its place in the buffer, original shape; does not require a gradient yet."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
-        # Registered once, for all the times at which it trains: frozen leaves take no hook.
-        owner = weakref.ref(self)  # which owns the leaf, which owns the hook
+        # Registered once and for all, while it requires a gradient: others take no hook.
+        owner = weakref.ref(self)  # this owns the leaf, which owns the hook
         torch_internals.call_after_accumulation(leaf, functools.partial(_take_over, owner, slot))
         leaf.requires_grad_(False)
         return leaf
@@ -354,14 +360,14 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            if self.copy is ParameterState.UNSHARDED:  # no Ctrl-C has come before the wait
+            if self.copy is ParameterState.UNSHARDED:  # not if Ctrl-C came before the wait
                 self.copy = ParameterState.SHARDED
                 self.buffer.free()
                 for call in self._runner.watchers.on_freed:
                     call(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
-        """Add a reduced gradient to ``.grad``, beside local ones that may wait there."""
+        """Add a reduced gradient to ``.grad``, where local ones may wait beside it."""
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
@@ -381,9 +387,9 @@ _NOBODY = Runner()
 
 
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
-    """Move a leaf's gradient out of ``.grad`` as soon as it is complete."""
+    """Move the gradient of a leaf out of its ``.grad`` as soon as it is complete."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
     if owner is not None and gradient is not None:
         with torch_internals.unrecorded():
-            # With create_graph=True it has a graph, which a reduction would hold for nothing.
+            # With create_graph=True it has a graph, which the reduction would keep alive.
             owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)

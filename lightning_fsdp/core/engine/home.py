@@ -1,4 +1,4 @@
-"""Where shards live, and where whole copies come and go: here, in one memory, of one device.
+"""Where shards live and whole copies come and go: here, both in the memory of one device.
 
 Note: freed and filled again
 The whole copy of a flat parameter is a buffer that is freed and filled again while tensors keep
@@ -19,14 +19,14 @@ from lightning_fsdp.core.engine.layout import Slot
 
 
 class Home:
-    """The memory of the flat parameters of one call of the door.
+    """The memory of the flat parameters that one call of ``fully_shard`` makes.
 
     Attributes:
-        compute_device: Of whole copies, local gradients and collectives.
-        device: Of shards, reduced gradients and optimizer state.
-        policy: How they are offloaded, ``None`` where they are not.
-        after_reduction: What follows a reduction: names and stages.
-        traffic: What has crossed between the two, by direction: ``to_device``, ``to_host``.
+        compute_device: Device of whole copies, local gradients and collectives.
+        device: Device of shards, reduced gradients and optimizer state.
+        policy: How they are offloaded; ``None`` where they are not.
+        after_reduction: Stages that follow a reduction, with their names.
+        traffic: What was copied between the two devices, by direction: ``to_device``, ``to_host``.
     """
 
     policy: CPUOffloadPolicy | None = None

@@ -1,4 +1,4 @@
-"""Ties units and their schedule to the events of modules and of autograd.
+"""Calls the schedule at the events of modules and of autograd.
 
     module call    ->  pre_forward          (forward pre-hook)
                        recompute            (likewise, inside of a backward)
@@ -8,14 +8,14 @@
     module return  ->  post_forward         (forward hook, called after exceptions too)
 
 Note: outputs
-The trigger sits on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
-tensor hook would be lost when the caller writes into the output in place, which ``x += y`` does to
+The pre-hook is on ``output.grad_fn`` and, where the output is a view, on the node of its base. A
+tensor hook would be lost when the caller writes into the output in place, as ``x += y`` does with
 the 3-D output of ``nn.Linear``.
 
 Note: threads
 Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for each device, and
-all others in the thread that called backward. What the core takes from the current thread is right
-there because of autograd, which sets it for every node and every callback:
+all others in the thread that called backward. The core may still ask for the state of the current
+thread there, since autograd sets it for every node and every callback:
 
     current_backward    the running backward, whichever thread it is in
     queued callback     is the backward's, not the thread's; runs where the last node has run
@@ -23,14 +23,14 @@ there because of autograd, which sets it for every node and every callback:
     current stream      of the node's forward; in the callback, the caller's, which has waited
     profiler, autocast, dispatch modes      those of the thread that called backward
 
-Two more are of the thread that runs the forward: the exception that a forward hook looks for, and
-the current device. A new thread of Python's has another device, and streams of its own; so the
-device is asked for at the sharding alone, and a stream is that of a tensor's device.
+Two more belong to the thread that runs the forward: the exception that a forward hook looks for,
+and the current device. A new Python thread has another device, and streams of its own; so the
+device is asked for at the sharding alone, and a stream is always that of a tensor's device.
 
-Nothing of a schedule is locked: of two nodes, one waits for the other. So calls of one model must
-not overlap, and a unit's outputs must not need gradients on host and device at once, whose nodes
-run in two threads. Models in several threads share the hooks on optimizers, which have a lock.
-They are to be sharded in one thread: ranks open groups in one order.
+A schedule has no locks: it relies on autograd running one node after the other. So calls of one
+model must not overlap, and the outputs of a unit must not need gradients on host and device at
+once, whose nodes run in two threads. Models in several threads share the hooks on optimizers, which
+do have a lock. Such models are to be sharded in one thread, as ranks open groups in one order.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def enter_in_unit(module: nn.Module, unit: Unit) -> None:
-    """Note that a module holds parameters of a unit; the first one counts."""
+    """Note that a module holds parameters of a unit; of several units the first is noted."""
     module.__dict__.setdefault(_UNIT, unit)
 
 
 def detach(module: nn.Module) -> None:
-    """Undo that, and take the hooks off."""
+    """Forget the unit of a module, and remove the module's hooks."""
     module.__dict__.pop(_UNIT, None)
     if (hooks := module.__dict__.pop(_HOOKS, None)) is not None:
         for handle in hooks.handles:
@@ -84,8 +84,8 @@ class ModuleHooks:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
         schedule: Replaced when an outer module is sharded.
-        outputs_beside: Finds what a forward leaves elsewhere, where it may.
-        handles: Take the hooks off the module.
+        outputs_beside: Finds tensors that a forward keeps instead of returning them, if it may.
+        handles: Remove the hooks from the module.
     """
 
     def __init__(self, module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
@@ -102,9 +102,9 @@ class ModuleHooks:
     def on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's forward begins; gives the arguments that it is to have."""
+        """The module's forward begins; returns the arguments that it gets."""
         unit = self.unit
-        # The backward of a call inside of another of the same unit ends before the unit's.
+        # Of nested calls of one unit, the outermost one's backward ends last.
         is_outermost = unit is not None and not self.schedule.is_inside(unit)
         if current_backward() >= 0:
             self.schedule.recompute(unit)
@@ -127,7 +127,7 @@ class ModuleHooks:
         return self.on_success(module, output)
 
     def on_success(self, module: nn.Module, output: Any) -> Any:
-        """The module's forward has returned; gives the output that it is to have."""
+        """The module's forward has returned; returns the output that the caller gets."""
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
@@ -147,7 +147,7 @@ class ModuleHooks:
         marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        # Not of what is computed again, which may have no backward.
+        # A recomputation is not counted: it may have no backward.
         self.schedule.num_calls[unit] += current_backward() < 0
         passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
@@ -159,13 +159,13 @@ class ModuleHooks:
                 continue
             nodes.add(tensor.grad_fn)
             if getattr(tensor.grad_fn, "hooks", None) is self:
-                continue  # an input that was passed on, whose base others have made
+                continue  # an input that is returned; its base was made elsewhere
             if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
                 nodes.add(tensor._base.grad_fn)
         for node in nodes:
-            # An outer unit that returns what an inner one made has the same node. It is entered
-            # first, as it is on a rank where it computes something after the inner one and has a
-            # node of its own: ranks gather in one order.
+            # An outer unit that returns the output of an inner one has the same node. The outer one
+            # is entered first, as on a rank where it computes something after the inner one and so
+            # has a node of its own: all ranks gather in one order.
             metadata: Any = node.metadata  # a property, which torch types as a method
             ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
             ending.insert(0, self)
@@ -182,7 +182,7 @@ def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, .
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Passes inputs through; its backward runs after that of everything computed from them."""
+    """The identity. Its backward runs after that of everything computed from its outputs."""
 
     @staticmethod
     def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,9 +1,9 @@
-"""What moves while something else computes: gathers, one of them ahead, and reductions.
+"""Communication beside computation: gathers, one of them ahead, and reductions.
 
-A gather is agreed on by the ranks, and one is started ahead of the unit that computes. A reduction
-is a chain of stages (over the shards, over the replicas, to the host) until it is in ``.grad``.
-Each stage starts in the same order on all ranks: when the next reduction does, or at the backward's
-end.
+Ranks agree on each gather, and one is started while the unit before it computes. A reduction is a
+chain of stages (over the shards, over the replicas, to the host) that ends in ``.grad``. Its next
+stage starts when the next reduction starts, or at the end of the backward, so that stages start in
+the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from lightning_fsdp.core.engine.watcher import Watchers
 
 
 class Order:
-    """Which unit followed which, in the passes so far.
+    """Which unit followed which in the passes so far.
 
     Attributes:
-        first: Which one was first in the last pass that had any.
+        first: The first unit of the last pass that had any.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class Order:
         self._follower: dict[Unit, Unit] = {}
 
     def begin(self) -> None:
-        """What comes next follows nothing."""
+        """A pass begins: the next unit follows none."""
         self._last = None
 
     def enter(self, unit: Unit, *, is_new: bool = True) -> Unit | None:
-        """Note that a unit is next, and say which one followed it when it was last there.
+        """Note that a unit is next, and return the one that followed it the last time, if any.
 
         Args:
-            unit: The next.
-            is_new: False if it was there before in this pass, which says nothing of its place.
+            unit: The next one.
+            is_new: False if it has been entered in this pass before: then it is no follower.
         """
         if self._last is None:
             self.first = unit
@@ -48,10 +48,10 @@ class Order:
 
 
 class Gathers:
-    """At most two units are on their way or whole for a pass: one computes, one comes.
+    """Gathers the units of a pass. At most two are whole or in flight: this one and the next.
 
     Attributes:
-        kept: The last one of a forward, while it waits for the backward that needs it first.
+        kept: The last unit of a forward, kept whole for the backward, which needs it first.
     """
 
     def __init__(self, watchers: Watchers) -> None:
@@ -60,7 +60,7 @@ class Gathers:
         self._ahead: Unit | None = None
 
     def start(self, unit: Unit) -> bool:
-        """Start a unit's gather, agreed on by all ranks; false if it is there or on its way."""
+        """Start a unit's gather, agreed on by all ranks; false if it is whole or in flight."""
         if unit.is_held:
             return False
         is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
@@ -70,7 +70,7 @@ class Gathers:
         return True
 
     def make_whole(self, unit: Unit, then: Unit | None = None) -> None:
-        """Gather a unit and wait for it; start the gather of the one that follows before."""
+        """Gather a unit and wait for it; before the wait, start the gather of ``then``."""
         self.drop(expected=unit)
         self.start(unit)
         if then is not None and self.start(then):
@@ -78,21 +78,21 @@ class Gathers:
         unit.wait_for_unshard()
 
     def refresh(self, unit: Unit) -> None:
-        """Gather a unit anew, in place, if its shard was written to since."""
+        """Gather a unit again if a shard was written to since its gather."""
         if unit.is_stale:
             unit.reshard()
             self.make_whole(unit)
 
     def drop_ahead(self, expected: Unit | None = None) -> None:
-        """Free what was gathered ahead, unless it is the unit that comes."""
+        """Free the unit that was gathered ahead, unless it is the expected one."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not expected:
             ahead.reshard()
 
     def keep(self, unit: Unit) -> None:
-        """Leave a unit whole after its forward; free it if another one was to follow, or follows.
+        """Leave a unit whole after its forward, or free it if another one is gathered or kept.
 
-        So it takes the place of the one that comes: not more than two are whole.
+        It takes the place of the unit gathered ahead, so that no more than two are whole.
         """
         if self._ahead is None and self.kept is None:
             self.kept = unit
@@ -100,7 +100,7 @@ class Gathers:
             unit.reshard()
 
     def drop(self, expected: Unit | None = None) -> None:
-        """Free what was gathered ahead, and what was kept, unless it is the unit that comes."""
+        """Free the units that were gathered ahead and kept, unless it is the expected one."""
         self.drop_ahead(expected)
         kept, self.kept = self.kept, None
         if kept is not None and kept is not expected:
@@ -108,14 +108,14 @@ class Gathers:
 
 
 class Reductions:
-    """Those of one schedule that are in flight."""
+    """The reductions of one schedule that are in flight."""
 
     def __init__(self, watchers: Watchers) -> None:
         self._watchers = watchers
-        self._in_flight: list[FlatParameter] = []  # the last started at the end
+        self._in_flight: list[FlatParameter] = []  # in the order of their start
 
     def start(self, flat_params: Sequence[FlatParameter]) -> None:
-        """Start those of flat parameters whose gradients are complete."""
+        """Start the reductions of flat parameters whose gradients are complete."""
         if not flat_params:
             return
         for flat_param in flat_params:
@@ -129,7 +129,7 @@ class Reductions:
         self._in_flight += flat_params
 
     def land(self) -> None:
-        """Let all end: ``.grad`` holds what they gave."""
+        """Wait for all: their results are in ``.grad`` then."""
         for call in self._watchers.before_landing:
             call()
         while self._in_flight:
@@ -138,8 +138,8 @@ class Reductions:
             call()
 
     def _advance(self) -> None:
-        """Let each in flight go one stage on; after its last it lands."""
-        # All start before one is waited for: so a slow line between hosts never rests between two.
+        """Start the next stage of each; those that have none left land."""
+        # All are started before any is waited for, so that a slow network is never idle in between.
         for flat_param in [f for f in self._in_flight if not f.advance()]:
             flat_param.land()
         self._in_flight = [f for f in self._in_flight if f.gradients is Gradients.REDUCING]

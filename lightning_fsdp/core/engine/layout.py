@@ -67,10 +67,10 @@ class FlatLayout:
         slots: One per parameter, by offset.
         shard_numel: Elements of a shard, padding included.
         shard_world_size: Number of shards.
-        places: Of each rank's shard among the shards; empty: ranks own them in order.
+        places: By rank, which of the shards it owns; empty: the one of the same number.
 
     Raises:
-        ValueError: A slot lies where it must not.
+        ValueError: Slots overlap, are not aligned, not in order or not inside of the region.
     """
 
     slots: tuple[Slot, ...]

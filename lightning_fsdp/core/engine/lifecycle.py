@@ -3,11 +3,11 @@
     parameters   SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
     gradients    NONE --arrive--> LOCAL --reduce--> REDUCING --land--> NONE (they are in ``.grad``)
 
-In flight is a state with a name: who finds ``GATHERING`` knows that the buffer exists, that its
-content does not yet, and that somebody has to wait. A collective whose result is not wanted any
-more (a prefetch that missed) is waited for, then freed: no transition skips the wait.
+Being in flight is a state of its own: in ``GATHERING`` the buffer is allocated, its content is not
+there yet, and somebody has to wait for it. A gather whose result is not wanted any more (a prefetch
+that missed) is waited for before its buffer is freed: no transition skips the wait.
 
-What there is of gradients says in which state they are; it is asked, and never kept beside them.
+The state of the gradients is not stored. It is derived from which gradients there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParameterState(Enum):
 
 
 class Gradients(Enum):
-    """Which gradients a flat parameter holds; reduced ones are the parameters'."""
+    """Which gradients a flat parameter holds; reduced ones are in the parameters' ``.grad``."""
 
     NONE = "none"
     LOCAL = "local"  # this rank's own, full shape, not reduced

@@ -1,20 +1,20 @@
 """When each unit is gathered, freed and reduced, and which gather is started ahead.
 
 A pass is one outermost call into a sharded module. The schedule remembers which unit followed
-which in the last pass, and starts that unit's gather while its predecessor computes; likewise in
-backward. At most two units are whole at once: the one that computes and the one that comes (beside
-those that enclose them, and beside what ZeRO-2 keeps). The last one of a forward stays whole, if
-the backward before this one began with it.
+which in the last pass, and starts the gather of a unit while the one before it computes; likewise
+in the backward. At most two units are whole at once: the one that computes and the next one (beside
+units that enclose them, and those that ZeRO-2 keeps). The last unit of a forward stays whole if the
+previous backward began with it.
 
     forward   compute 0 | compute 1 | compute 2      backward    compute 2 | compute 1 | compute 0
     gathers    0 -> 1   |     2     |                gathers        1      |     0     |
                                                      reductions            |     2     |  1 -> 0
 
-What happens when depends on the graph alone, never on which gradients this rank happens to have or
-which other graphs are alive on it: a unit is freed, and its gradients are reduced, when a backward
-leaves it through its inputs, or at the end of the backward where they need no gradient. Where it
-was called several times, that is when another unit is reached, so that calls in a row are one
-reduction. A flat parameter that several units share waits for the last.
+The order depends on the graph alone, never on which gradients this rank has or which other graphs
+are alive on it: a unit is freed, and its gradients are reduced, when a backward leaves it through
+its inputs, or at the end of the backward if they need no gradient. If it was called several times,
+this waits until the backward reaches another unit, so that calls in a row take one reduction. A
+flat parameter that several units share waits for the last of them.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
 
 @dataclass
 class _Running:
-    """A unit in its forward: modules that have not run, and calls that have not returned."""
+    """A unit in its forward."""
 
-    waiting_for: set[nn.Module]
-    was_whole: bool  # before it
-    depth: int = 0
+    waiting_for: set[nn.Module]  # its modules that have not run yet
+    was_whole: bool  # before the forward
+    depth: int = 0  # calls of its modules that have not returned
 
 
 @dataclass(eq=False)
 class _Backward:
     """A run of the autograd engine."""
 
-    # What is called at its end, and owned by it. Nothing tells of an exception that ends it; but
-    # once this is gone, so is the backward.
+    # The callback at its end, which the autograd engine owns. There is no event for an exception
+    # that ends a backward; but when this reference is dead, the backward is over.
     ending: weakref.ref[Callable[[], None]]
-    # Whether it has left each unit that it reached, by whatever way; in its order.
+    # The units that it has reached, in order, and whether it has left them again.
     has_left: dict[Unit, bool] = field(default_factory=dict)
-    entered: set[Unit] = field(default_factory=set)  # at their outputs, and perhaps left again
-    # Left by the inputs of a call, and still whole: another call of it may follow.
+    entered: set[Unit] = field(default_factory=set)  # those reached through their outputs
+    # Left through the inputs of a call, but still whole: another call of it may follow.
     leaving: Unit | None = None
-    # With gradients to reduce, or to keep.
+    # Flat parameters whose gradients are still to be reduced, or kept for the next backward.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
 
 
@@ -66,14 +66,14 @@ class Schedule(Runner):
 
     Args:
         communicator: See below.
-        new_watchers: Makes what hangs on it, and on its copies.
+        new_watchers: Makes the watchers of this schedule, and those of a copy of it.
 
     Attributes:
         communicator: The sharding group and its replicas.
-        watchers: What hangs on it.
+        watchers: Called at the events of this schedule.
         units: All units, in the order in which they were sharded.
-        gathers: Under way, or ahead.
-        num_calls: Of each unit in this pass, which a backward will leave through their inputs.
+        gathers: The gathers of the running pass.
+        num_calls: By unit, its calls in this pass that a backward will leave through their inputs.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Schedule(Runner):
         return self._users.keys()
 
     def add(self, units: Iterable[Unit]) -> None:
-        """Take units over, from their making or from the schedule of an inner module."""
+        """Take over units that are new, or were run by the schedule of an inner module."""
         for unit in units:
             self.units.append(unit)
             for flat_param in unit.sites:
@@ -120,7 +120,7 @@ class Schedule(Runner):
         """A call into a sharded module begins; the outermost one opens a pass.
 
         Args:
-            unit: The module's, if it has one: its first module makes it whole.
+            unit: The module's unit, if it has one. The first of its modules makes it whole.
         """
         if self._depth == 0:
             if self._backward is not None:
@@ -146,7 +146,7 @@ class Schedule(Runner):
         """A call into a sharded module ends, by an exception if ``failed``.
 
         Args:
-            unit: The module's, if it has one: its last module releases it.
+            unit: The module's unit, if it has one. The last of its modules releases it.
             module: The module.
             failed: Whether an exception ends it.
         """
@@ -161,12 +161,12 @@ class Schedule(Runner):
         if failed:
             self._recover("a forward")
             return
-        for left in list(self._running):  # of its modules, only some ran
+        for left in list(self._running):  # units of which not all modules ran
             self._end_forward(left)
         self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
-        """What no hook tells ended a forward (``KeyboardInterrupt``, ``SystemExit``)."""
+        """A forward was ended by an exception after which torch calls no hooks (Ctrl-C)."""
         if self._depth > 0 and torch_internals.current_backward() < 0:
             self._recover("a forward")
 
@@ -179,7 +179,7 @@ class Schedule(Runner):
         return unit in self._running and self._running[unit].depth > 0
 
     def recompute(self, unit: Unit | None) -> None:
-        """A module runs again inside of a backward, which ends what begins here."""
+        """A module runs again inside of a backward, whose end also ends this forward."""
         backward = self._reach(unit)
         if unit is None:
             return
@@ -192,10 +192,10 @@ class Schedule(Runner):
     def _end_forward(self, unit: Unit) -> None:
         running = self._running.pop(unit)
         unit.install_shards()
-        # ZeRO-2 keeps the copy for a backward. Where none follows, the unit ends as it began.
+        # ZeRO-2 keeps the copy for the backward. If none can follow, it is as before the forward.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
         if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
-            self.gathers.keep(unit)  # the backward would gather it at once
+            self.gathers.keep(unit)  # else the backward would gather it again at once
         elif frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
@@ -204,8 +204,8 @@ class Schedule(Runner):
     def before_backward(self, unit: Unit | None) -> None:
         """The backward reaches a unit's outputs: make it whole, start the gather of the next.
 
-        One through a module without a unit is a backward, too: gradients of earlier ones may wait
-        for it, whatever units it leaves out.
+        A backward through modules without a unit counts as well, as gradients of earlier backwards
+        may wait for the next one, whichever units that one goes through.
         """
         backward = self._reach(unit)
         if unit is None:
@@ -217,8 +217,8 @@ class Schedule(Runner):
             call(unit)
         if not unit.needs_backward_gather:
             return
-        # With create_graph=True the backward is recorded, and what it saves are weights again. When
-        # that graph is read, and when for the last time, is known to nobody.
+        # With create_graph=True the backward is recorded, and its graph saves weights again. There
+        # is no event for the last time that this graph is used.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
         if not unit.is_whole or self.gathers.kept is unit:
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
@@ -228,11 +228,11 @@ class Schedule(Runner):
         """The backward leaves a unit through the inputs of a call."""
         self._reach(unit).leaving = unit
         self.num_calls[unit] -= 1
-        if self.num_calls[unit] <= 0:  # no other call can follow
+        if self.num_calls[unit] <= 0:  # no other call of it can follow
             self._reach(None)
 
     def _reach(self, unit: Unit | None) -> _Backward:
-        """The backward, which finishes the unit that it has left, unless it reaches it again."""
+        """The running backward; a unit that it has left is finished, unless it is ``unit``."""
         backward = self._open_backward()
         left, backward.leaving = backward.leaving, None
         if left is not None and left is not unit:
@@ -247,7 +247,7 @@ class Schedule(Runner):
         self._settle(backward, complete)
 
     def _release(self, unit: Unit) -> None:
-        """Take the whole copy that a backward needed out of the modules, and free it."""
+        """Take a unit's leaves out of the modules after its backward, and free the whole copy."""
         if unit in self._running:  # as in a training step that calls backward itself
             return
         unit.install_shards()
@@ -255,15 +255,16 @@ class Schedule(Runner):
             unit.reshard()
 
     def note_arrival(self, flat_param: FlatParameter) -> None:
-        """A local gradient arrives, perhaps of a unit whose outputs nobody has seen."""
+        """A local gradient arrives, perhaps before the backward has reached a unit of it."""
         backward, users = self._open_backward(), self._users[flat_param]
         backward.unsettled.setdefault(flat_param)
-        # Of a tied weight's users, one was entered on every rank; others may have no backward.
+        # If none of its units was reached before, all are now. If one was, as with a tied weight,
+        # the others are left alone: they may have no backward.
         if backward.has_left.keys().isdisjoint(users):
             backward.has_left.update(dict.fromkeys(users, False))
 
     def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
-        """Reduce what is complete in this backward, or keep it for the next."""
+        """Reduce flat parameters that are complete in this backward, or keep their gradients."""
         synced = []
         for flat_param in flat_params:
             backward.unsettled.pop(flat_param, None)
@@ -280,12 +281,12 @@ class Schedule(Runner):
 
     def _open_backward(self) -> _Backward:
         if self._backward is not None:
-            if self._backward.ending() is not None:  # it runs, or a node of it runs another one
+            if self._backward.ending() is not None:  # it runs, perhaps with another one inside
                 return self._backward
             self._recover("a backward")
         for flat_param, users in self._users.items():
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
-            # Whether or not this rank has gradients of it: all ranks must send the same dtype.
+            # Even if this rank has no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
@@ -296,11 +297,11 @@ class Schedule(Runner):
 
     def _close_backward(self) -> None:
         backward = self._reach(None)
-        # What no call announced (inputs that need no gradient) ends here, in the backward's order.
+        # Units whose inputs need no gradient are left here, in the order of the backward.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
                 self._finish(backward, unit)
-            elif unit.has_leaves_installed:  # recomputed since, for a result that has no backward
+            elif unit.has_leaves_installed:  # recomputed since, for a result without a backward
                 self._release(unit)
         for flat_param in list(backward.unsettled):
             self._settle(backward, [flat_param])
@@ -311,7 +312,7 @@ class Schedule(Runner):
         for flat_param in self._users:
             flat_param.micro_batch += 1
         self._backward = None
-        self._order_in_forward.begin()  # a forward around it goes on; what follows is no follower
+        self._order_in_forward.begin()  # a forward may go on after a backward inside of it
         for call in self.watchers.on_backward_end:
             call()
 
@@ -323,7 +324,7 @@ class Schedule(Runner):
             call()
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
-        """Reduce those of ``candidates``, the same on every rank, that wait on any rank."""
+        """Reduce those of ``candidates`` (alike on all ranks) whose gradients wait on any rank."""
         flat_params = [flat_param for flat_param in candidates if flat_param.is_trainable]
         if not flat_params:
             return
@@ -336,7 +337,7 @@ class Schedule(Runner):
     # -- optimizer -------------------------------------------------------------------------------
 
     def after_optimizer_step(self, stepped: set[int]) -> None:
-        """Free the whole copies of parameters that were just stepped, or renew those in use.
+        """Free the whole copies of parameters that were just stepped; gather those in use again.
 
         Args:
             stepped: ``id`` of each parameter of the optimizer.
@@ -357,7 +358,7 @@ class Schedule(Runner):
                 unit.reshard()
 
     def _recover(self, what: str) -> None:
-        """After an exception: forget what ran; what hangs on it ends what is in flight."""
+        """After an exception: forget what ran. A watcher ends what is in flight."""
         in_backward = self._backward is not None
         self._depth, self._running, self._backward = 0, {}, None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)

@@ -1,7 +1,7 @@
 """A tensor of which this rank holds one slice: a parameter, its gradient, its optimizer state.
 
 The engine knows where the slice lies and what it belongs to. What a user may do with such a tensor
-is the business of the class that derives from it (``tensors/sharded_tensor.py``).
+is up to the subclass in ``tensors/sharded_tensor.py``.
 
 Note: gradients that wait
 While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`LocalGradient`:
@@ -9,7 +9,7 @@ While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`L
     part          this rank's own, of backwards that did not communicate
     of_replica    the mean over this rank's replica, of reductions that left out the other replicas
 
-``.grad`` is the one truth: whoever sets it to ``None`` or zeroes it drops what waits.
+They are kept nowhere else: setting ``.grad`` to ``None``, or zeroing it, drops what waits.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ShardSpec:
         slot: Its place in the flat parameter's region.
         layout: The layout of that region.
         communicator: The sharding group.
-        home: Where shards live, and the way from and to it.
+        home: Where shards live, and how data gets there and back.
         slice: The elements that this rank owns.
-        start: First element of its shard in the region.
+        start: First element of this rank's shard in the region.
     """
 
     name: str
@@ -57,9 +57,10 @@ class ShardSpec:
         return whole.detach().reshape(-1)[self.slice.start : self.slice.stop]
 
     def part_of(self, shard: Tensor) -> Tensor:
-        """This rank's elements in its shard of the region, ``(slice.numel,)``, sharing memory.
+        """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory.
 
-        Or those of its replica, in the shard that neighbours have together.
+        ``shard`` may also be a larger one, of which this rank's is a part: then all of the
+        parameter's elements in it.
         """
         numel = shard.numel()
         offset = self.slot.offset - self.start // max(numel, 1) * numel
@@ -86,7 +87,7 @@ class Sharded(Tensor):
 
 
 class LocalGradient(Sharded):
-    """What waits of one parameter; made empty, beside a reduced gradient that was there before."""
+    """The gradient of one parameter that waits to be reduced. It is empty when it is made."""
 
     part: Tensor | None  # the sum of this rank's own: original shape, reduce dtype
     of_replica: Tensor | None  # the sum of means over a replica: (slice.numel,), reduce dtype
@@ -98,13 +99,13 @@ MakeWaiting = Callable[[Sharded], LocalGradient]
 
 
 def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
-    """What waits in ``.grad`` to be reduced."""
+    """The gradient that waits in ``.grad`` to be reduced, if one does."""
     present = parameter.grad
     return present if isinstance(present, LocalGradient) else None
 
 
 def let_wait(parameter: Sharded, make: MakeWaiting) -> LocalGradient:
-    """What waits in ``.grad``, made if nothing does."""
+    """The gradient that waits in ``.grad``; an empty one is put there if none does."""
     if (local := local_gradient_of(parameter)) is None:
         parameter.grad = local = make(parameter)
     return local

@@ -1,6 +1,7 @@
-"""What one module needs whole at once, and where it is registered. It has no life of its own.
+"""The flat parameters that one module needs whole at once, and where they are registered.
 
-Every state is the flat parameters'; when to take a step is the schedule's business.
+A unit is a passive record: all state is in the flat parameters, and the schedule decides when
+something is done.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_fsdp.core.engine.sharded import Sharded
 
 
 class WeakModule(weakref.ref[nn.Module]):
-    """A module, referred to weakly by what it owns. A copy refers to the module's copy."""
+    """A weak reference to a module, for what it owns. A deep copy refers to the module's copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
@@ -32,7 +33,7 @@ class WeakModule(weakref.ref[nn.Module]):
 class Site:
     """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
-    It refers to the module weakly: what a module owns may refer to it, and goes with it.
+    The reference to the module is weak, so that a module may own sites of its own.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -41,7 +42,7 @@ class Site:
 
     @property
     def module(self) -> nn.Module:
-        """The module, which is alive."""
+        """The module, which must be alive."""
         module = self._module()
         assert module is not None, "whoever asks has it"
         return module
@@ -54,7 +55,7 @@ class Site:
     def replace(self, old: Tensor, new: Tensor) -> bool:
         """Register ``new`` in the place of ``old``; ``False`` if something else is there."""
         module = self._module()
-        if module is None:  # a graph outlives its modules, and its backward needs nothing of them
+        if module is None:  # a graph may outlive its modules, and its backward does not need them
             return True
         present = module._parameters.get(self.name)
         if present is old:
@@ -128,24 +129,24 @@ class Unit:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose forward needs the parameters, as far as they are alive."""
+        """The modules whose forward needs the parameters, those that are alive."""
         return tuple(module for reference in self.owners if (module := reference()) is not None)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
-        """What is whole at once."""
+        """The flat parameters, which are whole at the same time."""
         return iter(self.sites)
 
     @property
     def is_held(self) -> bool:
-        """Whether the whole copy is there for this unit, or on its way."""
+        """Whether this unit has the whole copy, or waits for its gather."""
         for flat_param in self.sites:
             return self._hold in flat_param.holders  # all are held together
         return False
 
     @property
     def is_whole(self) -> bool:
-        """Whether the whole copy is there for this unit."""
+        """Whether this unit has the whole copy."""
         for flat_param in self.sites:
             if flat_param.copy is not ParameterState.UNSHARDED:
                 return False
@@ -175,10 +176,10 @@ class Unit:
                 flat_param.wait_for_unshard()
 
     def reshard(self, *, is_stale: bool = False) -> None:
-        """Free the whole copy; nothing if there is none. What others share stays for them.
+        """Free the whole copy, if there is one. What is shared stays while other units need it.
 
         Args:
-            is_stale: Trust nothing that was gathered so far, here or at others.
+            is_stale: The shards may have been written to in a way that torch does not count.
         """
         self.is_kept_for_graph = False
         for flat_param in self.sites:

@@ -1,4 +1,4 @@
-"""What hangs on the essential path sees it through these events, and is imported by none of it."""
+"""The events of the engine. Features beside it hang on these; the engine imports none of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watcher:
         """An outermost call into a sharded module begins."""
 
     def before_collective(self, event: str, unit_name: str) -> None:
-        """A gather or a reduction is about to start, on every rank or by mistake."""
+        """A gather or a reduction is about to start; all ranks should start the same one."""
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The whole copy is about to be allocated."""
@@ -32,19 +32,19 @@ class Watcher:
         """The whole copy was freed."""
 
     def before_gradients(self, unit: Unit) -> None:
-        """A backward reaches a unit, or a further one of its modules."""
+        """A backward reaches the outputs of a unit, or of another module of it."""
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """A reduction has started; per slot, whether this rank has a gradient."""
 
     def on_unreduced(self, flat_param: FlatParameter) -> None:
-        """A backward has left its gradients here, to be added to by the next."""
+        """A backward without communication has ended: its gradients wait for the next one."""
 
     def before_landing(self) -> None:
         """All reductions of a backward are in flight, or have landed."""
 
     def on_landed(self) -> None:
-        """All have landed: ``.grad`` holds what they gave."""
+        """All reductions have landed: ``.grad`` holds their results."""
 
     def on_backward_end(self) -> None:
         """The backward is over, and the schedule idle: an optimizer may step."""
@@ -57,14 +57,14 @@ class Watcher:
 
 
 class Watchers:
-    """The watchers of a schedule: its attributes are the events, each a list of what to call."""
+    """The watchers of a schedule. Each event is an attribute: the list of methods to call."""
 
     def __init__(self, each: Sequence[Watcher] = ()) -> None:
         self._each = tuple(each)
 
     def __getattr__(self, event: str) -> list[Callable[..., None]]:
-        # An event is looked up once, and is a plain attribute then. Whose method is still that of
-        # the class above, which does nothing, is not called at all.
+        # An event is looked up once, and is a plain attribute from then on. A watcher that does not
+        # override the method of the class above, which does nothing, is not called at all.
         nothing = getattr(Watcher, event)
         calls = [getattr(w, event) for w in self._each if getattr(type(w), event) is not nothing]
         setattr(self, event, calls)
@@ -72,10 +72,10 @@ class Watchers:
 
 
 class Runner:
-    """A schedule, as the flat parameters that it runs know it. This one does nothing.
+    """The side of a schedule that flat parameters see. This one does nothing.
 
     Attributes:
-        watchers: What hangs on it.
+        watchers: Called at the events of the schedule.
     """
 
     watchers = Watchers()
@@ -88,12 +88,12 @@ class GradientWatcher:
     """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
 
     def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
-        """This rank's own has arrived: original shape, compute dtype. It may be edited in place."""
+        """This rank's own gradient, original shape, compute dtype; it may be edited in place."""
 
     def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
-        """The mean over ranks has landed: this rank's slice, main dtype; likewise."""
+        """This rank's slice of the mean over ranks, main dtype; it may be edited in place."""
 
     def on_added(
         self, flat_param: FlatParameter, slot: int, gradient: Sharded, total: Sharded
     ) -> None:
-        """It was added to ``total``; which is the same object where there was none before."""
+        """The mean was added to ``total``; ``gradient`` itself where there was none before."""
