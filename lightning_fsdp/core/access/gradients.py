@@ -348,8 +348,10 @@ class _Calling(GradientWatcher):
 
 
 class _CallingOnLocal(_Calling):
-    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
-        self._call(flat_param, slot, gradient)
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
+        own = gradient.clone()  # as it may be edited
+        self._call(flat_param, slot, own)
+        return own
 
 
 class _CallingOnReduced(_Calling):

@@ -149,7 +149,7 @@ class LocalRegion:
         layout, gradients, dtype = self.layout, self.gradients, self.sent_dtype
         start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
         slots = range(len(layout.slots)) if slots is None else slots
-        if len(slots) == 1 and _fills(gradients.get(slots[0]), stop - start, dtype):
+        if len(slots) == 1 and self._can_be_sent(slots[0], stop - start):
             return gradients.pop(slots[0]).view(-1)  # read from where autograd made it
         packed = self.empty(stop - start, dtype)
         for padding_start, padding_stop in layout.padding(start, stop):
@@ -157,13 +157,19 @@ class LocalRegion:
         for index in slots:
             slot = layout.slots[index]
             place = packed.narrow(0, slot.offset - start, slot.numel)
-            gradient = gradients.pop(index, None)  # freed as soon as it is copied
-            if gradient is None:
-                place.zero_()
+            if index in gradients:
+                place.view(slot.shape).copy_(gradients.pop(index))  # freed as soon as it is copied
             else:
-                place.view(slot.shape).copy_(gradient)
-            del gradient
+                place.zero_()
         return packed
+
+    def _can_be_sent(self, slot: int, numel: int) -> bool:
+        """Whether a slot's gradient is laid out as a whole run of ``numel`` elements is sent."""
+        gradient, num_ranks = self.gradients.get(slot), self.layout.shard_world_size
+        # One rank would not send it but write to it, and it may be a view of what autograd needs.
+        if gradient is None or gradient.dtype != self.sent_dtype or num_ranks == 1:
+            return False
+        return gradient.numel() == numel and gradient.is_contiguous()
 
 
 class Communicator:
@@ -302,9 +308,3 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 Flags = list[Any]
 """Of bool, ``(n,)`` or ``(m, n)``, the same shape on every rank."""
-
-
-def _fills(gradient: Tensor | None, numel: int, dtype: torch.dtype) -> bool:
-    if gradient is None or gradient.dtype != dtype:
-        return False
-    return gradient.numel() == numel and gradient.is_contiguous()

@@ -257,7 +257,7 @@ class FlatParameter:
             )
         self._runner.note_arrival(self)
         for watcher in tuple(self.gradient_watchers.values()):
-            watcher.on_local(self, slot, gradient)
+            gradient = watcher.on_local(self, slot, gradient)
         # A reduction may be in flight, as a path through the graph may end after it began. It must
         # not be waited for here: its stages start in the same order on all ranks, and which
         # gradients arrive may differ by rank.
@@ -265,7 +265,7 @@ class FlatParameter:
         if local is not None and local.part is not None:  # of backwards before
             local.part.add_(gradient)
         elif slot in self._arrived:
-            self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype).add_(gradient)
+            self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype) + gradient
         else:
             self._arrived[slot] = gradient  # as autograd made it
 

@@ -87,8 +87,12 @@ class Runner:
 class GradientWatcher:
     """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
 
-    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
-        """This rank's own gradient, original shape, compute dtype; it may be edited in place."""
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
+        """This rank's own gradient, original shape, compute dtype. Returns the one to go on with.
+
+        It must not be written to: it may be a view of another one, which autograd still needs.
+        """
+        return gradient
 
     def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
         """This rank's slice of the mean over ranks, main dtype; it may be edited in place."""
