@@ -79,6 +79,16 @@ def test_a_full_checkpoint_comes_back_from_shards_bit_for_bit(trained, tmp_path,
     assert tied[0].data_ptr() == tied[1].data_ptr()
 
 
+def test_another_state_dict_may_be_called_as_a_folder_calls_the_module(full, tmp_path):
+    expected = load_plainly(full)
+    expected["model"] = {name: value + 1 for name, value in expected["state_dict"].items()}
+    torch.save(expected, tmp_path / "two.ckpt")
+    convert(tmp_path / "two.ckpt", tmp_path / "sharded", to="sharded")
+    convert(tmp_path / "sharded", tmp_path / "full.ckpt", to="full")
+    found = load_plainly(tmp_path / "full.ckpt")
+    assert_identical({key: found[key] for key in expected}, expected)
+
+
 def test_shards_have_the_names_of_the_module(full, tmp_path):
     convert(full, tmp_path / "sharded", to="sharded")
     shapes = folder.read_shapes(tmp_path / "sharded")

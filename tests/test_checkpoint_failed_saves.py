@@ -7,8 +7,15 @@ import signal
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_fsdp import checkpoint
+from lightning_fsdp import (
+    checkpoint,
+    full_state_dict,
+    fully_shard,
+    save_pretrained,
+    save_sharded,
+)
 from lightning_fsdp.checkpoint import place, ranks
 from tests.support.checkpoints import assert_is, make_state, whole_state
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
@@ -220,3 +227,25 @@ def test_files_of_others_that_look_alike_are_not_removed(tmp_path):
     (tmp_path / ".b.saving").write_text("x")
     checkpoint.save(tmp_path / "a", whole_state(1), {})
     assert sorted(each.name for each in tmp_path.iterdir()) == [".b.saving", ".my.saving", "a"]
+
+
+def _save_one_of_two_models(rank, world_size, folder):
+    """Each half of the ranks has a model of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
+    model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    number = rank // 2
+    with torch.no_grad():
+        model.weight.fill_(number)
+    expected = r"save.* '.*0' \(ranks \[0, 1\]\); save.* '.*1' \(ranks \[2, 3\]\).*full_state_dict"
+    with pytest.raises(ValueError, match=expected):
+        save_sharded(folder / str(number), model)
+    with pytest.raises(ValueError, match=expected):
+        save_pretrained(model, folder / str(number))
+    state = full_state_dict(model)  # what the message says
+    if rank % 2 == 0:
+        assert state["weight"].eq(number).all()
+
+
+def test_models_of_parts_of_the_ranks_are_not_mixed(tmp_path):
+    run_on_ranks(_save_one_of_two_models, 4, tmp_path)
+    assert not list(tmp_path.iterdir())

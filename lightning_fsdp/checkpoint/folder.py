@@ -201,6 +201,7 @@ class _Save:
         self._doing = f"save {os.fspath(path)!r}"
         self._place = Place(path)
         self._ranks = Ranks()
+        self._ranks.agree(self._doing)
         plans = self._together(lambda: self._look_at(state, extra))
         self._folder = Path(str(self._together(lambda: self._begin(plans))[0]))
 
