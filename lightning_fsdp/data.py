@@ -175,7 +175,7 @@ class ResumableLoader(DataLoader[T_co]):
             **{name: value for name, value in options.items() if name not in _OWN},
         )
         self.num_batches_read = 0
-        self._epoch_read = 0
+        self._epoch_read = self._num_samples_read = 0  # the latter by all ranks together
         self._goes_on = False
 
     @override
@@ -186,7 +186,10 @@ class ResumableLoader(DataLoader[T_co]):
         restores a checkpoint, and sets the epoch after it made one.
         """
         if not self._goes_on or self._epoch_read != self.sampler.epoch:
-            self.num_batches_read = 0
+            self._num_samples_read = 0
+        # Only now are there as many ranks as read on: a position may be loaded before.
+        global_batch = self._global_batch
+        self.num_batches_read = self._batches_in(self._num_samples_read)
         self._goes_on = False
         self._epoch_read = self.sampler.epoch
         self.sampler.start = self.num_batches_read * self.batch_size
@@ -194,6 +197,7 @@ class ResumableLoader(DataLoader[T_co]):
         self.generator.manual_seed(random.Random(repr(place)).getrandbits(63))
         for batch in super().__iter__():
             self.num_batches_read += 1  # before it is used: a checkpoint written then counts it
+            self._num_samples_read += global_batch
             yield batch
 
     @property
@@ -203,7 +207,7 @@ class ResumableLoader(DataLoader[T_co]):
 
     @property
     def _position(self) -> tuple[int, int]:
-        return self._epoch_read, self.num_batches_read * self._global_batch
+        return self._epoch_read, self._num_samples_read
 
     def state_dict(self) -> dict[str, Any]:
         """The position, independent of ranks, batch size and workers.
@@ -235,13 +239,16 @@ class ResumableLoader(DataLoader[T_co]):
                     f"with ({key} {state[key]}), got {key} {here[key]}. Give it the dataset, seed "
                     "and shuffle of that run, or start from the weights alone."
                 )
-        num_batches, inside = divmod(state["num_samples"], self._global_batch)
+        self.num_batches_read = self._batches_in(state["num_samples"])
+        self._epoch_read, self._num_samples_read = state["epoch"], state["num_samples"]
+        self._goes_on = True
+
+    def _batches_in(self, num_samples: int) -> int:
+        num_batches, inside = divmod(num_samples, self._global_batch)
         if inside:
             raise ValueError(
-                f"ResumableLoader: expected a global batch that divides the "
-                f"{state['num_samples']} samples read, got {self._global_batch} "
-                f"({self.sampler.num_replicas} ranks x {self.batch_size}). Choose batch_size so "
-                "that the product stays the same."
+                f"ResumableLoader: expected a global batch that divides the {num_samples} samples "
+                f"read, got {self._global_batch} ({self.sampler.num_replicas} ranks x "
+                f"{self.batch_size}). Choose batch_size so that the product stays the same."
             )
-        self._epoch_read, self.num_batches_read = state["epoch"], num_batches
-        self._goes_on = True
+        return num_batches

@@ -16,6 +16,7 @@ from lightning_fsdp import (
     ZERO3,
     MixedPrecisionPolicy,
     checkpoint,
+    fully_shard,
     load_sharded,
     save_sharded,
     shard_model,
@@ -274,6 +275,19 @@ def _wrapped_by_hand(rank, world_size, folder):
 
 def test_a_module_wrapped_by_hand_is_refused(tmp_path):
     run_on_ranks(_wrapped_by_hand, 2, tmp_path)
+
+
+def _save_a_part(rank, world_size, folder):
+    model = fully_shard(nn.Linear(4, 4))
+    for extra in (model.state_dict(), {"mean": torch.ones(3), "weight": model.weight.detach()}):
+        with pytest.raises(TypeError, match=r"extra\['weight'\].*full_tensor\(\)"):
+            save_sharded(folder / "saved", model, (), extra)
+    save_sharded(folder / "saved", model, (), {"weight": model.weight.full_tensor()})
+    assert load_sharded(folder / "saved", model)["weight"].equal(model.weight.full_tensor())
+
+
+def test_a_sharded_tensor_beside_the_module_is_refused(tmp_path):
+    run_on_ranks(_save_a_part, 2, tmp_path)
 
 
 def test_other_optimizers_are_refused_by_name(tmp_path):

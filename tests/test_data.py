@@ -5,6 +5,7 @@ from itertools import chain
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, SequentialSampler
@@ -98,17 +99,27 @@ def test_the_global_batch_does_not_depend_on_the_number_of_ranks(ranks, batch_si
     assert together == expected
 
 
-def _grouped(rank, world_size):
+def _grouped(rank, world_size, rendezvous):
+    early = ResumableLoader(_Numbers(24), 2)
+    early.load_state_dict({**early.state_dict(), "num_samples": 8})
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
     loader = ResumableLoader(_Numbers(8), 2)
     assert len(loader) == 2
-    return [index for batch in _batches(loader) for index in batch]
+    read = [index for batch in _batches(loader) for index in batch]
+    rest = [index for batch in _batches(early, epoch=0) for index in batch]
+    dist.destroy_process_group()
+    assert loader.state_dict()["num_samples"] == 8, "of all ranks that read"
+    return read, rest
 
 
-def test_ranks_are_those_of_the_process_group_once_there_is_one():
+def test_ranks_are_those_of_the_process_group_once_there_is_one(tmp_path):
     loader = ResumableLoader(_Numbers(8), 2)
     assert len(loader) == 4
-    shares = run_on_ranks(_grouped, 2)
+    rendezvous = f"file://{tmp_path}/group"
+    shares, rests = zip(*run_on_ranks(_grouped, 2, rendezvous, backend=None), strict=True)
     assert sorted(chain(*shares)) == list(range(8))
+    whole = chain(*_batches(_loader(24, batch_size=4), epoch=0)[2:])
+    assert sorted(chain(*rests)) == sorted(whole), "a position that was loaded before"
 
 
 # -- where reading goes on -------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Steps that all ranks take, and that succeed on all of them or fail on all of them.
 
-    agree     every rank is about to do the same
     on_each   every rank works, then every rank learns what came out on every rank
     on_first  rank 0 works, then every rank learns what came out
     lead      rank 0 works, and calls the others where it needs them
@@ -70,24 +69,6 @@ class Ranks:
         self.world_size = dist.get_world_size() if is_many else 1
         self._group = _group_beside_training() if is_many else None
 
-    def agree(self, doing: str) -> None:
-        """Return if every rank is about to do the same. Collective.
-
-        Raises:
-            ValueError: Ranks are not, as where parts of them have models of their own.
-            LostRankError: A rank ended or did not come.
-        """
-        ranks_of: dict[str, list[int]] = {}
-        for rank, theirs in enumerate(self._exchange(doing, doing)):
-            ranks_of.setdefault(theirs, []).append(rank)
-        if len(ranks_of) > 1:
-            got = "; ".join(f"{theirs} (ranks {ranks})" for theirs, ranks in ranks_of.items())
-            raise ValueError(
-                "checkpoints: expected all ranks of the default process group to save together, "
-                f"got {got}. Give the same path on all. Of a model that only some of them train, "
-                "save full_state_dict(module), which is collective over those alone."
-            )
-
     def on_each(self, doing: str, work: Callable[[], _Result]) -> list[_Result]:
         """Do ``work`` on every rank; what every rank returned, by rank. Collective.
 
@@ -120,7 +101,7 @@ class Ranks:
 
     def on_first(self, doing: str, work: Callable[[], _Result]) -> _Result:
         """Do ``work`` on rank 0; what it returned, on every rank. Collective; see ``on_each``."""
-        self.agree(doing)
+        refuse_different(self._exchange(doing, doing))
         results = self.on_each(doing, lambda: work() if self.rank == 0 else None)
         result: Any = results[0]
         return result  # type: ignore[no-any-return]
@@ -160,7 +141,7 @@ class Ranks:
                     return
                 take_part(int(number))
 
-        self.agree(doing)
+        refuse_different(self._exchange(doing, doing))
         results = self.on_each(doing, lead if self.rank == 0 else follow)
         result: Any = results[0]
         return result  # type: ignore[no-any-return]
@@ -200,6 +181,27 @@ class Ranks:
             where = f"{noun} {', '.join(map(str, ranks))} of {self.world_size}"
             parts.append(f"({where}): {message}")
         return f"{doing} " + "; ".join(parts)
+
+
+def refuse_different(doing: Sequence[str]) -> None:
+    """Refuse a save in which ranks save different things.
+
+    Args:
+        doing: What each rank is about to do, by rank.
+
+    Raises:
+        ValueError: They differ, as where parts of the ranks have models of their own.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, each in enumerate(doing):
+        ranks_of.setdefault(each, []).append(rank)
+    if len(ranks_of) > 1:
+        got = "; ".join(f"{each} (ranks {ranks})" for each, ranks in ranks_of.items())
+        raise ValueError(
+            f"checkpoints: expected all ranks of the default process group to save together, got "
+            f"{got}. Give the same path on all. Of a model that only some of them train, save "
+            "full_state_dict(module), which is collective over those alone."
+        )
 
 
 # Weakly: ``destroy_process_group`` ends both.

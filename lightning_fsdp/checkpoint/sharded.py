@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fsdp.checkpoint import state as states
 from lightning_fsdp.checkpoint.background import Saving
+from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 from lightning_fsdp.engines.base import owner_of
 from lightning_fsdp.engines.sharded_state import ShardedState
 
@@ -34,7 +36,7 @@ def save_sharded(
 
     Raises:
         ValueError: An optimizer has a parameter that is not in the module.
-        TypeError: A module that was wrapped in torch's FSDP1 by hand.
+        TypeError: A module that was wrapped in torch's FSDP1 by hand; a sharded tensor in extra.
     """
     states.write(path, _checkpoint_of(module, optimizers, extra))
 
@@ -102,6 +104,13 @@ def load_sharded(
 def _checkpoint_of(
     module: nn.Module, optimizers: Sequence[Optimizer], extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    for name, value in (extra or {}).items():
+        if isinstance(value, FlatChunks | DTensor):
+            raise TypeError(
+                f"extra[{name!r}]: expected what rank 0 can write, got a sharded tensor, of which "
+                "it has a part. Pass full_tensor() of it, or save its module to a folder of its "
+                "own."
+            )
     state = _state_of(module)
     return {
         "state_dict": state.of_module(),

@@ -39,8 +39,8 @@ from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
 from lightning_fsdp.engines.sharded_state import ShardedState, names_in
 
 TENSORS_OF = "tensors_of"
-# Of names in the folder; other state dicts have their own name. No two are the same, whatever a user
-# calls one.
+# Of names in the folder; other state dicts have their own name. No two are the same, whatever a
+# user calls one.
 PREFIXES = {"state_dict": "model", "model": "state_dict", "optimizer": "optimizer_states"}
 _SOURCE = "_saved_under"  # on a tensor without memory: checkpoint and name of what it stands for
 
