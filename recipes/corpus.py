@@ -24,16 +24,22 @@ _SKIPPED = re.compile("__pycache__|config-.*|(dist|site)-packages|idlelib|lib2to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus(documents.Reading):
+class Corpus:
     """Files of one folder, in the order in which their documents are trained on.
 
     Attributes:
         root: The folder; names of files are relative to it.
-        files: The files, in order. One whose suffix is not in ``documents.READERS`` is plain text.
+        files: The files, in order.
+        text_field: The field of a JSON object, or the column of a table, that holds the text.
+        max_object_size: Characters of a JSON object, or of a cell of a ``.csv``, at most.
+        skip_unreadable: Leave out what cannot be read.
     """
 
     root: Path
     files: tuple[Path, ...]
+    text_field: str = "text"
+    max_object_size: int = 8_000_000
+    skip_unreadable: bool = False
 
     def pieces(self, leave_out: Callable[[CorpusError], Any] = lambda _: None) -> Iterator[Piece]:
         """All documents, file by file.
@@ -47,7 +53,7 @@ class Corpus(documents.Reading):
         """
         is_whole = True
         for path in self.files:
-            for found in documents.read(path, self):
+            for found in documents.read(path, self.text_field, self.max_object_size):
                 if isinstance(found, Piece):
                     is_whole = found.is_last
                     yield found
@@ -82,7 +88,7 @@ def open_corpus(path: Path, **options: Any) -> Corpus:
         path: A folder with ``.txt``, ``.json`` or ``.jsonl`` files, or else with tables (``.csv``,
             ``.parquet``), taken in the order of their names; other files are left alone. Or one
             such file.
-        options: Of :class:`documents.Reading`.
+        options: Of :class:`Corpus`.
 
     Raises:
         CorpusError: Nothing is there, or nothing that can be read; or tables beside text, of which

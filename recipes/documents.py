@@ -29,7 +29,6 @@ import json
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import NamedTuple
@@ -61,28 +60,23 @@ class Piece(NamedTuple):
     is_last: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """How files are read.
+# What a reader gives: the pieces of all documents in a file, in order, and what cannot be read.
+Found = Iterator[Piece | CorpusError]
 
-    Attributes:
-        text_field: The field of a JSON object, or the column of a table, that holds the text.
-        max_object_size: Characters of a JSON object, or of a cell of a ``.csv``, at most.
-        skip_unreadable: Leave out what cannot be read.
+
+def read(path: Path, field: str, most: int) -> Found:
+    """What is in a file.
+
+    Args:
+        path: The file; one whose suffix is not in :data:`READERS` is plain text.
+        field: The field of a JSON object, or the column of a table, that holds the text.
+        most: Characters of a JSON object, or of a cell of a ``.csv``, at most.
     """
-
-    text_field: str = "text"
-    max_object_size: int = 8_000_000
-    skip_unreadable: bool = False
-
-
-def read(path: Path, reading: Reading) -> Iterator[Piece | CorpusError]:
-    """The pieces of all documents in a file, in order, and what cannot be read."""
     read_kind = READERS.get(path.suffix.lower(), _read_text)
     try:
         # Bytes that are no UTF-8 become halves of surrogate pairs, and so keep their place.
         with TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", newline="\n") as file:
-            yield from read_kind(path, file, reading)
+            yield from read_kind(path, file, field, most)
     except (OSError, csv.Error) as error:
         yield unreadable(path, error)
     except CorpusError as error:
@@ -117,9 +111,7 @@ def cut(texts: Iterable[str]) -> Iterator[Piece]:
     yield Piece(rest, is_last=True)
 
 
-def _read_text(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece]:
-    del reading  # plain text has no fields
-
+def _read_text(path: Path, file: TextIOWrapper, *_options: object) -> Found:
     def blocks() -> Iterator[str]:
         line = 1
         while text := file.read(BLOCK_LENGTH):
@@ -133,8 +125,7 @@ def _read_text(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Pi
     yield from cut(blocks())
 
 
-def _read_lines(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
-    most = reading.max_object_size
+def _read_lines(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
     for number in itertools.count(1):
         source = f"{path}:{number}"
         line = file.readline(most + 1)
@@ -147,20 +138,20 @@ def _read_lines(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[P
                 raise _too_large(source, most)
             if not line.isspace():
                 _require_utf8(line, path, number)
-                yield from _document(source, json.loads(line), reading)
+                yield from _document(source, json.loads(line), field)
         except (ValueError, RecursionError) as error:
             yield error if isinstance(error, CorpusError) else _broken(source, error)
 
 
-def _read_json(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
-    window = _Window(path, file, reading.max_object_size)
+def _read_json(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
+    window = _Window(path, file, most)
     is_list = window.skip("[")
     if not (is_list and window.skip("]")):
-        yield from _document(*window.value(), reading)
+        yield from _document(*window.value(), field)
         while is_list and not window.skip("]"):
             if not window.skip(","):
                 raise _broken(window.source(), "no ',' or ']' after a list's object")
-            yield from _document(*window.value(), reading)
+            yield from _document(*window.value(), field)
     if window.peek():
         raise _broken(window.source(), "text after the end")
 
@@ -249,11 +240,11 @@ class _Window:
         self._text = self._text[num_characters:]
 
 
-def _read_csv(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Piece | CorpusError]:
-    csv.field_size_limit(reading.max_object_size)
+def _read_csv(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
+    csv.field_size_limit(most)
     rows = csv.reader(file, strict=True)
     columns = next(rows, [])
-    _require_column(path, columns, reading)
+    _require_column(path, columns, field)
     while True:
         line = rows.line_num + 1
         source = f"{path}:{line}"
@@ -262,7 +253,7 @@ def _read_csv(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Pie
                 return
             _require_utf8("".join(row), path, line)
             if len(row) == len(columns):
-                yield from _document(source, dict(zip(columns, row, strict=True)), reading)
+                yield from _document(source, dict(zip(columns, row, strict=True)), field)
             elif row:  # not a blank line
                 yield _broken(source, f"{len(row)} cells for {len(columns)} columns", "CSV")
         except (csv.Error, CorpusError) as error:
@@ -270,39 +261,35 @@ def _read_csv(path: Path, file: TextIOWrapper, reading: Reading) -> Iterator[Pie
             yield error if isinstance(error, CorpusError) else _broken(source, error, kind)
 
 
-def _read_parquet(
-    path: Path, file: TextIOWrapper, reading: Reading
-) -> Iterator[Piece | CorpusError]:
+def _read_parquet(path: Path, file: TextIOWrapper, field: str, _most: int) -> Found:
     import pyarrow as pa  # 37 MB of memory
     from pyarrow.parquet import ParquetFile
 
-    name = reading.text_field
     try:
         # By default all of a row group is read at once.
         table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
-        _require_column(path, table.schema_arrow.names, reading)
-        kind = str(table.schema_arrow.field(name).type)
+        _require_column(path, table.schema_arrow.names, field)
+        kind = str(table.schema_arrow.field(field).type)
         if not re.match(r"(dictionary<values=)?(large_)?string", kind):
-            raise CorpusError.at(path, f"strings in the column '{name}'", kind, _CURE)
-        batches = table.iter_batches(64, columns=[name])
-        texts = (text for batch in batches for text in batch.column(name))
+            raise CorpusError.at(path, f"strings in the column '{field}'", kind, _CURE)
+        batches = table.iter_batches(64, columns=[field])
+        texts = (text for batch in batches for text in batch.column(field))
         for number, text in enumerate(texts, 1):
             source = f"{path}, row {number}"
             try:
-                yield from _document(source, {name: text.as_py()}, reading)
+                yield from _document(source, {field: text.as_py()}, field)
             except UnicodeDecodeError as error:
                 yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
     except pa.ArrowException as error:
         raise unreadable(path, error) from error
 
 
-def _require_column(path: Path, columns: list[str], reading: Reading) -> None:
-    name = reading.text_field
-    if columns.count(name) != 1:
-        raise CorpusError.at(path, f"a table with one column '{name}'", _names(columns), _CURE)
+def _require_column(path: Path, columns: list[str], field: str) -> None:
+    if columns.count(field) != 1:
+        raise CorpusError.at(path, f"a table with one column '{field}'", _names(columns), _CURE)
 
 
-READERS: dict[str, Callable[[Path, TextIOWrapper, Reading], Iterator[Piece | CorpusError]]] = {
+READERS: dict[str, Callable[[Path, TextIOWrapper, str, int], Found]] = {
     ".txt": _read_text,
     ".json": _read_json,
     ".jsonl": _read_lines,
@@ -312,18 +299,17 @@ READERS: dict[str, Callable[[Path, TextIOWrapper, Reading], Iterator[Piece | Cor
 TABLES = (".csv", ".parquet")
 
 
-def _document(source: str, value: object, reading: Reading) -> Iterator[Piece | CorpusError]:
+def _document(source: str, value: object, field: str) -> Found:
     """The pieces of an object's text, or what is wrong with it."""
-    name = reading.text_field
-    if not isinstance(value, dict) or name not in value:
+    if not isinstance(value, dict) or field not in value:
         found = _names(value) if isinstance(value, dict) else json.dumps(value)[:40]
-        yield CorpusError.at(source, f"an object with the field '{name}'", found, _CURE)
-    elif not isinstance(text := value[name], str):
+        yield CorpusError.at(source, f"an object with the field '{field}'", found, _CURE)
+    elif not isinstance(text := value[field], str):
         found = json.dumps(text)[:40]
-        yield CorpusError.at(source, f"a string in the field '{name}'", found, _CURE)
+        yield CorpusError.at(source, f"a string in the field '{field}'", found, _CURE)
     elif half := _half_of_a_pair(text):
         code = f"half of a surrogate pair (\\u{ord(text[half.start]):04x})"
-        yield CorpusError.at(source, f"text in the field '{name}'", code, _CURE)
+        yield CorpusError.at(source, f"text in the field '{field}'", code, _CURE)
     else:
         yield from cut([text])
 
