@@ -7,7 +7,6 @@ model and nothing shows it. Where the user asks for it, it is left out, and coun
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -165,5 +164,5 @@ def _entries(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         for path in (Path(folder, name) for name in subfolders):
             if path.is_symlink():
-                refuse(OSError(errno.ELOOP, "a link to a folder, which is not followed", path))
+                raise unreadable(path, OSError("a link to a folder, which is not followed"))
         yield from (Path(folder, name) for name in names)
