@@ -23,7 +23,6 @@ largest cell. A table without the column is one mistake.
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -124,15 +123,12 @@ def _read_text(path: Path, file: TextIOWrapper, *_options: object) -> Found:
 
 
 def _read_lines(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
-    for number in itertools.count(1):
-        source = f"{path}:{number}"
-        line = file.readline(most + 1)
-        if not line:
-            return
+    for number, line in enumerate(iter(lambda: file.readline(most + 1), ""), 1):
+        source, rest = f"{path}:{number}", line
         try:
             if len(line) > most:
-                while line and not line.endswith("\n"):
-                    line = file.readline(BLOCK_LENGTH)
+                while rest and not rest.endswith("\n"):
+                    rest = file.readline(BLOCK_LENGTH)
                 raise _too_large(source, most)
             if not line.isspace():
                 _require_utf8(line, path, number)
@@ -313,7 +309,7 @@ def _document(source: str, value: object, field: str) -> Found:
 
 
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(f"'{each}'" for each in itertools.islice(names, 10)) or "no field"
+    return ", ".join(f"'{each}'" for each in list(names)[:10]) or "no field"
 
 
 def _half_of_a_pair(text: str) -> UnicodeEncodeError | None:
