@@ -128,14 +128,12 @@ def standard_library(max_bytes: int) -> Corpus:
         found.extend(Path(folder, name) for name in names if name.endswith(".py"))
     found.sort(key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
     files: list[Path] = []
-    size = 0
-    for path in found:
-        num_bytes = _num_utf8_bytes(path)
-        size += num_bytes
-        if size > max_bytes:
+    left = max_bytes
+    for path in filter(_is_text, found):
+        left -= path.stat().st_size
+        if left < 0:
             break
-        if num_bytes:
-            files.append(path)
+        files.append(path)
     if not files:
         cure = "Name a folder with --data.path, or raise --data.standard_library_mb."
         expected = f"this Python's source files within {max_bytes:,} bytes"
@@ -143,12 +141,12 @@ def standard_library(max_bytes: int) -> Corpus:
     return Corpus(root=root, files=tuple(files))
 
 
-def _num_utf8_bytes(path: Path) -> int:
-    """Size of a file; 0 if it is not UTF-8, or not there."""
+def _is_text(path: Path) -> bool:
+    """Whether a file is there, UTF-8 and not empty."""
     try:
-        return len(path.read_bytes().decode("utf-8").encode())
+        return path.read_bytes().decode() != ""
     except (OSError, UnicodeDecodeError):
-        return 0
+        return False
 
 
 def _entries(root: Path) -> Iterator[Path]:
