@@ -105,7 +105,17 @@ class TextData(L.LightningDataModule):
             RecipeError: Ranks found different text; or there are too few sequences to give every
                 rank a batch.
         """
-        self._open_together()
+        try:
+            found = self.open().folder.name
+        except RecipeError:
+            self._is_everywhere(None)  # or else the others would wait for this rank
+            raise
+        if not self._is_everywhere(found):
+            raise RecipeError(
+                "corpus: expected the same text on every rank, got other text, or none, on some. "
+                "Give all hosts the same files and, without --data.path, the same version of "
+                "Python; write to none while a run starts."
+            )
         ranks, is_training = self._shard(), stage == "fit"
         self.require_enough(ranks["num_replicas"], for_training=is_training)
         if is_training:
@@ -220,24 +230,12 @@ class TextData(L.LightningDataModule):
         """Options, to be handed on by name."""
         return {name: getattr(self, name) for name in names}
 
-    def _open_together(self) -> None:
-        """:meth:`open` on every rank, or an error on every rank."""
-        failure, found = None, None
-        try:
-            found = self.open().folder.name
-        except RecipeError as error:
-            failure = error
-        if self.trainer is not None:
-            strategy = self.trainer.strategy
-            is_same = strategy.broadcast(found) == found
-            if not strategy.reduce_boolean_decision(is_same) and failure is None:
-                failure = RecipeError(
-                    "corpus: expected the same text on every rank, got other text, or none, on "
-                    "some. Give all hosts the same files and, without --data.path, the same "
-                    "version of Python; write to none while a run starts."
-                )
-        if failure is not None:
-            raise failure
+    def _is_everywhere(self, found: str | None) -> bool:
+        """Whether all ranks found the same corpus; each has to ask."""
+        if self.trainer is None:
+            return True
+        strategy = self.trainer.strategy
+        return strategy.reduce_boolean_decision(strategy.broadcast(found) == found)
 
     def _shard(self) -> dict[str, Any]:
         """Which ranks share the data, and which of them this is."""
