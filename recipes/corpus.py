@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recipes import documents
-from recipes.documents import CorpusError, Piece, opened, unreadable
+from recipes.documents import READERS, TABLES, CorpusError, Piece, opened, read, unreadable
 
 _SKIPPED = re.compile("__pycache__|config-.*|(dist|site)-packages|idlelib|lib2to3|tests?")
 
@@ -52,7 +51,7 @@ class Corpus:
         """
         is_whole = True
         for path in self.files:
-            for found in documents.read(path, self.text_field, self.max_object_size):
+            for found in read(path, self.text_field, self.max_object_size):
                 if isinstance(found, Piece):
                     is_whole = found.is_last
                     yield found
@@ -69,14 +68,14 @@ class Corpus:
         """
         sums = {}
         for path in self.files:
-            name = path.relative_to(self.root).as_posix()
             try:
                 with opened(path) as file:
-                    sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
             except OSError as error:
                 if not self.skip_unreadable:
                     raise unreadable(path, error) from error
-                sums[name] = ""
+                found = ""
+            sums[path.relative_to(self.root).as_posix()] = found
         return sums
 
 
@@ -95,12 +94,12 @@ def open_corpus(path: Path, **options: Any) -> Corpus:
     """
     is_folder = path.is_dir()
     found = sorted(_entries(path)) if is_folder else [path] if path.exists() else []
-    files = [entry for entry in found if entry.suffix.lower() in documents.READERS]
+    files = [entry for entry in found if entry.suffix.lower() in READERS]
     if not files:
-        kinds = f"at least one file of {', '.join(sorted(documents.READERS))}"
+        kinds = f"at least one file of {', '.join(sorted(READERS))}"
         cure = "Put text there, or leave --data.path out to use Python's own sources."
         raise CorpusError.at(path, kinds, f"{len(found)} other files" if found else "nothing", cure)
-    examples = {entry.suffix.lower() in documents.TABLES: entry for entry in files}
+    examples = {entry.suffix.lower() in TABLES: entry for entry in files}
     if len(examples) > 1:
         got = f"'{examples[True]}' beside '{examples[False]}'"
         cure = "Name the one or the other, or a folder that has one kind alone, with --data.path."
