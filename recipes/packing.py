@@ -131,8 +131,7 @@ def prepare(
                         raise CorpusError.at(corpus.root, expected, changed, cure)
                     (new.beside / "files.json").write_bytes(json.dumps(sums, indent=0).encode())
                     new.finish()
-    described = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
-    found = TokenFile(folder=folder, **described)
+    found = TokenFile(folder=folder, **json.loads((folder / "corpus.json").read_bytes()))
     path, num_bytes = folder / "tokens.bin", found.num_tokens * np.dtype(found.dtype).itemsize
     actual = path.stat().st_size if path.is_file() else 0
     if actual != num_bytes:
@@ -152,13 +151,12 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path)
 
     def leave_out(error: CorpusError) -> None:
         counts["num_skipped"] += 1
-        # Names of files need not be UTF-8, nor one line.
-        line = " ".join(str(error).splitlines())
-        left_out.write(f"{line}\n".encode(errors="backslashreplace"))
+        print(*str(error).splitlines(), file=left_out)  # names of files need not be one line
 
     with (
         (folder / "tokens.bin").open("wb") as file,
-        (folder / "skipped.txt").open("wb") as left_out,
+        # Names of files need not be UTF-8.
+        (folder / "skipped.txt").open("w", encoding="utf-8", errors="backslashreplace") as left_out,
         # `disable=None`: only a terminal gets a bar.
         tqdm(total=num_bytes, desc="tokenise", unit="B", unit_scale=True, disable=None) as bar,
     ):
