@@ -162,15 +162,14 @@ class TextData(L.LightningDataModule):
             cure = "Raise --data.val_fraction."
             raise RecipeError.at("val_fraction", "more than 0 to validate", 0, cure)
         wanted = [
-            ("training", self.train, num_ranks * self.batch_size if for_training else 0),
-            ("validation", self.val, num_ranks if self.val_fraction else 0),
+            ("training", len(self.train), num_ranks * self.batch_size if for_training else 0),
+            ("validation", len(self.val), num_ranks if self.val_fraction else 0),
         ]
-        for name, sequences, needed in wanted:
-            if len(sequences) < needed:
+        for name, got, needed in wanted:
+            if got < needed:
                 shape = f"sequences of {self.seq_len} tokens for {num_ranks} ranks"
                 options = "lower --data.seq_len or --data.batch_size, or change --data.val_fraction"
                 cure = f"Add text, {options}."
-                got = len(sequences)
                 raise RecipeError.at(f"{name} data", f"at least {needed} {shape}", got, cure)
 
     @override
