@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -175,7 +175,7 @@ class StepProfiler:
 
     def start(self) -> None:
         """Begin with the data of a step. Collective."""
-        self._patches.enter_context(_waits_recorded())
+        _record_waits(self._patches)
         self._profile.start()
         if self._world_size > 1:
             dist.barrier()  # a profiler that starts later on another rank is nothing to wait for
@@ -230,23 +230,20 @@ class StepProfiler:
         if self._world_size == 1 and kernels != []:  # a device of which nothing was seen computed
             communicating, blocked = [], []
         return Trace(
-            steps=list(
-                _steps([(e.name.removeprefix(_MARK), e.time_range.start / 1e6) for e in marks])
-            ),
-            communicating=communicating,
-            blocked=blocked,
-            kernels=kernels,
+            steps=_steps(marks), communicating=communicating, blocked=blocked, kernels=kernels
         )
 
 
-def _steps(marks: Sequence[tuple[str, float]]) -> Iterator[list[tuple[PhaseName, Interval]]]:
-    phases: list[tuple[PhaseName, Interval]] = []
-    for (name, start), (following, stop) in itertools.pairwise(marks):
-        phase: Any = "data" if name == "step" else name
-        phases.append((phase, (start, stop)))
-        if following == "step":
-            yield phases
-            phases = []
+def _steps(marks: Sequence[Any]) -> list[list[tuple[PhaseName, Interval]]]:
+    """The phases between marks; those after the last step's end belong to none."""
+    steps: list[list[tuple[PhaseName, Interval]]] = [[]]
+    for mark, following in itertools.pairwise(marks):
+        name: Any = mark.name.removeprefix(_MARK)
+        interval = (mark.time_range.start / 1e6, following.time_range.start / 1e6)
+        steps[-1].append(("data" if name == "step" else name, interval))
+        if following.name == _MARK + "step":
+            steps.append([])
+    return steps[:-1]
 
 
 def _is_on_host(event: Any) -> bool:
@@ -262,16 +259,13 @@ def _intervals(events: Iterable[Any]) -> list[Interval]:
     return [(e.time_range.start / 1e6, e.time_range.end / 1e6) for e in events]
 
 
-@contextmanager
-def _waits_recorded() -> Iterator[None]:
-    """Every ``wait`` for a collective from Python becomes a range of the profiler's."""
-    with ExitStack() as originals:
-        for cls in _with_subclasses(dist.Work):
-            if "wait" in vars(cls):
-                original = vars(cls)["wait"]
-                originals.callback(setattr, cls, "wait", original)
-                cls.wait = _recorded(original)
-        yield
+def _record_waits(originals: ExitStack) -> None:
+    """Every ``wait`` for a collective from Python is a range of the profiler's until the close."""
+    for cls in _with_subclasses(dist.Work):
+        if "wait" in vars(cls):
+            original = vars(cls)["wait"]
+            originals.callback(setattr, cls, "wait", original)
+            cls.wait = _recorded(original)
 
 
 def _recorded(original: Callable[..., Any]) -> Callable[..., Any]:
