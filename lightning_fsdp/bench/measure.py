@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.utilities.types import STEP_OUTPUT
+from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -44,7 +43,7 @@ from lightning_fsdp.simulate.groups import find_usage
 from lightning_fsdp.simulate.transfer import Usage
 
 
-class Measure(L.Callback):
+class Measure(Callback):
     """Measures the run that it is a callback of.
 
     Args:
@@ -83,12 +82,12 @@ class Measure(L.Callback):
         self._usage_before: Usage | None = None  # of a simulated network
 
     @override
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """The model is not yet built."""
         self._fit_start = time.perf_counter()
 
     @override
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin.
 
         Raises:
@@ -111,7 +110,7 @@ class Measure(L.Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Data is there. The first observed batch begins to be observed."""
         self._snapshot.begin(self._num_steps)
@@ -120,14 +119,14 @@ class Measure(L.Callback):
             self._watcher = StepObserver(trainer, pl_module, tokens_in(batch))
 
     @override
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gradients are there."""
         if isinstance(self._watcher, StepObserver):
             self._watcher.after_backward()
 
     @override
     def on_before_optimizer_step(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """An optimizer step is made."""
         self._is_step = True
@@ -137,12 +136,7 @@ class Measure(L.Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: STEP_OUTPUT,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Take the time at the end of each optimizer step."""
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -170,7 +164,7 @@ class Measure(L.Callback):
         self._last = self._now()  # what was done since is no part of the next step
 
     @override
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write what was measured.
 
         Raises:
@@ -187,7 +181,7 @@ class Measure(L.Callback):
 
     @override
     def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Stop all watching, and write why; what was measured of an unfinished run is dropped."""
         self._snapshot.end(has_failed=True)
@@ -203,7 +197,7 @@ class Measure(L.Callback):
 
     # -- stretches ---------------------------------------------------------------------------------
 
-    def _begin_stretch(self, trainer: L.Trainer) -> None:
+    def _begin_stretch(self, trainer: Trainer) -> None:
         """End the stretch that ends between two steps, and begin what begins there."""
         if self._num_steps in (self.first_profiled, self.first_observed):
             self._end_stretch()
@@ -251,7 +245,7 @@ class Measure(L.Callback):
             self.measured.cuda_peak_allocated_bytes = torch.cuda.max_memory_allocated(self._device)
             self.measured.cuda_peak_reserved_bytes = torch.cuda.max_memory_reserved(self._device)
 
-    def _refuse_a_short_step(self, trainer: L.Trainer) -> None:
+    def _refuse_a_short_step(self, trainer: Trainer) -> None:
         """Lightning makes a step of what is left when the data ends.
 
         Raises:
@@ -271,7 +265,7 @@ class Measure(L.Callback):
         return time.perf_counter(), time.process_time()
 
 
-def _grad_norm(trainer: L.Trainer, module: L.LightningModule) -> float:
+def _grad_norm(trainer: Trainer, module: LightningModule) -> float:
     """Of all ranks' mean gradients. Collective."""
     access = getattr(trainer.strategy, "gradients", None)
     if access is not None:
