@@ -47,18 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _workload(name: str, args: Namespace) -> Workload:
     is_run = name == "run"
     return Workload(
-        config=args.config,
-        num_ranks=1 if name == "scaling" else args.ranks,
-        accelerator=args.device,
-        precision=args.precision,
-        warmup_steps=args.warmup,
-        timed_steps=args.steps,
-        profiled_steps=2 if is_run else 0,
-        observed_steps=2,
-        writes_traces=is_run and args.profile,
-        writes_snapshots=is_run and args.snapshot,
-        shard_size=getattr(args, "shard_size", None),
-    )
+        config=args.config, accelerator=args.device, precision=args.precision,
+        num_ranks=1 if name == "scaling" else args.ranks, shard_size=args.shard_size,
+        warmup_steps=args.warmup, timed_steps=args.steps,
+        profiled_steps=2 if is_run else 0, observed_steps=2,
+        writes_traces=is_run and args.profile, writes_snapshots=is_run and args.snapshot,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

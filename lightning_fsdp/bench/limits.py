@@ -68,9 +68,8 @@ def measure_limits(workload: Workload, runs: Sequence[Run], out: Path) -> Limits
     units = next((rank.units for run in runs for rank in run.ranks if rank.units), None)
     unit_bytes = sum(unit.nbytes for unit in units) // len(units) if units else 2**20
     device_type, path = workload.accelerator, out / "limits.json"
-    given = device_type, workload.precision, unit_bytes, str(path)
     failure = run_ranks_apart(
-        _measure, workload.num_ranks, *given,
+        _measure, workload.num_ranks, device_type, workload.precision, unit_bytes, str(path),
         folder=out, timeout_s=_TIMEOUT_S, device_type=device_type,
     )  # fmt: skip
     return None if failure is not None else documents.load(Limits, path)
@@ -96,12 +95,9 @@ def _measure(rank: int, device_type: str, precision: str, unit_bytes: int, path:
         left = torch.randn(width, width, device=device, dtype=dtype)
         product_s = min(_rounds_s(lambda: left @ left, device))
         found = Limits(
-            unit_bytes=whole.nbytes,
-            gather_bytes_per_s=gather,
-            reduce_bytes_per_s=reduce,
-            pair_bytes_per_s=pair,
-            flops_per_s=2 * width**3 / product_s,
-        )
+            unit_bytes=whole.nbytes, flops_per_s=2 * width**3 / product_s,
+            gather_bytes_per_s=gather, reduce_bytes_per_s=reduce, pair_bytes_per_s=pair,
+        )  # fmt: skip
         documents.write(Path(path), found)
     dist.barrier()  # which the others wait in, and leave the machine alone
 

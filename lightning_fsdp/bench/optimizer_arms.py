@@ -162,9 +162,8 @@ class _Rank:
         self.timeline.start()
         try:
             self.timeline.begin("build")
-            model = build_model()
-            is_lightning = self.kind == "lightning"
-            return self._train_with_lightning(model) if is_lightning else self._train(model)
+            train = self._train_with_lightning if self.kind == "lightning" else self._train
+            return train(build_model())
         except BaseException:
             self.timeline.stop()
             raise
@@ -180,15 +179,11 @@ class _Rank:
                 for name, p in model.named_parameters()
             }
         return Outcome(
-            arm=self.arm,
-            rank=self.rank,
-            losses=losses,
+            arm=self.arm, rank=self.rank, losses=losses, phases=self.timeline.phases,
             weights={name: _digest(whole) for name, whole in wholes.items()},
             trained=[name for name, whole in wholes.items() if not whole.equal(self.start[name])],
-            num_entries=len(entries),
-            num_held=sum(id(p) in mine for p in entries),
-            phases=self.timeline.phases,
-        )
+            num_entries=len(entries), num_held=sum(id(p) in mine for p in entries),
+        )  # fmt: skip
 
     def _train(self, model: Any) -> Outcome:
         optimizer = None if self.kind == "after" else build_optimizer(model)

@@ -31,13 +31,10 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     results = Results(
-        **document,
+        **document, rows=rows, runs=runs, limits=limits,
         config=next((run.config for run in runs if run.config is not None), None),
-        limits=limits,
         peak_flops_from="given" if args.peak_flops else "measured products",
-        rows=rows,
-        runs=runs,
-    )
+    )  # fmt: skip
     output.write(args.out, results)
     table = format_table(rows)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
