@@ -67,8 +67,7 @@ def summarize(
         row.peak_flops = peak_flops
         if units is not None:
             row.theory = demand(arm, workload, units)
-        alone_ms = single_ms.get(row.shape)
-        _add_limits(row, alone_ms, workload.num_ranks, bytes_per_s)
+        _add_limits(row, single_ms.get(row.shape), bytes_per_s)
     return rows
 
 
@@ -150,11 +149,9 @@ def _judge(row: Row, runs: Sequence[Run], reference: Run | None, precision: str)
         row.failure, row.failure_kind = found, "wrong losses"
 
 
-def _add_limits(
-    row: Row, alone_ms: float | None, num_ranks: int, bytes_per_s: float | None
-) -> None:
+def _add_limits(row: Row, alone_ms: float | None, bytes_per_s: float | None) -> None:
     if alone_ms is not None:
-        row.compute_limit_ms = alone_ms / (1 if row.engine == "single" else num_ranks)
+        row.compute_limit_ms = alone_ms / row.num_processes
     sent = row.sent_bytes if row.theory is None else row.theory.sent_bytes
     if sent == 0:
         row.communication_limit_ms = 0.0
