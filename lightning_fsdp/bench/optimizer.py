@@ -159,7 +159,7 @@ def _likeness(ranks: Sequence[Outcome], reference: Sequence[Outcome] | None) -> 
     pairs = list(zip(ranks, reference, strict=True))
     losses = all(a.losses == b.losses for a, b in pairs)
     weights = all(a.weights == b.weights for a, b in pairs)
-    return " ".join("same," if same else "other," for same in (losses, weights)).rstrip(",")
+    return ", ".join("same" if is_same else "other" for is_same in (losses, weights))
 
 
 def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:

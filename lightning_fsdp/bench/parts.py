@@ -223,10 +223,9 @@ class StepProfiler:
             mine = [e for e in events if e.thread == marks[0].thread]
             communicating = _intervals(e for e in events if e.name.startswith(prefixes)) or None
             blocked = _intervals(e for e in mine if e.name == _WAIT)
-            if self._waits_unseen and communicating is None:
-                blocked = None
-            elif self._waits_unseen:
-                blocked += _without(communicating or (), _intervals(filter(_computes, mine)))
+            if self._waits_unseen:
+                computing = _intervals(filter(_computes, mine))
+                blocked = communicating and [*blocked, *_without(communicating, computing)]
         if self._world_size == 1 and kernels != []:  # a device of which nothing was seen computed
             communicating, blocked = [], []
         return Trace(

@@ -179,9 +179,8 @@ def _draw_heat_map(axes: Any, results: Results, device: str) -> None:
     image = axes.imshow(grid, cmap="cividis", vmin=0, vmax=top, aspect="auto")
     for (y, x), percent in np.ndenumerate(grid):
         is_dark = percent < 0.55 * top  # never where it is not a number
-        text = (
-            f"{percent:.0f}" if not np.isnan(percent) else "failed" if arms[y][x].failure else "?"
-        )
+        why_not = "failed" if arms[y][x].failure else "?"
+        text = why_not if np.isnan(percent) else f"{percent:.0f}"
         color = "white" if is_dark else "black"
         axes.text(x, y, text, ha="center", va="center", color=color, fontsize=9)
     axes.set_xticks(range(len(shapes)), [shape_label(shape) for shape in shapes])

@@ -222,9 +222,7 @@ def draw(points: Sequence[Point]) -> Figure:
 _PANELS: dict[str, Callable[[Point], float | None]] = {
     "tokens per second and rank": lambda point: point.tokens_per_s_per_rank,
     "share of one unsharded process": lambda point: point.efficiency,
-    "MB sent per step and rank": lambda point: (
-        None if point.sent_bytes is None else point.sent_bytes / 1e6
-    ),
+    "MB sent per step and rank": lambda point: plot_style.per(point.sent_bytes, 1e6),
 }
 
 
@@ -247,6 +245,5 @@ def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(world_sizes, [str(n) for n in world_sizes])
         axes.minorticks_off()
-        axes.set(xlabel="ranks (simulated)", ylabel=title)
-        axes.set_ylim(bottom=0)
+        axes.set(xlabel="ranks (simulated)", ylabel=title, ylim=(0, None))
         axes.grid(alpha=0.3)

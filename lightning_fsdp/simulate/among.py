@@ -30,8 +30,7 @@ def launcher(network: Network, device_type: str) -> tuple[str, ...]:
         network: The ranks and their links.
         device_type: Where the module computes: ``cpu`` or ``cuda``.
     """
-    description = json.dumps(asdict(network))
-    return "lightning_fsdp.simulate.among", description, device_type
+    return "lightning_fsdp.simulate.among", json.dumps(asdict(network)), device_type
 
 
 def main() -> None:

@@ -156,11 +156,6 @@ class Network:
             "What overlaps is what overlaps on CPU: FSDP1 and FSDP2 prefetch on CUDA streams, and "
             "wait for most of their collectives here at once."
         )
-        if device_type == "cuda":
-            overlap = (
-                "Streams overlap as they do with NCCL, whose kernels take more of the device from "
-                "what they overlap with than one that copies and spins."
-            )
         others = (
             "Every rank computes as long as rank 0, whose computation is real: there are no "
             "stragglers. The others are taken to hold what rank 0 holds, so losses mean nothing."
@@ -170,6 +165,10 @@ class Network:
             "long as the copies into rank 0's memory take, which are real."
         )
         if device_type == "cuda":
+            overlap = (
+                "Streams overlap as they do with NCCL, whose kernels take more of the device from "
+                "what they overlap with than one that copies and spins."
+            )
             copies = "The copies into rank 0's memory are real, and count as part of the transfer."
         return [*self.assumptions_of_links(), overlap, others, copies]
 
