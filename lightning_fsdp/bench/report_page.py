@@ -130,28 +130,17 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     """
     lacking = missing(results, _ASKED, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
+    links = [f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures]
     sections = [
-        describe(vars(results)),
-        format_table(results.rows),
-        *notes_on(results.precision),
-        "## Where a step's time goes (rank 0)",
-        table_of(good, _TIMES),
-        _OF_TIMES,
-        "## Distance to the limits",
-        table_of(good, _LIMITS),
-        _OF_LIMITS,
-        "## Memory",
-        table_of(good, _MEMORY),
-        _OF_MEMORY,
-        "## Model FLOPs utilization",
-        _mfu(good),
-        "## Failures",
-        _failures(results),
-        "## What is missing",
-        "\n".join(f"* {line}" for line in lacking) or "Nothing.",
-        "## Pictures",
-        "\n".join(f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures),
-    ]
+        describe(vars(results)), format_table(results.rows), *notes_on(results.precision),
+        "## Where a step's time goes (rank 0)", table_of(good, _TIMES), _OF_TIMES,
+        "## Distance to the limits", table_of(good, _LIMITS), _OF_LIMITS,
+        "## Memory", table_of(good, _MEMORY), _OF_MEMORY,
+        "## Model FLOPs utilization", _mfu(good),
+        "## Failures", _failures(results),
+        "## What is missing", "\n".join(f"* {line}" for line in lacking) or "Nothing.",
+        "## Pictures", "\n".join(links),
+    ]  # fmt: skip
     return "\n\n".join(sections) + "\n"
 
 
