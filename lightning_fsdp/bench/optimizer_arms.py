@@ -258,12 +258,9 @@ def _accelerator() -> Any:
     from accelerate.utils import DistributedType
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["GPT2Block"],
-        reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
-    )
+        fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False,
+        auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"],
+    )  # fmt: skip
     accelerator = Accelerator(cpu=True)
     # Accelerate takes a plugin on accelerators only, and would use DDP; what it does is the same.
     accelerator.state.distributed_type = DistributedType.FSDP
