@@ -150,13 +150,26 @@ def test_narrow_gradients_keep_their_magnitude(tmp_path, precision):
     on_trainer_ranks(_narrow, 2, tmp_path, precision)
 
 
-def _apart(rank, world_size, folder):
-    class Keeps(pl.Callback):
-        parts = None
+class _KeepsApart(pl.Callback):
+    def on_train_start(self, trainer, module):
+        self.context = trainer.strategy.gradients.micro_batches("separate")
+        self.context.__enter__()
 
-        def on_train_start(self, trainer, module):
-            self.context = trainer.strategy.gradients.micro_batches("separate")
-            self.context.__enter__()
+
+def _apart_without_reductions(rank, world_size, folder):
+    for name in SHARDED[::2]:
+        options = {"callbacks": [_KeepsApart()], "accumulate_grad_batches": 2}
+        with pytest.raises(RuntimeError, match=r"micro_batches\('separate'\).*accumulation='sum'"):
+            fit(name, folder, seeded(Tokens), loader(), **options)
+
+
+def test_micro_batches_that_are_not_reduced_cannot_be_kept_apart(tmp_path):
+    on_trainer_ranks(_apart_without_reductions, 2, tmp_path)
+
+
+def _apart(rank, world_size, folder):
+    class Keeps(_KeepsApart):
+        parts = None
 
         def on_before_optimizer_step(self, trainer, module, optimizer):
             gradient = trainer.strategy.gradients["net.head.bias"]

@@ -102,6 +102,11 @@ class Engine(ABC):
         """
         return nullcontext()
 
+    @property
+    @abstractmethod
+    def keeps_apart(self) -> bool:
+        """Whether ``micro_batches("separate")`` keeps what each backward reduces."""
+
     def kept_parts(self) -> Iterator[Tensor]:
         """What this rank keeps of the weights beside its shards, for gathers within a replica."""
         return iter(())

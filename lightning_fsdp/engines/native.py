@@ -157,6 +157,11 @@ class NativeEngine(Engine):
     def clear_unreduced(self, names: Iterable[str]) -> None:
         """Drop what waits to be reduced of these parameters' gradients."""
 
+    @property
+    @override
+    def keeps_apart(self) -> bool:
+        return self.keeps_separate
+
     # -- life -------------------------------------------------------------------------------------
 
     @override

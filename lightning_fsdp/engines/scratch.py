@@ -100,7 +100,7 @@ class ScratchEngine(Engine):
     @contextmanager
     @override
     def within_replica(self) -> Iterator[None]:
-        units = [] if any(map(keeps_apart, self._all_units())) else self._all_units()
+        units = [] if self.keeps_apart else self._all_units()
         for unit in units:
             unit.averages_replicas = self.grid.num_replicas == 1
         try:
@@ -108,6 +108,11 @@ class ScratchEngine(Engine):
         finally:
             for unit in units:
                 unit.averages_replicas = True
+
+    @property
+    @override
+    def keeps_apart(self) -> bool:
+        return any(map(keeps_apart, self._all_units()))
 
     @override
     def kept_parts(self) -> Iterator[Tensor]:

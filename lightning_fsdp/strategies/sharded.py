@@ -559,6 +559,12 @@ class ShardedStrategy(ProcessStrategy):
         if token_mean is not None:
             token_mean.is_last = False
         reduces_each = self._communicates_every_micro_batch
+        if not reduces_each and self.engine.keeps_apart:
+            raise RuntimeError(
+                "micro_batches('separate'): expected a reduction in each micro-batch, got "
+                "accumulation='local', with which there is one in a step. Give the strategy "
+                "accumulation='sum'."
+            )
         try:
             with self.engine.within_replica() if reduces_each else self.engine.no_sync():
                 yield
