@@ -286,10 +286,9 @@ def test_a_model_trained_here_gives_the_same_logits_in_transformers(tmp_path):
 
 
 class _Loads(GPT2):
-    folder = None
-
     def on_train_start(self):
-        load_pretrained(self, self.folder)
+        if self.trainer.ckpt_path is None:
+            load_pretrained(self, self.folder)
 
 
 def _load_and_fit(rank, world_size, folder):
@@ -298,13 +297,17 @@ def _load_and_fit(rank, world_size, folder):
     if rank == 0:
         start.model.save_pretrained(folder)
     dist.barrier()
+    saved = Path(folder, "saved.ckpt")
     for strategy in SHARDED:
-        loads = seeded(lambda: _Loads(size="nano", vocab_size=61, max_seq_len=16), seed=2)
-        loads.folder = folder
-        starts = copy.deepcopy(start)
-        for model in (loads, starts):
-            make_trainer(strategy, Path(folder), max_steps=2).fit(model, token_loader())
-        assert torch.equal(logits_of(loads.model), logits_of(starts.model)), strategy
+        for num_steps, ckpt_path in ((2, None), (3, saved)):
+            loads = seeded(lambda: _Loads(size="nano", vocab_size=61, max_seq_len=16), seed=2)
+            loads.folder = folder
+            starts = copy.deepcopy(start)
+            for model in (loads, starts):
+                trainer = make_trainer(strategy, saved.parent, max_steps=num_steps, max_epochs=2)
+                trainer.fit(model, token_loader(), ckpt_path=ckpt_path)
+            trainer.save_checkpoint(saved)
+            assert torch.equal(logits_of(loads.model), logits_of(starts.model)), strategy
         assert not torch.equal(logits_of(loads.model), logits_of(start.model))
 
 
