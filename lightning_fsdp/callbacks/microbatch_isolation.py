@@ -98,7 +98,7 @@ class MicrobatchIsolationProbe(pl.Callback):
         """Look at this micro-batch, if its step is chosen."""
         assert self._access is not None, "training has started"
         if self._handle is None and reporting.is_chosen(self.steps, trainer.global_step):
-            self._handle = self._access.on_local(self._on_local)
+            self._handle = self._access.on_local(self._on_local, edits=False)
 
     @override
     def on_before_zero_grad(

@@ -112,7 +112,7 @@ class GradientNoiseScale(pl.Callback):
                 "accumulate_grad_batches=2 (with half the batch size), or train on more ranks."
             )
         self._access = gradients_of(trainer, pl_module)
-        self._handle = self._access.on_local(self._on_local)
+        self._handle = self._access.on_local(self._on_local, edits=False)
         self._forget_step()
 
     @override

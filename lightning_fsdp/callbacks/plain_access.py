@@ -33,7 +33,7 @@ class ReadableGradients(Protocol):
 
     def __getitem__(self, name: str) -> OneGradient: ...
 
-    def on_local(self, function: GradientFunction) -> Removable:
+    def on_local(self, function: GradientFunction, *, edits: bool) -> Removable:
         """See each local gradient on arrival."""
 
 
@@ -117,11 +117,12 @@ class PlainGradients:
     def __getitem__(self, name: str) -> PlainGradient:
         return PlainGradient(self, name)
 
-    def on_local(self, function: GradientFunction) -> Removable:
+    def on_local(self, function: GradientFunction, *, edits: bool) -> Removable:
         """Call ``function(name, gradient, micro_batch)`` before a gradient is added to ``.grad``.
 
         ``micro_batch`` counts the gradients that came before since ``.grad`` was cleared.
         """
+        assert not edits, "they are autograd's own"
         counts: dict[str, int] = {}
 
         def calling(name: str) -> Callable[[Tensor], None]:

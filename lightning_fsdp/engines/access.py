@@ -74,8 +74,8 @@ class GradientAccess(Protocol):
     def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
         """This rank's pieces by name."""
 
-    def on_local(self, function: GradientFunction) -> Removable:
-        """See each local gradient on arrival."""
+    def on_local(self, function: GradientFunction, *, edits: bool = True) -> Removable:
+        """See each local gradient on arrival; without ``edits``, it is not to be written to."""
 
     def on_reduced(self, function: GradientFunction) -> Removable:
         """See each reduced gradient when it lands."""

@@ -168,11 +168,15 @@ class NativeGradients(Mapping[str, NativeGradient]):
             return [name for name in self.names() if name in kept]
         return [name for name in self.names() if self[name].state != "none"]
 
-    def on_local(self, function: GradientFunction) -> RemovableHandle:
+    def on_local(self, function: GradientFunction, *, edits: bool = True) -> RemovableHandle:
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
         it is reduced. Seen from the next forward on.
+
+        Args:
+            function: Called with each local gradient.
+            edits: As that of the core; here gradients are copied in any case.
         """
         engine = self._engine
         return register(engine.local_hooks, lambda name, g: function(name, g, engine.micro_batch))

@@ -325,7 +325,7 @@ class _Training:
 
         self._tell_owners(ledger)
         watch = gradients(self._model).on_local(
-            lambda _, gradient, __: ledger.tell("local gradients", [gradient])
+            lambda _, gradient, __: ledger.tell("local gradients", [gradient]), edits=False
         )
         if self._pace is not None:
             moments.append(self._pace.now())

@@ -97,7 +97,7 @@ class NonfiniteGuard:
         # By module; NaN where its output was not finite in steps whose gradients were.
         self._usual: dict[str, Tensor] = {}
         self._handles: list[Removable] = []
-        self._last_look = engine.gradients.on_local(self._note_local)
+        self._last_look = engine.gradients.on_local(self._note_local, edits=False)
 
     def close(self) -> None:
         """Look no more."""
@@ -117,7 +117,7 @@ class NonfiniteGuard:
         self._begin()
         self._is_finite.clear()  # gradients change
         self._last_look.remove()  # after functions that others gave, which may edit gradients
-        self._last_look = self._engine.gradients.on_local(self._note_local)
+        self._last_look = self._engine.gradients.on_local(self._note_local, edits=False)
         self._losses.append(_trace_of(loss.detach()))
 
     def allows(self, optimizer: Optimizer, norm: Tensor) -> bool:

@@ -187,15 +187,21 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
         return shards
 
-    def on_local(self, function: GradientFunction) -> Handle:
+    def on_local(self, function: GradientFunction, *, edits: bool = True) -> Handle:
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
         it is reduced. A weight tied within or across units arrives once, with the sum of all uses.
         ``micro_batch`` counts backwards since the optimizer's last step, or the one that a gradient
         scaler skipped.
+
+        Args:
+            function: Called with each local gradient.
+            edits: Whether it may write into them. If not, it gets them as autograd made them,
+                without a copy.
         """
-        return self._watch(_CallingOnLocal(function, self._names()))
+        kind = _CallingOnLocal if edits else _ShowingLocal
+        return self._watch(kind(function, self._names()))
 
     def on_reduced(self, function: GradientFunction) -> Handle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
@@ -347,11 +353,15 @@ class _Calling(GradientWatcher):
             self._function(name, gradient, flat_param.micro_batch)
 
 
-class _CallingOnLocal(_Calling):
+class _ShowingLocal(_Calling):
     def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
-        own = gradient.clone()  # as it may be edited
-        self._call(flat_param, slot, own)
-        return own
+        self._call(flat_param, slot, gradient)
+        return gradient
+
+
+class _CallingOnLocal(_ShowingLocal):
+    def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
+        return super().on_local(flat_param, slot, gradient.clone())
 
 
 class _CallingOnReduced(_Calling):
