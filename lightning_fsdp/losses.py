@@ -113,16 +113,17 @@ def chunk_size_of(hidden: Tensor, weight: Tensor) -> int:
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
-def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
-    """The two parts of a language model of transformers, whose loss needs no logits.
+def body_and_head(model: Any) -> tuple[nn.Module, nn.Module, nn.Linear] | None:
+    """A language model of transformers and its two parts, where its loss needs no logits.
 
     Args:
         model: Of transformers, or of peft around one (LoRA and others).
 
     Returns:
-        What computes the head's input, and the head as one reads it inside :func:`call_with`;
-        ``None`` where logits are more than a linear layer of the body's output: adapters on the
-        head, prompt learning, logits that are capped or scaled.
+        The model itself, without peft's around it; what computes the head's input, to be called
+        inside :func:`call_with` of the model, which may be a unit; and the head as one reads it
+        inside :func:`call_with`. ``None`` where logits are more than a linear layer of the body's
+        output: adapters on the head, prompt learning, logits that are capped or scaled.
     """
     if hasattr(model, "peft_config"):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -132,7 +133,7 @@ def body_and_head(model: Any) -> tuple[nn.Module, nn.Linear] | None:
         return None
     head = model.get_output_embeddings()
     linear = getattr(head, "module", head)  # of FSDP1
-    return (model.base_model, head) if isinstance(linear, nn.Linear) else None
+    return (model, model.base_model, head) if isinstance(linear, nn.Linear) else None
 
 
 @contextmanager

@@ -212,13 +212,17 @@ class CausalLM(L.LightningModule):
         if parts is None:
             logits = self(batch["input_ids"])
             return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
-        body, head = parts
-        hidden = body(input_ids=batch["input_ids"], use_cache=False)[0]
+        model, body, head = parts
 
-        def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+        def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:
             return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
-        return call_with(head, loss, hidden, batch["labels"])
+        def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
+            hidden = body(input_ids=input_ids, use_cache=False)[0]
+            return call_with(head, loss_of_hidden, hidden, labels)
+
+        # Its own forward is not called, and it may be a unit.
+        return call_with(model, loss, batch["input_ids"], batch["labels"])
 
     @override
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | dict[str, Tensor]:

@@ -67,11 +67,12 @@ class _Lora(_CausalLM):
         return _adapted(self.config)
 
 
-def _measured(rank, world_size, model, folder):
+def _measured(rank, world_size, model, folder, units):
     module = _Lora(model, "adamw")
     probe, tracks = MemoryProbe(steps=[1]), _Tracks()
     options = {"callbacks": [tracks, probe], "gradient_clip_val": 1.0, "max_steps": 2}
-    trainer = make_trainer(with_options("scratch_fsdp_zero3"), Path(folder), **options)
+    strategy = with_options("scratch_fsdp_zero3", units=units)
+    trainer = make_trainer(strategy, Path(folder), **options)
     tokens = torch.zeros(SEQ_LEN, dtype=torch.long)
     rows = [{"input_ids": tokens, "labels": tokens}] * (2 * world_size * BATCH)
     trainer.fit(module, DataLoader(rows, batch_size=BATCH))
@@ -102,11 +103,13 @@ def test_an_optimizer_of_matrices_is_planned_over_those_that_train(tmp_path, sav
     assert 0 < state["muon"] < state["adamw"]  # one moment in place of two
 
 
-def test_two_ranks_with_adapters_take_what_was_planned(tmp_path):
+@pytest.mark.parametrize("units", [None, ("Qwen2ForCausalLM",)])
+def test_two_ranks_with_adapters_take_what_was_planned(tmp_path, units):
     folder, adapters = folder_with("qwen", tmp_path), str(tmp_path / "adapters")
     lora().save_pretrained(adapters)
-    plan = planned(folder, world_size=2, zero_stage=3, backend="gloo", adapters=adapters)
-    measured, tracked = on_trainer_ranks(_measured, 2, str(folder), str(tmp_path))[0]
+    options = {"backend": "gloo", "adapters": adapters, "units": units}
+    plan = planned(folder, world_size=2, zero_stage=3, **options)
+    measured, tracked = on_trainer_ranks(_measured, 2, str(folder), str(tmp_path), units)[0]
     for phase in planning.PHASES:
         for owner in ("parameters", "optimizer"):
             expected = measured[phase].resting[owner]

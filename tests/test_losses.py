@@ -312,10 +312,10 @@ def test_what_does_not_fit_is_refused(changed: dict[str, object], text: str) -> 
 
 def test_of_a_model_of_peft_the_head_is_found_where_it_is_still_a_linear_layer():
     plain = qwen2()
-    assert body_and_head(plain) == (plain.model, plain.lm_head)
+    assert body_and_head(plain) == (plain, plain.model, plain.lm_head)
     adapted = peft.get_peft_model(qwen2(), lora("q_proj"))
     base = adapted.get_base_model()
-    assert body_and_head(adapted) == (base.model, base.lm_head)
+    assert body_and_head(adapted) == (base, base.model, base.lm_head)
     assert body_and_head(peft.get_peft_model(qwen2(), lora("lm_head"))) is None
     capped = qwen2()
     capped.config.final_logit_softcapping = 30.0

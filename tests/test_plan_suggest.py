@@ -21,6 +21,7 @@ from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.plan.suggest import suggest, worth_trying
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
+from tests.support.adapters import lora
 from tests.support.planned import SEQ_LEN, SHAPES, folder_with
 from tests.test_simulate_groups import MOST_TRIES, is_predicted
 
@@ -242,6 +243,14 @@ def test_the_command_prints_the_best_first_and_what_it_assumes(shallow, tmp_path
     assert "attention at 0.1 TFLOP/s" in printed
     assert "4 ranks per host, 0.01 GB/s per rank out of a host." in printed
     assert all(f"* {line}" in printed for line in document["assumptions"])
+
+
+def test_with_adapters_the_whole_model_is_suggested_as_a_unit(shallow, tmp_path, capsys):
+    adapters, out = str(tmp_path / "adapters"), tmp_path / "suggested.json"
+    lora("c_attn", fan_in_fan_out=True).save_pretrained(adapters)
+    assert main(_words(shallow, **{"--adapters": adapters, "--out": str(out)})) == 0
+    suggested = json.loads(out.read_text())["suggestions"]
+    assert ["GPT2LMHeadModel"] in [each["run"]["units"] for each in suggested]
 
 
 def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys):

@@ -11,7 +11,7 @@ from recipes.gpt2 import GPT2
 from recipes.qwen import Qwen
 from tests.support.memory import StorageTracker
 from tests.support.recipe_models import compile_eagerly, loss_and_gradients
-from tests.support.trainer import SHARDED, assert_like_ddp, make_trainer, weights_of
+from tests.support.trainer import SHARDED, assert_like_ddp, make_trainer, weights_of, with_options
 
 VOCABULARY, SEQ_LEN = 97, 12
 
@@ -90,13 +90,20 @@ def _train_untied(strategy, folder, rank):
     return _train(strategy, folder, rank, cls=Qwen, tied=False)
 
 
+def _train_as_one(strategy, folder, rank):
+    """The model is a unit, of which the loss calls parts."""
+    strategy = with_options(strategy, units=["GPT2LMHeadModel"])
+    return _train(strategy, folder, rank, cls=GPT2, tied=True)
+
+
 def _train_in_bf16(strategy, folder, rank):
     return _train(strategy, folder, rank, cls=Qwen, tied=True, precision="bf16-mixed")
 
 
 # A tied weight belongs to two units, which meet otherwise at each stage; one that is not is as any.
 @pytest.mark.parametrize(
-    ("train", "sharded"), [(_train_tied, SHARDED), (_train_untied, SHARDED[::2])]
+    ("train", "sharded"),
+    [(_train_tied, SHARDED), (_train_untied, SHARDED[::2]), (_train_as_one, SHARDED)],
 )
 def test_chunked_under_every_strategy_trains_as_plain_under_ddp(train, sharded, tmp_path) -> None:
     assert_like_ddp(train, tmp_path, sharded=sharded)

@@ -374,10 +374,9 @@ class _Training:
         model = cast("PreTrainedModel", self._model)
         parts = body_and_head(model) if self._run.loss == "chunked" else None
         if parts is not None:
-            body, head = parts
-            hidden = body(input_ids=input_ids, use_cache=False)[0]
+            inner, body, head = parts
 
-            def loss(hidden: Tensor, labels: Tensor) -> Tensor:
+            def loss_of_hidden(hidden: Tensor, labels: Tensor) -> Tensor:
                 # Those left out are like the last.
                 size = chunk_size_of(hidden, head.weight)
                 times = max(1.0, labels.numel() / (_CHUNKS * size))
@@ -385,7 +384,12 @@ class _Training:
                 with only_first_chunks(_CHUNKS), slow:
                     return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
-            return call_with(head, loss, hidden, labels)
+            def loss(input_ids: Tensor, labels: Tensor) -> Tensor:
+                hidden = body(input_ids=input_ids, use_cache=False)[0]
+                return call_with(head, loss_of_hidden, hidden, labels)
+
+            # As the recipes: its own forward is not called, and it may be a unit.
+            return call_with(inner, loss, input_ids, labels)
         logits = model(input_ids=input_ids, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
