@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from lightning_fsdp.harness.command_line import INTERRUPTED
 from tests.support import on_hosts
-from tests.support.hosts import PREFIX, REPOSITORY, Hosts, NoHosts
+from tests.support.hosts import PREFIX, REPOSITORY, Hosts, NoHosts, processes_with
 from tests.support.trainer import Regressor, make_data, seeded, weights_of
 
 WORLD_SIZE = on_hosts.NUM_HOSTS * on_hosts.NUM_RANKS
@@ -33,19 +32,6 @@ def _namespaces(pid):
     return re.findall(rf"^{PREFIX}-{pid}-\S+", found.stdout, re.MULTILINE)
 
 
-def _processes_with(word):
-    """Of all that runs, what has a word in its command."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().decode(errors="replace")
-        except OSError:  # it has ended
-            continue
-        if word in command and int(path.parent.name) != os.getpid():
-            found.append(command)
-    return found
-
-
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path):
     try:
@@ -55,7 +41,7 @@ def _nothing_is_left(tmp_path):
         pytest.skip(f"no hosts: {error}")
     yield
     assert _namespaces(os.getpid()) == []
-    assert _processes_with(str(tmp_path)) == []
+    assert processes_with(str(tmp_path)) == {}
 
 
 def _start(hosts, what, folder):
@@ -157,12 +143,15 @@ def test_nothing_is_left_of_hosts_however_they_end(tmp_path, ending):
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as job:
         _wait(lambda: (tmp_path / "ready").exists(), [job], tmp_path)
         assert len(_namespaces(job.pid)) == 3
-        assert len(_processes_with(f"tail\0-f\0{tmp_path}")) == 2
+        assert len(processes_with(f"tail\0-f\0{tmp_path}")) == 2
         job.send_signal(ending)
         assert job.wait(LIMIT_S) == (-ending if ending == signal.SIGKILL else INTERRUPTED)
     if ending == signal.SIGKILL:  # which leaves all of it to whoever comes next
-        assert len(_namespaces(job.pid)) == 3
-        with Hosts():
-            pass
+        names = _namespaces(job.pid)
+        assert len(names) == 3
+        # One that is about to enter a namespace is in none, and goes on when that is deleted.
+        words = ["-c", "import time; time.sleep(100)", "netns", "exec", names[0], str(tmp_path)]
+        with subprocess.Popen([sys.executable, *words]) as entering, Hosts():
+            assert entering.wait(LIMIT_S) == -signal.SIGKILL
     assert _namespaces(job.pid) == []
-    assert _processes_with(str(tmp_path)) == []
+    assert processes_with(str(tmp_path)) == {}

@@ -213,10 +213,23 @@ def _kill_all(name: str) -> None:
 
 
 def _processes(name: str) -> list[int]:
+    """In a namespace, or about to enter it."""
+    entering = processes_with(f"netns\0exec\0{name}\0")  # first: one that has entered has not ended
     try:
-        return [int(pid) for pid in _ip("netns", "pids", name).split()]
+        return [*entering, *map(int, _ip("netns", "pids", name).split())]
     except subprocess.CalledProcessError:  # it is gone, or was never finished
-        return []
+        return [*entering]
+
+
+def processes_with(words: str) -> dict[int, str]:
+    """The commands that have some words in them, of all others that run, by process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            command = path.read_bytes().decode(errors="replace")
+            if words in command and int(path.parent.name) != os.getpid():
+                found[int(path.parent.name)] = command
+    return found
 
 
 @contextlib.contextmanager
