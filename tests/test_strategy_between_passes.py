@@ -5,6 +5,7 @@ import functools
 import torch
 from torch import nn
 
+from tests.support.own_parameter import ScaledRegressor
 from tests.support.trainer import (
     SHARDED,
     Block,
@@ -15,17 +16,6 @@ from tests.support.trainer import (
     seeded,
     weights_of,
 )
-
-
-class _Own(Regressor):
-    """A parameter of the LightningModule itself, and as many epochs as there are validations."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 0.5))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
 
 
 class _LooksBeforeStep(Regressor):
@@ -49,20 +39,20 @@ class _LooksByHand(Regressor):
         optimizer.step()
 
 
-class _Freezes(_Own):
+class _Freezes(ScaledRegressor):
     def on_train_epoch_start(self):
         self.requires_grad_(self.current_epoch != 1)
         self.head.requires_grad_()
 
 
-class _Scales(_Own):
+class _Scales(ScaledRegressor):
     def on_train_epoch_start(self):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.mul_(0.5)
 
 
-class _GoesBack(_Own):
+class _GoesBack(ScaledRegressor):
     def on_train_epoch_start(self):
         state = {name: torch.full_like(value, 0.1) for name, value in self.first.items()}
         self.trainer.strategy.load_model_state_dict({"state_dict": state})

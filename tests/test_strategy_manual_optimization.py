@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.own_parameter import ScaledRegressor
 from tests.support.trainer import (
     Regressor,
     assert_each_like_ddp,
@@ -139,15 +140,8 @@ def _by_hand(strategy, folder, rank, kind=_ByHand):
     return {"weights": weights_of(model), "losses": model.losses}
 
 
-class _OwnsByHand(_ByHand):
-    """Has a parameter itself, and uses it right after the step, without a call in between."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 0.5))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
+class _OwnsByHand(ScaledRegressor, _ByHand):
+    """Uses its own parameter right after the step, without a call in between."""
 
     def training_step(self, batch, batch_idx):
         super().training_step(batch, batch_idx)

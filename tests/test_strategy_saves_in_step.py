@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_fsdp import load_sharded
+from tests.support.own_parameter import ScaledRegressor
 from tests.support.trainer import (
     AdamwRegressor,
     assert_each_like_ddp,
@@ -20,15 +20,8 @@ from tests.support.trainer import (
 )
 
 
-class _SavesInStep(AdamwRegressor):
-    """Has a parameter of its own, which is whole as long as the step lasts."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((3,), 0.5))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
+class _SavesInStep(ScaledRegressor, AdamwRegressor):
+    """Its own parameter is whole as long as the step lasts."""
 
     def training_step(self, batch, batch_idx):
         if self.global_step == 2:
