@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, cast
 
@@ -148,7 +148,7 @@ def assemble(
     """
     support_slices()
     support_whole_values()
-    schedule = Schedule(communicator, functools.partial(_watchers, communicator, home))
+    schedule = Schedule(communicator, _watchers_of(communicator, home))
     for other in prepared.inner:
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
@@ -181,16 +181,22 @@ def assemble(
     optimizer_guard.watch(schedule)
 
 
-def _watchers(communicator: Communicator, home: Home) -> list[Watcher]:
-    watchers: list[Watcher] = [
-        RecordedOrder(control_of(communicator)),
-        UnusedParameters(communicator.any_rank),
-        FreedMemory(),
-        Recovery(),
-    ]
-    if home.compute_device.type == "cpu":
-        watchers.append(host_memory.UnusedMemory())
-    return watchers
+def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:
+    control = control_of(communicator)
+    names = control.model_names()
+
+    def new_watchers() -> list[Watcher]:
+        watchers: list[Watcher] = [
+            RecordedOrder(control, next(names)),
+            UnusedParameters(communicator.any_rank),
+            FreedMemory(),
+            Recovery(),
+        ]
+        if home.compute_device.type == "cpu":
+            watchers.append(host_memory.UnusedMemory())
+        return watchers
+
+    return new_watchers
 
 
 def _make_flat_param(

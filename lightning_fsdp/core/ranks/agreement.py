@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -42,22 +43,39 @@ def expect_no_others(backend: str) -> None:
 _MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
 
 
+class Trail:
+    """The collectives that ranks have started, whichever of their models these belong to.
+
+    Attributes:
+        events: Hash of those since a pass began, and of whose pass was before.
+        continuations: The trail that last followed a trail.
+    """
+
+    def __init__(self) -> None:
+        self.events = 0
+        self.continuations: dict[int, int] = {}
+        self._last = ""
+
+    def begin(self, model: str) -> None:
+        """A pass of a model begins. Models that take turns so have places of their own."""
+        self.events, self._last = hash(self._last), model
+
+
 class RecordedOrder(Watcher):
-    """Lets ranks start the same collectives in the same order.
+    """Lets ranks start the same collectives in the same order, of one model or of several.
 
     Every gather and reduction is an event on a trail. Ranks agree on it, before data moves, unless
     it is what followed the last time; then it costs a look-up. A rank that does something else asks
     the others to agree, moves no data, and is named when the group's timeout is over.
     """
 
-    def __init__(self, control: ControlGroup) -> None:
-        self._control = control
-        self._trail = 0  # hash of the events since the pass began
-        self._continuations: dict[int, int] = {}  # trail -> the trail that last followed it
+    def __init__(self, control: ControlGroup, model: str) -> None:
+        self._control, self._model = control, model
+        self._begins = True
 
     def on_pass(self) -> None:
-        """The trail begins."""
-        self._trail = 0
+        """The next event begins a trail."""
+        self._begins = True
 
     def before_collective(self, event: str, unit_name: str) -> None:
         """Agree on it, unless that is known.
@@ -65,19 +83,24 @@ class RecordedOrder(Watcher):
         Raises:
             RuntimeError: Ranks are about to do different things.
         """
-        before, self._trail = self._trail, hash((self._trail, event, unit_name))
+        trail = self._control.trail
+        if self._begins:  # not before: a pass without an event may be that of one rank alone
+            self._begins = False
+            trail.begin(self._model)
+        before = trail.events
+        trail.events = hash((before, event, unit_name, self._model))
         # Only the last event that followed is remembered, and that is the same on all ranks. Were
         # two remembered, one rank could do the one and another rank the other, and none would ask.
-        if self._continuations.get(before) == self._trail:
+        if trail.continuations.get(before) == trail.events:
             return
-        self._control.agree("order of units", f"{event} unit {unit_name!r}")
-        if len(self._continuations) >= _MAX_TRAILS:
-            self._continuations.clear()
-        self._continuations[before] = self._trail
+        self._control.agree("order of units", f"{event} unit {unit_name!r} ({self._model})")
+        if len(trail.continuations) >= _MAX_TRAILS:
+            trail.continuations.clear()
+        trail.continuations[before] = trail.events
 
     def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
-        """The trail begins anew."""
-        self._trail = 0
+        """So does the first event after a failure."""
+        self._begins = True
 
 
 class ControlGroup:
@@ -89,6 +112,7 @@ class ControlGroup:
         ranks: Of the default group, ascending.
         rank: This process among them.
         world_size: How many they are.
+        trail: What they have started, in order.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, *, data_backend: str) -> None:
@@ -102,6 +126,7 @@ class ControlGroup:
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
+        self.trail, self._num_models = Trail(), 0
         self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         if self.world_size > 1 and data_backend not in _without_others:
@@ -109,6 +134,13 @@ class ControlGroup:
                 list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
             )
             self._group = weakref.ref(group)
+
+    def model_names(self) -> Iterator[str]:
+        """Names of a module that all ranks are about to shard, and of its copies."""
+        self._num_models += 1
+        name = f"sharded module {self._num_models}"
+        yield name
+        yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
     def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
         """Ask which flags are set on any rank.
