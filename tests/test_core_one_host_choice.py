@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.ranks import neighbours, one_host, process_memory
 from lightning_fsdp.core.ranks.groups import communicator_of, way_of
@@ -126,6 +128,34 @@ def choose(rank, world_size):
 
 def test_the_user_chooses_how_data_moves():
     run_on_ranks(choose, 2)
+
+
+def open_a_group_for_several_devices(rank, world_size, backend, folder):
+    """As scripts do that let torch choose a backend for each type of device."""
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/ranks", rank=rank, world_size=world_size
+    )
+    models = [fully_shard(layer()), fully_shard(layer(), mesh=new_mesh(2))]
+    mesh = init_device_mesh("cpu", (1, 2))
+    models.append(fully_shard(layer(), mesh=mesh, comm="direct"))
+    models[0](torch.ones(2, 6)).sum().backward()
+    return [way(model) for model in models]
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_gloo_is_found_where_torch_or_the_user_chooses_a_backend_per_device(backend, tmp_path):
+    ways = run_on_ranks(open_a_group_for_several_devices, 2, backend, tmp_path, backend=None)
+    assert ways == [["direct"] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "moves_cuda"),
+    [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
+)
+def test_a_group_is_for_cuda_where_it_has_nccl(config, moves_cuda, monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert torch_internals.moves_cuda(None) == moves_cuda
+    assert torch_internals.backend_of(None, "cpu") == ("none" if config == "cuda:nccl" else "gloo")
 
 
 def choose_where_there_is_no_choice(rank, world_size):

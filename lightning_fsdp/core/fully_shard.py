@@ -243,18 +243,19 @@ def _shard(
         units_of: Chooses the units below a root.
     """
     with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
-        communicator, device = _open_group(options)
+        communicator = _open_group(options)
         what = ", ".join(type(module).__name__ for module in modules)
         prepare = functools.partial(_prepare, modules, options, plan_of, units_of, communicator)
         prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
         groups.connect(communicator, options.comm)
+        device = communicator.device
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
         assemble(prepared, communicator, home, *initialise(prepared, communicator, home))
 
 
-def _open_group(options: _Options) -> tuple[Communicator, torch.device]:
+def _open_group(options: _Options) -> Communicator:
     mesh, comm = options.mesh, options.comm
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -262,17 +263,11 @@ def _open_group(options: _Options) -> tuple[Communicator, torch.device]:
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
     if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh):
-        communicator = groups.communicator_of_mesh(mesh, comm=comm, state_over=options.state_over)
-        device_type = mesh.device_type
-    else:  # a mesh that will be refused: ranks say so to each other in the default group
-        default = dist.group.WORLD
-        assert default is not None, "it is initialized"
-        communicator = groups.communicator_of(default, comm=comm)
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    return communicator, device
+        return groups.communicator_of_mesh(mesh, comm=comm, state_over=options.state_over)
+    # No mesh, or one that will be refused: ranks say so to each other in the default group.
+    default = dist.group.WORLD
+    assert default is not None, "it is initialized"
+    return groups.communicator_of(default, comm=comm)
 
 
 def _prepare(

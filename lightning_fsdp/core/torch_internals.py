@@ -202,11 +202,22 @@ class OptimizerOnLists:
         return result
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """Name of the backend that moves tensors of such devices. A group may have one for each."""
+    backends = dist.get_backend_config(group).split(",")
+    return dict(backend.split(":") for backend in backends).get(device_type, "none")
+
+
+def moves_cuda(group: dist.ProcessGroup) -> bool:
+    """Whether it has NCCL, so that it is meant for tensors on CUDA."""
+    return "nccl" in backend_of(group, "cuda")
+
+
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of ``group`` may take. No public name."""
-    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    device_type = "cuda" if moves_cuda(group) else "cpu"
     try:
-        timeout: timedelta = group._get_backend(device).options._timeout
+        timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
     except (RuntimeError, AttributeError):  # a backend without options
         return timedelta(minutes=30)
     return timeout

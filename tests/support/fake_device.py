@@ -222,11 +222,11 @@ def _patches(waits: HostWaits, fakes: FakeTensorMode) -> list[Any]:
 
     def open_group_of_device(request: Any) -> Any:
         with _disable_current_modes():  # ranks of a mesh are real tensors
-            communicator, _ = open_group(request)
+            communicator = open_group(request)
         communicator.device = DEVICE
         # The mode knows by weak references what it has made, and torch swaps no tensor with one.
         fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
-        return communicator, DEVICE
+        return communicator
 
     def agree_noted(control: ControlGroup, *statement: str) -> None:
         waits.questions.append("agree")

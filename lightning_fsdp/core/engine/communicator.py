@@ -200,16 +200,16 @@ class Communicator:
     keeps_parts = False
     any_rank: Callable[[Flags], Callable[[], Flags]]
 
-    def __init__(self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, mesh_rank: int, mesh_size: int, device: torch.device
+    ) -> None:
         self._group = weakref.ref(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank, self.mesh_rank = dist.get_rank(group), mesh_rank
         self.world_size, self.mesh_size = dist.get_world_size(group), mesh_size
         self.where = f"(rank {mesh_rank} of {mesh_size})"
         self.places: tuple[int, ...] = ()
-        self.device = torch.device("cpu")
-        if "nccl" in dist.get_backend(group):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         self.after_reduction: tuple[tuple[str, Stage], ...] = ()
         self.traffic = {kind: Traffic() for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,7 +46,8 @@ def communicator_of(group: dist.ProcessGroup, *, comm: Comm = "auto") -> Communi
         group: That moves data.
         comm: How. There is one for ``"pairs"``, and one for the other two.
     """
-    return _known(group, None, None, comm, None, "replica")
+    device_type = "cuda" if torch_internals.moves_cuda(group) else "cpu"
+    return _known(group, None, None, device_type, comm, None, "replica")
 
 
 def communicator_of_mesh(
@@ -70,8 +72,10 @@ def communicator_of_mesh(
         ValueError: See :func:`check_order`.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
-        return _known(mesh.get_group(mesh.ndim - 1), None, None, comm, in_pairs, "replica")
-    return _known(mesh.get_group(1), mesh.get_group(0), mesh, comm, in_pairs, state_over)
+        group = mesh.get_group(mesh.ndim - 1)
+        return _known(group, None, None, mesh.device_type, comm, in_pairs, "replica")
+    row, column = mesh.get_group(1), mesh.get_group(0)
+    return _known(row, column, mesh, mesh.device_type, comm, in_pairs, state_over)
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
@@ -87,7 +91,7 @@ def check_comm(communicator: Communicator, comm: Comm) -> None:
     if comm != "auto" and not has_choice:
         raise ValueError(
             f"fully_shard: expected gloo and at most {pairs.MAX_PAIRWISE_WORLD_SIZE} ranks for "
-            f"comm={comm!r}, got {dist.get_backend(communicator.group)} and "
+            f"comm={comm!r}, got {_backend_of(communicator)} and "
             f"{communicator.world_size}. Leave it at 'auto'."
         )
 
@@ -145,7 +149,7 @@ def way_of(communicator: Communicator) -> str:
     communicator = _parts(communicator)[0]
     if isinstance(communicator, OneHostCommunicator):
         return "direct" if communicator.reads_memory else "pairs"
-    return str(dist.get_backend(communicator.group))
+    return _backend_of(communicator)
 
 
 def control_of(communicator: Communicator) -> ControlGroup:
@@ -194,22 +198,27 @@ def _known(
     group: dist.ProcessGroup,
     replicas: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
+    device_type: str,
     comm: Comm,
     in_pairs: bool | None,
     state_over: StateOver,
 ) -> Communicator:
     of_group = _communicators.setdefault(group, {})
     name = None if replicas is None else replicas.group_name
-    key = name, comm == "pairs", state_over
+    key = name, device_type, comm == "pairs", state_over
     if key not in of_group:  # a plan shards later under fake tensors, and could not read a mesh
         if mesh is not None:
             check_order(mesh)
         # Ranks that choose differently agree in one.
-        others = [other for (of, _, _), other in of_group.items() if of == name]
+        others = [other for (of, *_), other in of_group.items() if of == name]
         control = _controls[others[0]] if others else _new_control(group, mesh)
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
 
         def over(group: dist.ProcessGroup) -> Communicator:
-            return _kind_of(group, in_pairs)(group, control.rank, control.world_size)
+            kind = _kind_of(group, device_type, in_pairs)
+            return kind(group, control.rank, control.world_size, device)
 
         communicator = over(group)
         if replicas is not None and mesh is not None and state_over == "all":
@@ -259,14 +268,19 @@ def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:
         return communicator.group
     default, group = dist.group.WORLD, communicator.row.group
     assert default is not None, "there is a mesh"
-    backend = dist.get_backend(group)
-    if len(communicator.ranks) == default.size() and dist.get_backend(default) == backend:
+    backend = _backend_of(communicator.row)
+    if len(communicator.ranks) == default.size() and _backend_of(communicator, default) == backend:
         return default
     ranks, timeout = list(communicator.ranks), torch_internals.group_timeout(group)
     opened: dist.ProcessGroup = dist.new_group(
         ranks, timeout, backend, use_local_synchronization=True
     )
     return opened
+
+
+def _backend_of(communicator: Communicator, group: dist.ProcessGroup | None = None) -> str:
+    """Of a communicator's own group, or of another one that could take its place."""
+    return torch_internals.backend_of(group or communicator.group, communicator.device.type)
 
 
 def _parts(communicator: Communicator) -> tuple[Communicator, ...]:
@@ -280,21 +294,24 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
     return ControlGroup(
         dist.get_process_group_ranks(group) if mesh is None else mesh.mesh.flatten().tolist(),
         torch_internals.group_timeout(group),
-        data_backend=dist.get_backend(group),
+        data_backend=torch_internals.backend_of(group, "cpu"),
     )
 
 
-def _kind_of(group: dist.ProcessGroup, in_pairs: bool | None) -> type[Communicator]:
+def _kind_of(
+    group: dist.ProcessGroup, device_type: str, in_pairs: bool | None
+) -> type[Communicator]:
     """What its backend wants, if it is not said."""
     if in_pairs is not None:
         return pairs.PairCommunicator if in_pairs else NarrowCommunicator
-    is_small_gloo = pairs.exchanges_in_pairs(dist.get_backend(group), dist.get_world_size(group))
+    of_host, world_size = torch_internals.backend_of(group, "cpu"), dist.get_world_size(group)
+    is_small_gloo = device_type == "cpu" and pairs.exchanges_in_pairs(of_host, world_size)
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-# By sharding group, then by the name of the group of replicas, whether it is for pairs alone, and
-# over which ranks state is.
+# By sharding group, then by the name of the group of replicas, the devices' type, whether it is for
+# pairs alone, and over which ranks state is.
 _communicators: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str | None, bool, StateOver], Communicator]
+    dist.ProcessGroup, dict[tuple[str | None, str, bool, StateOver], Communicator]
 ] = weakref.WeakKeyDictionary()
 _controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()
