@@ -205,6 +205,16 @@ def test_a_loss_without_logits_counts_as_the_linear_layer():
     assert counter.get_total_flops() == 3 * 2 * 30 * weight.numel()
 
 
+def test_products_of_experts_are_counted():
+    rows = torch.ones(8, 16, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.ones(2, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    with throughput.flop_counter() as counter:
+        out = torch.nn.functional.grouped_mm(rows, experts, offs=ends)
+        out.backward(torch.ones_like(out))
+    assert counter.get_total_flops() == 3 * 2 * 8 * 16 * 32
+
+
 class _Leaves(_Tokens):
     """Some micro-batches have no loss, and so no backward."""
 

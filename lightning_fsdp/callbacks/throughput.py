@@ -251,12 +251,13 @@ def tokens_in(batch: Any, pad_id: int | None = None) -> int:
 def flop_counter() -> FlopCounterMode:
     """Counts floating-point operations while it is entered; what is recomputed counts once.
 
-    Torch's own, which up to 2.15 does not know the attention that it runs on CPU, nor a product
-    that is added in place, as of the loss in chunks.
+    Torch's own, which up to 2.15 does not know the attention that it runs on CPU, a product that
+    is added in place (the loss in chunks), nor those of rows with one matrix of several (experts).
     """
     forward, backward = torch_internals.attention_on_cpu()
     more = {forward: _attention_flops, backward: _attention_backward_flops}
     more[torch.ops.aten.addmm_] = _added_product_flops
+    more[torch_internals.grouped_product()] = _grouped_product_flops
     return torch_internals.ModelFlopCounter(display=False, custom_mapping=more)
 
 
@@ -269,6 +270,12 @@ def _attention_backward_flops(
 ) -> int:
     flops = sdpa_backward_flop_count(grad_out, query, key, value)  # type: ignore[no-untyped-call]
     return int(flops)
+
+
+def _grouped_product_flops(left: Any, right: Any, *_: Any, **__: Any) -> int:
+    # Groups divide the dimension that one of them has, unless both have one for each group.
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return int(2 * groups * left[-2] * left[-1] * right[-1])
 
 
 def _added_product_flops(_: Any, left: Any, right: Any, *__: Any, **___: Any) -> int:

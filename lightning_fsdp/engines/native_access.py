@@ -25,6 +25,7 @@ from lightning_fsdp.core.access.gradients import (
     MicroBatchMode,
     check_mode,
     frozen,
+    nothing_kept,
 )
 from lightning_fsdp.core.tensors.sharded_tensor import register
 
@@ -155,8 +156,10 @@ class NativeGradients(Mapping[str, NativeGradient]):
         """This rank's pieces of all reduced gradients by name; without ``none``.
 
         Raises:
-            GradientUnavailable: A gradient was not reduced yet.
+            GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
         """
+        if micro_batch is not None and not self._engine.separate.get(micro_batch):
+            raise nothing_kept(micro_batch, self._engine.separate)
         return {
             name: self._engine.piece(self[name].reduced(micro_batch))
             for name in self._present(micro_batch)

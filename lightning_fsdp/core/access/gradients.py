@@ -14,7 +14,7 @@ gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, cast, get_args
 
 from torch import Tensor, nn
@@ -174,7 +174,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """This rank's slices of all reduced gradients by name, sharing memory; without ``none``.
 
         Raises:
-            GradientUnavailable: A gradient was not reduced yet.
+            GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
         """
         shards = {}
         for name in self.names():
@@ -185,6 +185,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 shards[name] = gradient.shard
             elif micro_batch in _kept(self.parameters[name]):
                 shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
+        if not shards and micro_batch is not None:
+            kept = {index for parameter in self.parameters.values() for index in _kept(parameter)}
+            raise nothing_kept(micro_batch, kept)
         return shards
 
     def on_local(self, function: GradientFunction, *, edits: bool = True) -> Handle:
@@ -334,6 +337,14 @@ def frozen(name: str) -> GradientUnavailable:
     return GradientUnavailable(
         f"gradient of {name!r}: expected a trainable parameter, got one with requires_grad=False. "
         "Unfreeze it before the forward."
+    )
+
+
+def nothing_kept(micro_batch: int, kept: Iterable[int]) -> GradientUnavailable:
+    """What to raise for the gradients of a micro-batch that has none."""
+    return GradientUnavailable(
+        f"gradients of micro-batch {micro_batch}: expected one of those kept by "
+        f'micro_batches("separate"), {sorted(kept)}. Run its backward inside of it.'
     )
 
 
