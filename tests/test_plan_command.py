@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import MixtralConfig
 
 from lightning_fsdp.plan import __main__ as plan_command
 from lightning_fsdp.plan.__main__ import main
@@ -59,7 +60,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
         ({"--stage": "4"}, "zero_stage: expected 2 .* or 3 .*, got 4"),
         ({"--precision": "16-mixed"}, "expected one without a gradient scaler"),
         ({"--precision": "half"}, "precision: expected one of '32-true'"),
-        ({"--batch-size": "0"}, "batch_size: expected at least 1, got 0"),
+        ({"--batch-size": "0"}, "--batch-size: expected 1 or more, got '0'"),
         ({"--seq-len": "4096"}, "expected at most the model's 1024 positions, got 4096"),
         (
             {"--device-memory": "much"},
@@ -68,7 +69,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
         ({"--device-memory": ""}, "--device-memory: expected an amount of memory, .* got ''"),
         ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
         ({"--device-memory": "1GB", "--batch-size": "4"}, "--batch-size: not with --device-memory"),
-        ({"--device-memory": "1GB", "--max-batch-size": "0"}, "cap: expected at least 1, got 0"),
+        ({"--max-batch-size": "0"}, "--max-batch-size: expected 1 or more, got '0'"),
     ],
 )
 def test_wrong_arguments_are_named(changes, message, capsys):
@@ -77,6 +78,20 @@ def test_wrong_arguments_are_named(changes, message, capsys):
         main([word for option in options.items() for word in option])
     assert raised.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_model_whose_step_does_not_run_without_data_is_one_line(tmp_path, capsys):
+    """Products of experts are in bf16 there."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    MixtralConfig(**sizes, **heads, num_local_experts=2).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--ranks", "2", "--seq-len", "16", "--precision"]
+    assert main([*words, "bf16-mixed"]) == 0
+    with pytest.raises(SystemExit) as raised:
+        main([*words, "32-true"])
+    assert raised.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"--model: expected one whose step runs in 32-true .* BF16 .* Try", message)
 
 
 @pytest.mark.parametrize(

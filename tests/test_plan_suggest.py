@@ -19,6 +19,7 @@ from lightning_fsdp.plan.dry_run import Run, dry_run
 from lightning_fsdp.plan.models import build, config_of
 from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.plan.suggest import suggest, worth_trying
+from lightning_fsdp.plan.suggest_report import format_suggestions
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
 from tests.support.adapters import lora
@@ -206,6 +207,25 @@ def test_the_order_is_that_of_a_simulation_that_is_run(folder, world_size, num_h
 
 # -- the command ---------------------------------------------------------------------------------
 
+
+def test_each_setting_that_is_not_beaten_is_shown():
+    """Of ten, the slower the less memory they take, and one that another one beats."""
+    figures = [(1.0 + i, 10_000_000 - i) for i in range(10)] + [(3.0, 10_000_000)]
+    found = [
+        SimpleNamespace(
+            plan=SimpleNamespace(run=RUN, peak_bytes=nbytes, num_parameters=1),
+            timing=Timing(step_s, 1.0, 0.0, 0.0),
+            tokens_per_s=1.0,
+            share=1.0,
+        )
+        for step_s, nbytes in figures
+    ]
+    suggestions = SimpleNamespace(fitting=found, nearest=found[0])
+    printed = format_suggestions("model", RUN, suggestions, 10_000_000, [])
+    assert len(re.findall(r"^\| 3 ", printed, re.MULTILINE)) == 10
+    assert "1 more fit, each beaten" in printed
+
+
 OPTIONS = {
     "--ranks": "16", "--hosts": "4", "--seq-len": str(SEQ_LEN), "--precision": "32-true",
     "--device-memory": "40MB", "--tflops": "0.1", "--bandwidth": "1", "--host-bandwidth": "0.01",
@@ -271,7 +291,7 @@ def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys
     [
         ({"--tflops": "0"}, "--tflops: expected more than 0, got '0'"),
         ({"--bandwidth": "-1"}, "--bandwidth: expected more than 0"),
-        ({"--latency": "-1"}, "latency: expected 0 us or more, got -1.0"),
+        ({"--latency": "-1"}, "--latency: expected 0 or more, got '-1'"),
         ({"--hosts": "3"}, "hosts: expected a divisor of the 16 ranks, got 3"),
         ({"--hosts": "1"}, "--host-bandwidth: expected --hosts of 2 or more"),
         ({"--stage": "3"}, "--stage: not with --suggest, which tries several"),
@@ -279,7 +299,7 @@ def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys
         ({"--state-over": "all"}, "--state-over: not with --suggest"),
         ({"--units": "GPT2MLP"}, "--units: not with --suggest"),
         ({"--max-batch-size": "4"}, "--max-batch-size: not with --suggest"),
-        ({"--batch-size": "0"}, "batch_size: expected at least 1, got 0"),
+        ({"--batch-size": "0"}, "--batch-size: expected 1 or more, got '0'"),
     ],
 )
 def test_wrong_arguments_of_suggestions_are_named(folder, changes, message, capsys):

@@ -61,6 +61,12 @@ def test_chunks_of_the_loss_that_are_left_out_take_their_time(config):
     assert chunked.compute_s == pytest.approx(plain.compute_s, rel=1e-6)
 
 
+def test_optimizers_take_no_time_whatever_of_them_a_rank_does(config):
+    adamw, muon = (timed(config, optimizer=name) for name in ("adamw", "muon"))
+    assert muon.owners[0].work > 0
+    assert muon.timing.compute_s == adamw.timing.compute_s
+
+
 def test_micro_batches_that_are_left_out_take_their_time_and_no_memory(config, monkeypatch):
     slow = Network(world_size=8, bandwidth_gb_s=0.01, latency_us=10.0)
     options = {"grad_accum": 6, "network": slow, "shard_size": 4}

@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace]:
         try:
             args.networks = networks_of(args.ranks, **network_options.links_of(args))
         except ValueError as error:
-            parser.error(f"--ranks: {error}")
+            parser.error(f"--ranks, --hosts: {error}")
     return name, args
 
 

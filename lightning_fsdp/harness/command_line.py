@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -162,13 +163,23 @@ def at_least(least: int) -> Callable[[str], int]:
 
 def positive(text: str) -> float:
     """A number of more than 0, as the type of a command's option."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
+    if not (number := _number(text)) > 0:
         raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
     return number
+
+
+def not_negative(text: str) -> float:
+    """A number of 0 or more, as the type of a command's option."""
+    if not (number := _number(text)) >= 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {text!r}")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def folder_argument(text: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from lightning_fsdp.harness.command_line import CommandParser, at_least, positive
+from lightning_fsdp.harness.command_line import CommandParser, at_least, not_negative, positive
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "--bandwidth": {
@@ -14,7 +14,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "gigabytes per second of a rank's link",
     },
     "--latency": {
-        "type": float,
+        "type": not_negative,
         "default": 10.0,
         "help": "microseconds that each message takes besides",
     },

@@ -13,6 +13,7 @@ from lightning_fsdp.harness import network_options
 from lightning_fsdp.harness.amounts import bytes_argument
 from lightning_fsdp.harness.command_line import (
     CommandParser,
+    at_least,
     exit_with,
     positive,
     require_extra,
@@ -68,6 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         answer = (_suggest if args.suggest else _plan)(args, config, run)
     except ValueError as error:
         parser.error(str(error))
+    except RuntimeError as error:  # of an operation that torch refuses, or that asks for values
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        parser.error(
+            f"--model: expected one whose step runs in {args.precision} on tensors without data, "
+            f"got {args.model} ({why}). Try another --precision, or measure it."
+        )
     print(answer.text)
     if args.out is not None:
         try:
@@ -199,7 +206,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=at_least(1),
         help=f"sequences in a micro-batch of one rank (default: {Run.batch_size})",
     )
     parser.add_argument(
@@ -211,7 +218,7 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument(
         "--max-batch-size",
-        type=int,
+        type=at_least(1),
         metavar="CAP",
         help=f"most sequences to try with --device-memory (default: {_MAX_BATCH_SIZE})",
     )

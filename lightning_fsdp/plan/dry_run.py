@@ -367,8 +367,13 @@ class _Training:
                 torch.autograd.backward(loss)
         with phase("step"):
             model.clip_grad_norm_(1.0)
-            for optimizer in self._optimizers:
-                optimizer.step()
+            with self._standing_for(0.0):  # as suggestions say
+                for optimizer in self._optimizers:
+                    optimizer.step()
+
+    def _standing_for(self, times: float) -> AbstractContextManager[None]:
+        """Inside, an operation takes so many times its time, if there is a pace."""
+        return self._pace.standing_for(times) if self._pace else nullcontext()
 
     def _loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         model = cast("PreTrainedModel", self._model)
@@ -380,8 +385,7 @@ class _Training:
                 # Those left out are like the last.
                 size = chunk_size_of(hidden, head.weight)
                 times = max(1.0, labels.numel() / (_CHUNKS * size))
-                slow = self._pace.standing_for(times) if self._pace else nullcontext()
-                with only_first_chunks(_CHUNKS), slow:
+                with only_first_chunks(_CHUNKS), self._standing_for(times):
                     return linear_cross_entropy(hidden, head.weight, labels, head.bias)
 
             def loss(input_ids: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from lightning_fsdp.plan.report import OPTIMIZERS, format_units
 from lightning_fsdp.plan.suggest import Suggestion, Suggestions, worth_trying
 from lightning_fsdp.simulate.network import Network
 
-_MOST_SUGGESTIONS = 6
 _SUGGESTED = [
     *("stage", "shard size", "state over", "units", "micro-batches", "recomputes"),
     *("memory", "step, s"),
@@ -38,7 +37,7 @@ def format_suggestions(
         f"more than there is: {_how(nearest.run)}."
     )
     if found.fitting:
-        shown = worth_trying(found.fitting)[:_MOST_SUGGESTIONS]
+        shown = worth_trying(found.fitting)
         table = markdown_table(_SUGGESTED, [_row(each) for each in shown])
         best = f"The first is {_how(shown[0].plan.run)}."
         num_beaten = len(found.fitting) - len(shown)
