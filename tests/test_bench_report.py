@@ -36,6 +36,12 @@ LIMITS = Limits(
 )  # fmt: skip
 
 
+COUNTED = {
+    "payload_bytes": 8.0, "collective_bytes": {"send": 8.0}, "flops_per_token": 10.0,
+    "units": UNITS,
+}  # fmt: skip
+
+
 def measured(
     arm, *, losses=(5.0, 4.0), step_s=(0.1, 0.3, 0.2), tokens=100, failure=None, **changes
 ):
@@ -43,8 +49,7 @@ def measured(
         RankMeasurement(
             rank, 2, losses=list(losses), step_s=list(step_s), step_tokens=[tokens] * len(step_s),
             resting_bytes=1000, peak_bytes=3000 + rank, collectives={"send": 4.0},
-            payload_bytes=8.0, collective_bytes={"send": 8.0}, flops_per_token=10.0,
-            units=UNITS, **changes,
+            **{**COUNTED, **changes},
         )
         for rank in range(arm.num_processes(WORKLOAD))
     ]  # fmt: skip
@@ -223,6 +228,29 @@ def test_each_arm_is_compared_with_what_the_machine_allows():
     mixed = summarize(chosen, runs, replace(WORKLOAD, precision="bf16-mixed"))
     gathered = (3 * 1000 + 2 * 3000 - 4000) / 2
     assert [row.theory.sent_bytes for row in mixed] == [0, 4000, 0.5 * (gathered + 4000)]
+
+
+def test_the_table_shows_what_a_rank_sends_by_whichever_collectives():
+    _, ddp, scratch = chosen = arms()
+    gathered = {"all_gather": 1e6, "reduce_scatter": 4e6}
+    runs = [
+        measured(ddp, payload_bytes=5e6, collective_bytes=gathered),
+        measured(scratch, payload_bytes=3e6, collective_bytes={"send": 3e6}),
+    ]
+    _, *rows = summarize(chosen, runs, WORKLOAD)
+    assert [row.sent_bytes for row in rows] == [3e6, 3e6]
+    rows.append(replace(rows[1], sent_bytes=None))
+    title, _, *lines = (line.split("|")[1:-1] for line in format_table(rows).splitlines())
+    place = [name.strip() for name in title].index("MB sent per step")
+    assert [line[place].strip() for line in lines] == ["3.0", "3.0", "?"]
+
+
+def test_nothing_is_said_to_be_sent_where_nobody_has_counted():
+    chosen = arms()
+    runs = [measured(arm, collective_bytes=None, units=None) for arm in chosen]
+    rows = summarize(chosen, runs, WORKLOAD, limits=LIMITS)
+    assert [row.sent_bytes for row in rows] == [None, None, None]
+    assert [row.communication_limit_ms for row in rows] == [0, None, None]
 
 
 def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path):

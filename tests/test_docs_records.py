@@ -1,13 +1,18 @@
 """The tables of the pages are those that the benchmarks' records make, to the letter."""
 
+import csv
 import json
 import re
+from dataclasses import fields
 
 import pytest
+from pydantic import TypeAdapter
 
 from benchmarks import muon_step, update_tables
 from benchmarks.gpu.cases import all_cases
 from benchmarks.gpu.table import farthest_losses
+from lightning_fsdp.bench.records import Row
+from lightning_fsdp.bench.report_page import format_table
 from tests.support.pages import PAGES, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -53,6 +58,24 @@ def test_a_table_is_the_one_that_its_record_makes(name):
     document = json.loads(record.read_text())
     _, shown, _ = update_tables.split(update_tables.page_of(name).read_text(), name)
     assert shown == update_tables.made_of(name, document)
+
+
+def rows_of(name):
+    """Of the bench's CSV, as :func:`~lightning_fsdp.bench.documents.write_csv` wrote them."""
+    with (RESULTS / f"{name}.csv").open() as stream:
+        for line in csv.DictReader(stream):
+            values = {
+                name: json.loads(v) if v[:1] == "{" else v or None for name, v in line.items()
+            }
+            for field in fields(Row):
+                if field.default_factory is list and (text := line[field.name]):
+                    values[field.name] = [figure or None for figure in text.split(" ")]
+            yield TypeAdapter(Row).validate_python(values)
+
+
+def test_the_bench_table_is_the_one_that_its_record_makes():
+    _, shown, _ = update_tables.split(update_tables.page_of("bench").read_text(), "bench")
+    assert shown.partition("\n\n")[2] == format_table(list(rows_of("bench")))
 
 
 def test_the_page_about_gpus_says_what_its_records_hold():

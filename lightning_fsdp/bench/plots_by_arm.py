@@ -49,9 +49,9 @@ class _Panel:
 
 
 def communication(results: Results) -> Figure:
-    """Calls, bytes and time of collectives per optimizer step, beside what theory demands."""
+    """Calls, sent bytes and time of collectives per optimizer step, beside what theory demands."""
     kinds = sorted({kind for arm in results.arms for kind in arm.figures.data_calls or {}})
-    unit, suffix = plot_style.byte_unit(arm.figures.payload_bytes for arm in results.arms)
+    unit, suffix = plot_style.byte_unit(arm.figures.sent_bytes for arm in results.arms)
     calls = _Panel(
         title="calls that move parameters and gradients",
         stack=lambda arm: arm.figures.data_calls,
@@ -60,11 +60,11 @@ def communication(results: Results) -> Figure:
         mark=lambda arm: sum_of(arm.theory.collectives),
         **_OF_THEORY,
     )
-    payload = _Panel(
-        title=suffix,
-        stack=lambda arm: {"bytes sent": plot_style.per(arm.figures.payload_bytes, unit)},
+    sent = _Panel(
+        title=f"{suffix} sent",
+        stack=lambda arm: {"bytes sent": plot_style.per(arm.figures.sent_bytes, unit)},
         looks={"bytes sent": ("#777777", "")},
-        mark=lambda arm: plot_style.per(arm.theory.payload_bytes, unit),
+        mark=lambda arm: plot_style.per(arm.theory.sent_bytes, unit),
         **_OF_THEORY,
     )
     seconds = _Panel(
@@ -78,12 +78,13 @@ def communication(results: Results) -> Figure:
         mark_title="limit: bytes over measured bandwidth",
     )
     title = "Communication per optimizer step, rank 0"
-    figure, rows = _bars(results, title, [calls, payload, seconds])
+    figure, rows = _bars(results, title, [calls, sent, seconds])
     for axes in rows:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=SMALL)
     asked = {
         "Calls": lambda arm: sum_of(arm.figures.collectives),
+        "Bytes sent": lambda arm: arm.figures.sent_bytes,
         "Exposed time": lambda arm: arm.parts_ms.get("exposed_ms"),
         "Bandwidth": lambda arm: arm.figures.communication_limit_ms,
         "Theory": lambda arm: sum_of(arm.theory.collectives),

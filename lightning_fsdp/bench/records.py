@@ -190,11 +190,11 @@ class Row(OfArm):
         resting_bytes: Per rank, between two optimizer steps.
         collectives: Calls per optimizer step of rank 0, by kind.
         collective_bytes: Bytes that rank 0 passes to them per optimizer step, by kind.
-        payload_bytes: Of all kinds together.
+        payload_bytes: Of all kinds together; engines that hand over more may send less.
         data_collectives: Calls that move parameters and gradients, pairs taken together as the
             collective that they stand for; only of this project's core.
         comm: How rank 0's data moves; see :class:`RankMeasurement`.
-        sent_bytes: Bytes that have to leave rank 0 for them.
+        sent_bytes: Bytes that have to leave rank 0 for them; what tables and pictures show.
         theory: What the stage and the engine demand; ``None``: nobody says.
         parts_ms: Medians of rank 0's profiled steps, in milliseconds; ``None`` in it: not
             measurable.

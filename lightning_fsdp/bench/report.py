@@ -88,9 +88,8 @@ def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
     row.collectives, row.collective_bytes = first.collectives, first.collective_bytes
     row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
     row.comm = first.comm
-    row.sent_bytes = sent_bytes(
-        first.collective_bytes or {}, first.world_size, shard_size=num_shards
-    )
+    if (nbytes := first.collective_bytes) is not None:
+        row.sent_bytes = sent_bytes(nbytes, first.world_size, shard_size=num_shards)
     parts = [step for rank in firsts for step in rank.parts]
     names = [part.name.removesuffix("_s") for part in fields(Parts)]
     if parts:
@@ -153,7 +152,7 @@ def _add_limits(row: Row, alone_ms: float | None, bytes_per_s: float | None) -> 
     if alone_ms is not None:
         row.compute_limit_ms = alone_ms / row.num_processes
     sent = row.sent_bytes if row.theory is None else row.theory.sent_bytes
-    if sent == 0:
+    if sent == 0 or row.num_processes == 1:
         row.communication_limit_ms = 0.0
     elif sent is not None and bytes_per_s is not None:
         row.communication_limit_ms = sent / bytes_per_s * 1e3

@@ -42,8 +42,8 @@ _LIMITS: dict[str, Cell] = {
     "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
     "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
     "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),
-    "MB": lambda arm: number(arm.figures.payload_bytes, ".1f", unit=1e6),
-    "MB demanded": lambda arm: number(arm.theory.payload_bytes, ".1f", unit=1e6),
+    "MB sent": lambda arm: number(arm.figures.sent_bytes, ".1f", unit=1e6),
+    "MB demanded": lambda arm: number(arm.theory.sent_bytes, ".1f", unit=1e6),
 }
 _MEMORY: dict[str, Cell] = {
     "arm": lambda arm: arm.name,
@@ -86,9 +86,9 @@ Tensors are tracked in steps of their own, which run uncompiled: where anything 
 would not be its figures, and there are none."""
 _OF_LIMITS = """\
 The limit of compute is the step of one process with one rank's share of the work and no
-communication; that of communication, an arm's bytes over the measured bandwidth.
+communication; that of communication, the bytes that a rank sends over the measured bandwidth.
 Calls are those that move parameters and gradients, and of torch's FSDP also a norm's;
-demanded is what the engine's stage needs in theory."""
+demanded is what the engine's stage needs in theory. MB are those that leave rank 0."""
 _OF_MFU = """\
 MFU = FLOPs per token x tokens/s of all ranks / (assumed peak FLOP/s of a rank x ranks). \
 FLOPs are those of forward and backward; what is recomputed counts once."""
@@ -115,7 +115,7 @@ def format_table(rows: Sequence[Row]) -> str:
         "collectives per step": lambda row: (
             UNKNOWN if row.collectives is None else listed(row.collectives)
         ),
-        "MB per step": lambda row: number(row.payload_bytes, ".1f", unit=1e6),
+        "MB sent per step": lambda row: number(row.sent_bytes, ".1f", unit=1e6),
         "by": lambda row: row.comm or (listed({}) if row.collectives == {} else UNKNOWN),
     }
     return table_of(rows, columns, has_failed=lambda row: not has_run(row), num_names=2)

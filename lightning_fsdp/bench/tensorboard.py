@@ -15,7 +15,7 @@ from lightning_fsdp.bench.records import worst
 from lightning_fsdp.bench.results import ArmResult, Results
 
 _OF_ARM = (
-    "tokens_per_s", "step_ms", "loss_last", "mfu", "host_ms", "end_to_end_s", "payload_bytes",
+    "tokens_per_s", "step_ms", "loss_last", "mfu", "host_ms", "end_to_end_s", "sent_bytes",
 )  # fmt: skip
 _PER_RANK = (
     "peak_bytes", "resting_bytes", "peak_rss_bytes", "cuda_peak_allocated_bytes",

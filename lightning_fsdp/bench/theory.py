@@ -22,7 +22,8 @@ it to its root, which stays whole from forward to backward, and makes a unit of 
 
 Padding, the ranks' agreements, and the few bytes of a norm are not in it. Payload is what tensors a
 rank hands over, as the measured one: a shard to a gather, everything to a reduction. Between up to
-eight ranks of gloo the core hands each peer its part instead.
+eight ranks of gloo the core hands each peer its part instead. So payloads of different engines do
+not compare: what leaves a rank does, and the report shows that.
 """
 
 from __future__ import annotations

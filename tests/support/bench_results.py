@@ -130,9 +130,11 @@ def new_fields(arm, work):
         "peak_rss_bytes": [(700 + 20 * arm.batch_size) * MIB] * world,
         "cuda_peak_allocated_bytes": [None] * world, "cuda_peak_reserved_bytes": [None] * world,
         "end_to_end_s": 12.5, "mean_bytes": [0.7 * peak_bytes(arm)] * world,
+        "sent_bytes": 0.0 if world == 1 else 3.1e6 * (arm.zero_stage or 1),
         "theory": {
             "collectives": {} if world == 1 else {"all_gather": 6, "reduce_scatter": 5},
             "payload_bytes": 0 if world == 1 else 5.5e6 * (arm.zero_stage or 1),
+            "sent_bytes": 0 if world == 1 else 3e6 * (arm.zero_stage or 1),
         },
         "compute_limit_ms": 0.6 * whole, "communication_limit_ms": 0.05 * whole,
         "times_limit": 1 / 0.6, "failure_kind": None,
