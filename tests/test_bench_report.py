@@ -221,6 +221,10 @@ def test_each_arm_is_compared_with_what_the_machine_allows():
     assert rows[2].times_limit == pytest.approx(200 / 100)
     unlimited = summarize(chosen, runs, WORKLOAD)
     assert [row.communication_limit_ms for row in unlimited] == [0, None, None]
+    assert [row.times_limit for row in unlimited] == [1, None, None]
+    alone = summarize(chosen[1:], runs[1:], WORKLOAD, limits=LIMITS)
+    assert [row.compute_limit_ms for row in alone] == [None, None]
+    assert [row.times_limit for row in alone] == [None, None]
     assert rows[2].theory.payload_bytes == sent[2]
     on_cuda = summarize(chosen, runs, replace(WORKLOAD, accelerator="cuda"), limits=LIMITS)[2]
     assert on_cuda.theory.sent_bytes == sent[2]

@@ -78,6 +78,13 @@ def test_the_bench_table_is_the_one_that_its_record_makes():
     assert shown.partition("\n\n")[2] == format_table(list(rows_of("bench")))
 
 
+@pytest.mark.parametrize("name", ["bench", "sweep"])
+def test_a_recorded_step_is_compared_with_two_known_limits_or_none(name):
+    for row in rows_of(name):
+        of = row.step_ms, row.compute_limit_ms, row.communication_limit_ms
+        assert (row.times_limit is None) == (None in of), row.arm
+
+
 def test_the_page_about_gpus_says_what_its_records_hold():
     records = {p: json.loads((RESULTS / "gpu" / f"{p}.json").read_text())["results"] for p in PARTS}
     page = " ".join(PAGES["docs/gpu.md"].split())

@@ -211,7 +211,8 @@ class Row(OfArm):
         end_to_end_s: Median seconds from building the model to the end of the timed steps.
         compute_limit_ms: The single process's step, divided by the ranks.
         communication_limit_ms: Bytes over measured bandwidth.
-        times_limit: The step over the larger of the two limits: 1 cannot be beaten.
+        times_limit: The step over the larger of the two limits, if both are known: 1 cannot be
+            beaten.
         failure: Why the other fields are empty, or wrong.
         failure_kind: In a word; see :data:`FailureKind`.
     """

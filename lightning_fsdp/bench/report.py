@@ -156,7 +156,7 @@ def _add_limits(row: Row, alone_ms: float | None, bytes_per_s: float | None) -> 
         row.communication_limit_ms = 0.0
     elif sent is not None and bytes_per_s is not None:
         row.communication_limit_ms = sent / bytes_per_s * 1e3
-    limit_ms = max(row.compute_limit_ms or 0.0, row.communication_limit_ms or 0.0)
+    limit_ms = worst((row.compute_limit_ms, row.communication_limit_ms))  # if both are known
     if limit_ms and row.step_ms is not None:
         row.times_limit = row.step_ms / limit_ms
 
