@@ -4,12 +4,15 @@ import json
 
 import pytest
 
+from lightning_fsdp.bench import output
+from lightning_fsdp.bench import run as bench_run
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.harness.processes import Failure
 from lightning_fsdp.simulate.network import Network
+from tests.test_bench_report import measured
 
 SEARCH = ["largest-batch", "--max-batch-size", "8", "--device-memory", "1GB"]
 SIMULATE = ["scaling", "--ranks", "8"]
@@ -133,6 +136,33 @@ def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, cap
     commands[:] = [None, None]  # the very first run
     with pytest.raises(KeyboardInterrupt):
         main(options)
+
+
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Runs ``bench run`` whose arms are made up, and whose limits are what is given."""
+
+    def run(limits, *options):
+        monkeypatch.setattr(output, "PICTURES", {})  # not to wait for them
+        monkeypatch.setattr(bench_run, "run_arm", lambda arm, workload, **_: measured(arm))
+        monkeypatch.setattr(bench_run, "measure_limits", limits)
+        given = ["--engines", "scratch", "--stages", "3", "--repeats", "1", *options]
+        code = main([*given, "--out", str(tmp_path)])
+        return code, json.loads((tmp_path / "results.json").read_text())
+
+    return run
+
+
+def test_arms_are_written_if_their_limits_are_interrupted(measure, tmp_path, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    code, results = measure(interrupted)
+    assert code == 130
+    assert "interrupted: the limits were not measured" in capsys.readouterr().err
+    assert results["limits"] is None
+    assert [row["failure"] for row in results["rows"]] == [None] * 3
+    assert (tmp_path / "report.md").exists()
 
 
 def test_a_scaling_study_and_a_search_are_written_after_an_interrupt(tmp_path, commands, capsys):

@@ -25,9 +25,9 @@ def screen(monkeypatch):
 
 def test_the_bar_says_which_run_and_how_long_all_will_take(screen):
     named = {arm.name: arm for arm in arms()}
-    made, num_missing = in_turns(named, 2, lambda arm, repeat: f"{repeat}: {arm.name}")
+    made, not_made = in_turns(named, 2, lambda arm, repeat: f"{repeat}: {arm.name}")
     assert made == [(arm, f"{repeat}: {arm.name}") for repeat in (0, 1) for arm in arms()]
-    assert num_missing == 0
+    assert not_made is None
     told = screen.getvalue().split("\r")
     assert any("single_b1_a1, round 1/2: 0/6 " in line and "about ? left" in line for line in told)
     assert any("single_b1_a1, round 2/2: 3/6 " in line and "about 00:00 l" in line for line in told)
@@ -45,6 +45,8 @@ def test_after_an_interrupt_there_is_what_was_made_unless_there_is_nothing(scree
             raise KeyboardInterrupt
         return repeat
 
-    assert in_turns({"a": 9, "b": 1}, 2, run) == ([(9, 0), (1, 0), (9, 1)], 1)
+    made = [(9, 0), (1, 0), (9, 1)]
+    assert in_turns({"a": 9, "b": 1}, 2, run) == (made, "1 runs were not made")
+    assert in_turns({"a": 9, "b": 1}, 2, run, "arms are not") == (made, "1 arms are not")
     with pytest.raises(KeyboardInterrupt):
         in_turns({"a": 0}, 2, run)

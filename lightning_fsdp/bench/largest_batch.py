@@ -74,16 +74,13 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     # A size is searched, and one process would take the batches of all ranks.
     arms = choose_arms(args.engines, args.stages, [1], args.grad_accum)
     searched = {name_of(arm): arm for arm in arms if arm.engine != "single"}
-    made, num_missing = in_turns(searched, 1, search_one)
+    made, not_made = in_turns(searched, 1, search_one, "arms were not searched")
     found = [each for _, each in made]
     write_found(args.out, found, document)
     print(f"\n{(args.out / 'largest_batch.md').read_text()}\nWritten to {args.out}/: ")
     print("largest_batch.md, largest_batch.json (every attempt), runs/ (a log per run)")
     without = [each for each in found if each.search.largest is None]
-    return end(
-        f"{num_missing} arms were not searched" if num_missing else None,
-        [f"{each.arm}: no batch fits; {each.search.limit}" for each in without],
-    )
+    return end(not_made, [f"{each.arm}: no batch fits; {each.search.limit}" for each in without])
 
 
 def find_largest(

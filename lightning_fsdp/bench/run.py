@@ -25,9 +25,12 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     def run(arm: Arm, repeat: int) -> Run:
         return run_arm(arm, workload, repeat=repeat, out=folder, timeout_s=args.timeout)
 
-    made, num_missing = in_turns({arm.name: arm for arm in arms}, args.repeats, run)
+    made, not_made = in_turns({arm.name: arm for arm in arms}, args.repeats, run)
     runs = [done for _, done in made]
-    limits = None if num_missing else measure_limits(workload, runs, args.out / "limits")
+    try:
+        limits = None if not_made else measure_limits(workload, runs, args.out / "limits")
+    except KeyboardInterrupt:  # what was trained is written without them
+        limits, not_made = None, "the limits were not measured"
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     results = Results(
@@ -40,7 +43,5 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
     logs = {run.arm: run.log for run in reversed(runs)}
     logs |= {run.arm: run.log for run in reversed(runs) if run.failure is not None}
-    return end(
-        f"{num_missing} runs were not made" if num_missing else None,
-        [f"{row.arm}: {row.failure}; see {logs.get(row.arm)}" for row in rows if row.failure],
-    )
+    wrong = [row for row in rows if row.failure]
+    return end(not_made, [f"{row.arm}: {row.failure}; see {logs.get(row.arm)}" for row in wrong])

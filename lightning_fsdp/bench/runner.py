@@ -27,17 +27,21 @@ R = TypeVar("R")
 
 
 def in_turns(
-    turns: Mapping[str, T], repeats: int, run: Callable[[T, int], R]
-) -> tuple[list[tuple[T, R]], int]:
+    turns: Mapping[str, T],
+    repeats: int,
+    run: Callable[[T, int], R],
+    not_made: str = "runs were not made",
+) -> tuple[list[tuple[T, R]], str | None]:
     """Run each once per round, under a bar; silent where nobody watches.
 
     Args:
         turns: What takes turns, in the order of a round, by a name for people.
         repeats: Rounds.
         run: Given one of them and the round, from 0.
+        not_made: What to say of runs that are missing, behind their number.
 
     Returns:
-        What was run, with its result; and how many runs were not made, after Ctrl-C.
+        What was run, with its result; and after Ctrl-C, how many runs were not made, in words.
 
     Raises:
         KeyboardInterrupt: None was made.
@@ -55,7 +59,8 @@ def in_turns(
         except KeyboardInterrupt:
             if not made:
                 raise
-    return made, len(rounds) - len(made)
+    num_missing = len(rounds) - len(made)
+    return made, f"{num_missing} {not_made}" if num_missing else None
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:

@@ -93,7 +93,7 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
         return run_arm(arm, works[world_size], repeat=repeat, out=out, timeout_s=args.timeout)
 
     named = {f"{arm.name} among {n}": (n, arm) for n, arm in turns}
-    made, num_missing = in_turns(named, args.repeats, run)
+    made, not_made = in_turns(named, args.repeats, run)
     points: list[Point] = []
     alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
     for world_size, arm in turns:
@@ -105,10 +105,8 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
-    return end(
-        f"{num_missing} runs were not made" if num_missing else None,
-        [f"{p.arm} at {p.world_size}: {p.failure}" for p in points if p.failure is not None],
-    )
+    failed = [point for point in points if point.failure is not None]
+    return end(not_made, [f"{p.arm} at {p.world_size}: {p.failure}" for p in failed])
 
 
 def _among(workload: Workload, network: Network) -> Workload:
