@@ -138,6 +138,37 @@ def test_an_outcome_survives_its_file(tmp_path):
     assert documents.load(Outcome, tmp_path / "rank0.json") == outcome
 
 
+def _stopped_in(monkeypatch, *, num_made):
+    """Ranks that are made up; somebody presses Ctrl-C once some arms are done."""
+    arms = []
+
+    def run(function, num_ranks, arm, *given, folder, timeout_s):
+        if len(arms) == num_made:
+            raise KeyboardInterrupt
+        arms.append(arm)
+        folder.mkdir(parents=True)
+        documents.write(folder / "rank0.json", _outcome(arm))
+
+    monkeypatch.setattr(optimizer, "run_ranks_apart", run)
+
+
+def test_after_an_interrupt_the_arms_that_were_done_are_written(tmp_path, monkeypatch, capsys):
+    args = argparse.Namespace(engines=["scratch"], ranks=1, steps=2, timeout=1.0, out=tmp_path)
+    document = {"command": "optimizer", **environment()}
+    _stopped_in(monkeypatch, num_made=2)
+    assert optimizer.compare(args, document) == 130
+    assert capsys.readouterr().err == "interrupted: 2 arms were not run\n"
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results["arms"]) == ["scratch_after", "scratch_before_fixed"]
+    missing = ["scratch_before_not_fixed", "scratch_lightning"]
+    assert results["failures"] == dict.fromkeys(missing, "not run")
+    assert (tmp_path / "report.md").read_text().count("FAILED") == 2
+    assert (tmp_path / "memory.png").exists()
+    _stopped_in(monkeypatch, num_made=0)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.compare(args, document)
+
+
 def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
     def run(function, num_ranks, arm, *given, folder, timeout_s):
         assert function is write_outcome

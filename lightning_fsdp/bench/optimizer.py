@@ -15,10 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from lightning_fsdp.bench.documents import load, write
 from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, write_outcome
+from lightning_fsdp.bench.runner import in_turns
 from lightning_fsdp.callbacks.memory_picture import thinned
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
@@ -62,20 +62,21 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
         Exit code: 0 if every arm did what it must.
     """
     arms = choose_arms(args.engines)
-    outcomes: dict[str, list[Outcome]] = {}
-    failures: dict[str, str] = {}
-    for arm in tqdm(arms, unit="arm", disable=None):
+
+    def run(arm: str, _: int) -> list[Outcome] | str:
         folder = args.out / "arms" / arm
         given = arm, args.steps, str(folder)
         failure = run_ranks_apart(
             write_outcome, args.ranks, *given, folder=folder, timeout_s=args.timeout
         )
-        if failure is None:
-            files = [folder / f"rank{rank}.json" for rank in range(args.ranks)]
-            outcomes[arm] = [load(Outcome, file) for file in files]
-        else:
-            failures[arm] = f"{failure.says}; see {folder / 'log.txt'}"
-    failures |= judge(outcomes)
+        if failure is not None:
+            return f"{failure.says}; see {folder / 'log.txt'}"
+        return [load(Outcome, folder / f"rank{rank}.json") for rank in range(args.ranks)]
+
+    made, not_made = in_turns({arm: arm for arm in arms}, 1, run, "arms were not run")
+    outcomes = {arm: found for arm, found in made if not isinstance(found, str)}
+    failures = {arm: found for arm, found in made if isinstance(found, str)}
+    failures |= dict.fromkeys(arms[len(made) :], "not run") | judge(outcomes)
     table = format_table(arms, outcomes, failures)
     write(args.out / "results.json", {**document, "failures": failures, "arms": outcomes})
     (args.out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
@@ -84,7 +85,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
         picture.savefig(args.out / "memory.png", dpi=150)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: report.md, results.json, ")
     print("memory.png (memory of each arm over time), arms/ (a log per arm)")
-    return end(None, [f"{arm}: {failure}" for arm, failure in failures.items()])
+    return end(not_made, [f"{arm}: {failure}" for arm, failure in failures.items()])
 
 
 def judge(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
