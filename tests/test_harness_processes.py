@@ -76,19 +76,44 @@ import sys
 from pathlib import Path
 from lightning_fsdp.harness.command_line import exit_with
 from lightning_fsdp.harness.processes import run_command
-child = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
-exit_with(lambda: run_command([sys.executable, "-c", child], log=Path(sys.argv[1]), timeout_s=60))
+child, log = sys.argv[1:]
+exit_with(lambda: run_command([sys.executable, "-c", child], log=Path(log), timeout_s=60))
 """
+WAITS = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+STAYS = "import signal; signal.signal(15, lambda *_: print('asked', flush=True)); " + WAITS
+
+
+def _wait_for(text, log, command):
+    """Until a process below the command has printed it."""
+    while not (log.exists() and text in log.read_text()) and command.poll() is None:
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
 def test_a_command_that_is_asked_to_end_ends_what_it_started(tmp_path, kind):
     log = tmp_path / "log.txt"
-    command = subprocess.Popen([sys.executable, "-c", COMMAND, str(log)], stderr=subprocess.PIPE)
-    while not (log.exists() and log.read_text().strip()) and command.poll() is None:
-        time.sleep(0.02)
+    given = [sys.executable, "-c", COMMAND, WAITS, str(log)]
+    command = subprocess.Popen(given, stderr=subprocess.PIPE)
+    _wait_for("\n", log, command)
     command.send_signal(kind)
     _, says = command.communicate(timeout=30)
     assert (command.returncode, b"interrupted; nothing is left running" in says) == (130, True)
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_interrupt_ends_at_once_what_the_first_has_asked_to_end(tmp_path, kind):
+    log = tmp_path / "log.txt"
+    given = [sys.executable, "-c", COMMAND, STAYS, str(log)]
+    command = subprocess.Popen(given, stderr=subprocess.PIPE)
+    _wait_for("\n", log, command)
+    command.send_signal(kind)
+    _wait_for("asked", log, command)
+    began = time.perf_counter()
+    command.send_signal(kind)
+    _, says = command.communicate(timeout=30)
+    assert (command.returncode, b"interrupted; nothing is left running" in says) == (130, True)
+    assert time.perf_counter() - began < 4, "as long as the first may take"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text().split()[0]), 0)

@@ -104,15 +104,23 @@ def _environment() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for kind, grace_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, kind)
-        except ProcessLookupError:
-            break
-        deadline = time.perf_counter() + grace_s
-        while time.perf_counter() < deadline and process.poll() is None:
-            time.sleep(0.05)
-    process.wait()
+    try:
+        if _signal_all(process, signal.SIGTERM):
+            deadline = time.perf_counter() + 5.0
+            while time.perf_counter() < deadline and process.poll() is None:
+                time.sleep(0.05)
+    finally:  # at once where a second Ctrl-C comes meanwhile
+        _signal_all(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_all(process: subprocess.Popen[bytes], kind: signal.Signals) -> bool:
+    """To the process and to all that it started; returns whether there was any."""
+    try:
+        os.killpg(process.pid, kind)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def last_line(log: Path) -> str:
