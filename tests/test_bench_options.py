@@ -7,6 +7,7 @@ import pytest
 from lightning_fsdp.bench import output
 from lightning_fsdp.bench import run as bench_run
 from lightning_fsdp.bench.__main__ import main
+from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.command_line import exit_with
@@ -160,9 +161,24 @@ def test_arms_are_written_if_their_limits_are_interrupted(measure, tmp_path, cap
     code, results = measure(interrupted)
     assert code == 130
     assert "interrupted: the limits were not measured" in capsys.readouterr().err
-    assert results["limits"] is None
+    assert results["limits"] is results["peak_flops_from"] is None
     assert [row["failure"] for row in results["rows"]] == [None] * 3
     assert (tmp_path / "report.md").exists()
+
+
+@pytest.mark.parametrize(("options", "source"), [([], None), (["--peak-flops", "1e12"], "given")])
+def test_limits_that_could_not_be_measured_are_told(measure, tmp_path, capsys, options, source):
+    code, results = measure(lambda *_: None, *options)
+    assert code == 0
+    assert f"The limits were not measured; see {tmp_path}/limits/log.txt" in capsys.readouterr().out
+    assert (results["limits"], results["peak_flops_from"]) == (None, source)
+
+
+def test_limits_that_were_measured_give_the_peak(measure, capsys):
+    speeds = dict.fromkeys(("gather_bytes_per_s", "reduce_bytes_per_s", "pair_bytes_per_s"), 1e9)
+    _, results = measure(lambda *_: Limits(unit_bytes=1, flops_per_s=1e12, **speeds))
+    assert results["peak_flops_from"] == "measured products"
+    assert "limits were not" not in capsys.readouterr().out
 
 
 def test_a_scaling_study_and_a_search_are_written_after_an_interrupt(tmp_path, commands, capsys):

@@ -36,12 +36,14 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     results = Results(
         **document, rows=rows, runs=runs, limits=limits,
         config=next((run.config for run in runs if run.config is not None), None),
-        peak_flops_from="given" if args.peak_flops else "measured products",
+        peak_flops_from="given" if args.peak_flops else "measured products" if limits else None,
     )  # fmt: skip
     output.write(args.out, results)
     table = format_table(rows)
     print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
-    logs = {run.arm: run.log for run in reversed(runs)}
-    logs |= {run.arm: run.log for run in reversed(runs) if run.failure is not None}
+    if limits is None and not_made is None:
+        print(f"The limits were not measured; see {args.out / 'limits' / 'log.txt'}")
+    # Of an arm's first run, or rather of its first that failed.
+    logs = {r.arm: r.log for r in sorted(runs, key=lambda r: (r.failure is not None, -r.repeat))}
     wrong = [row for row in rows if row.failure]
     return end(not_made, [f"{row.arm}: {row.failure}; see {logs.get(row.arm)}" for row in wrong])
