@@ -11,6 +11,7 @@ import lightning as L
 import pytest
 import torch
 
+from lightning_fsdp.bench import largest_batch
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.largest_batch import find_largest, format_found, write_found
@@ -109,6 +110,25 @@ def test_a_run_that_did_not_measure_its_memory_does_not_fit():
     (found,) = search(run)
     assert found.search.largest is None
     assert found.search.limit == "1: its memory was not measured"
+
+
+def test_after_an_interrupt_the_attempts_so_far_are_written(tmp_path, monkeypatch, capsys):
+    runs = Runs()
+
+    def run_arm(arm, workload, *, repeat, out, timeout_s):
+        if len(runs.made) == 3:
+            raise KeyboardInterrupt
+        return runs(arm, workload, out)
+
+    monkeypatch.setattr(largest_batch, "run_arm", run_arm)
+    given = ["--device-memory", "1GB", "--engines", "scratch", "--stages", "3"]
+    assert main(["largest-batch", *given, "--out", str(tmp_path)]) == 130
+    assert "interrupted: 2 arms were not searched to the end" in capsys.readouterr().err
+    (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
+    assert (ddp["arm"], ddp["largest"], ddp["limit"]) == ("ddp_a1", 4, "8: interrupted")
+    tried = [(each["size"], each["failure"], each["peak_bytes"]) for each in ddp["tried"]]
+    assert tried == [(1, None, 100), (2, None, 200), (4, None, 400), (8, "interrupted", None)]
+    assert "| 8: interrupted " in (tmp_path / "largest_batch.md").read_text()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pytest
 from lightning_fsdp.bench import runner
 from lightning_fsdp.bench.arms import choose_arms
 from lightning_fsdp.bench.runner import in_turns
+from lightning_fsdp.harness.command_line import Interrupted
 
 
 def arms():
@@ -50,3 +51,14 @@ def test_after_an_interrupt_there_is_what_was_made_unless_there_is_nothing(scree
     assert in_turns({"a": 9, "b": 1}, 2, run, "arms are not") == (made, "1 arms are not")
     with pytest.raises(KeyboardInterrupt):
         in_turns({"a": 0}, 2, run)
+
+
+def test_a_part_of_a_result_that_an_interrupt_leaves_is_there_and_counts_as_not_made(screen):
+    def run(turn, repeat):
+        if turn == "y":
+            raise Interrupted("half of y")
+        return turn
+
+    made = [("x", "x"), ("y", "half of y")]
+    assert in_turns({"a": "x", "b": "y", "c": "z"}, 1, run) == (made, "2 runs were not made")
+    assert in_turns({"b": "y"}, 1, run) == (made[1:], "1 runs were not made")

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from lightning_fsdp.amounts import parse_bytes
 from lightning_fsdp.harness.amounts import format_bytes
+from lightning_fsdp.harness.command_line import Interrupted
 from lightning_fsdp.harness.search import largest_that_fits
 
 
@@ -68,6 +69,35 @@ def test_what_is_found_has_passed_at_full_length(limit, full, cap):
         assert verified[-1] == search.largest
     if full < min(limit, cap):
         assert "at full length" in search.limit
+
+
+@pytest.mark.parametrize(
+    ("in_attempt", "largest", "limit"),
+    [(3, 2, "4: interrupted"), (5, 4, "6: interrupted"), (7, 5, "at full length, 5: interrupted")],
+)
+def test_an_interrupt_leaves_the_attempts_so_far(in_attempt, largest, limit):
+    attempts = []
+
+    def attempt(size):
+        attempts.append(size)
+        if len(attempts) == in_attempt:
+            raise KeyboardInterrupt
+        return up_to(5)(size)
+
+    with pytest.raises(Interrupted) as raised:
+        largest_that_fits(attempt, cap=64, verify=lambda size: attempt(size))
+    found = raised.value.part
+    assert (found.largest, found.limit) == (largest, limit)
+    assert [tried.size for tried in found.tried] == attempts
+
+
+def test_an_interrupt_of_the_first_attempt_leaves_nothing():
+    def attempt(_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        largest_that_fits(attempt, cap=64)
+    assert not isinstance(raised.value, Interrupted)
 
 
 def test_a_cap_below_one_is_refused():

@@ -22,7 +22,7 @@ from lightning_fsdp.bench.arms import Arm, Workload, choose_arms
 from lightning_fsdp.bench.records import Run
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.amounts import format_bytes
-from lightning_fsdp.harness.command_line import end
+from lightning_fsdp.harness.command_line import Interrupted, end
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.search import Search, largest_that_fits
 from lightning_fsdp.harness.tables import table_of
@@ -38,7 +38,7 @@ class Found:
     Attributes:
         arm: Its name without the batch size.
         search: Its sizes are batches per rank.
-        runs: Of its attempts, in the same order.
+        runs: Of its attempts, in the same order; without one that was interrupted.
     """
 
     arm: str
@@ -48,7 +48,7 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         """Everything, by name; each attempt with its reason, its memory and its log."""
         document = {"arm": self.arm, "limit": self.search.limit, **asdict(self.search)}
-        for tried, run in zip(document["tried"], self.runs, strict=True):
+        for tried, run in zip(document["tried"], [*self.runs, Run(self.arm)], strict=False):
             of_run = ("failure_kind", "peak_bytes", "wall_s", "log")
             tried |= {name: getattr(run, name) for name in of_run}
         return document
@@ -74,7 +74,7 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     # A size is searched, and one process would take the batches of all ranks.
     arms = choose_arms(args.engines, args.stages, [1], args.grad_accum)
     searched = {name_of(arm): arm for arm in arms if arm.engine != "single"}
-    made, not_made = in_turns(searched, 1, search_one, "arms were not searched")
+    made, not_made = in_turns(searched, 1, search_one, "arms were not searched to the end")
     found = [each for _, each in made]
     write_found(args.out, found, document)
     print(f"\n{(args.out / 'largest_batch.md').read_text()}\nWritten to {args.out}/: ")
@@ -95,17 +95,22 @@ def find_largest(
         cap: The largest batch to try.
         device_bytes: What all tensors of a rank may take together; ``None``: the device decides.
         out: Folder for all runs.
+
+    Raises:
+        Interrupted: After Ctrl-C, with what was found so far.
+        KeyboardInterrupt: That was in the first attempt.
     """
-    short = replace(workload, warmup_steps=1, timed_steps=1)
     runs: list[Run] = []
 
     def attempt(of: Workload, folder: str, size: int) -> str | None:
         runs.append(run(replace(arm, batch_size=size), of, out / folder))
         return _why_not(runs[-1], device_bytes)
 
-    search = largest_that_fits(
-        partial(attempt, short, "short"), cap=cap, verify=partial(attempt, workload, "full")
-    )
+    in_short = partial(attempt, replace(workload, warmup_steps=1, timed_steps=1), "short")
+    try:
+        search = largest_that_fits(in_short, cap=cap, verify=partial(attempt, workload, "full"))
+    except Interrupted as interrupt:
+        raise Interrupted(Found(name_of(arm), interrupt.part, tuple(runs))) from interrupt
     return Found(name_of(arm), search, tuple(runs))
 
 

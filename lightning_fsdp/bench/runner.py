@@ -16,6 +16,7 @@ from tqdm import tqdm
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.records import RankMeasurement, Run
+from lightning_fsdp.harness.command_line import Interrupted
 from lightning_fsdp.harness.failures import RankFailure
 from lightning_fsdp.harness.processes import empty_folder, run_module
 
@@ -41,12 +42,14 @@ def in_turns(
         not_made: What to say of runs that are missing, behind their number.
 
     Returns:
-        What was run, with its result; and after Ctrl-C, how many runs were not made, in words.
+        What was run, with its result; and after Ctrl-C, how many runs were not made, in words. One
+        that raises ``Interrupted`` is both: its part of a result comes last.
 
     Raises:
         KeyboardInterrupt: None was made.
     """
     made: list[tuple[T, R]] = []
+    parts: list[tuple[T, R]] = []
     rounds = [(repeat, name) for repeat in range(repeats) for name in turns]
     with tqdm(total=len(rounds), bar_format=_BAR, smoothing=0, disable=None) as bar:
         try:
@@ -56,11 +59,13 @@ def in_turns(
                 made.append((turns[name], run(turns[name], repeat)))
                 bar.bar_format = _BAR + ", until {eta:%H:%M}"
                 bar.update()
+        except Interrupted as interrupt:
+            parts.append((turns[name], interrupt.part))
         except KeyboardInterrupt:
             if not made:
                 raise
     num_missing = len(rounds) - len(made)
-    return made, f"{num_missing} {not_made}" if num_missing else None
+    return made + parts, f"{num_missing} {not_made}" if num_missing else None
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:

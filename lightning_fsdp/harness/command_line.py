@@ -14,11 +14,23 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from typing_extensions import override
 
 INTERRUPTED = 130  # as shells say it: 128 and the signal's number
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in what has a result already.
+
+    Args:
+        part: The result so far.
+    """
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lightning_fsdp.harness.command_line import Interrupted
+
 Attempt = Callable[[int], str | None]
 """Tries a size; returns why it does not fit, or ``None``."""
 
@@ -28,7 +30,7 @@ class Search:
     """What a search found.
 
     Attributes:
-        largest: The largest size that fits; ``None``: not even 1 does.
+        largest: The largest size that fits, as far as was tried; ``None``: not even 1 does.
         cap: Sizes above it were not tried.
         tried: All attempts, in order.
     """
@@ -69,13 +71,22 @@ def largest_that_fits(
 
     Raises:
         ValueError: ``cap`` leaves nothing to try.
+        Interrupted: After Ctrl-C, with the search so far; its last attempt is the interrupted one.
+        KeyboardInterrupt: That was the first attempt.
     """
     if cap < 1:
         raise ValueError(f"cap: expected at least 1, got {cap}. Raise it.")
     tried: list[Tried] = []
 
     def fits(size: int, *, by: Attempt) -> bool:
-        tried.append(Tried(size, by(size), is_verification=by is verify))
+        is_full = by is verify
+        try:
+            tried.append(Tried(size, by(size), is_full))
+        except KeyboardInterrupt as interrupt:
+            if not tried:
+                raise
+            tried.append(Tried(size, "interrupted", is_full))
+            raise Interrupted(Search(largest or None, cap, tuple(tried))) from interrupt
         return tried[-1].failure is None
 
     largest, refused = 0, cap + 1  # what is known to fit, and what is not; nothing in between
