@@ -114,7 +114,11 @@ def test_the_files_of_other_benchmarks_are_refused_by_name(tmp_path, capsys):
     optimizers = {"command": "optimizer", **environment(), "failures": {}, "arms": {}}
     (tmp_path / "results.json").write_text(json.dumps(optimizers))
     assert main(["plot", str(tmp_path)]) == 1
-    assert "results.json: expected the results of" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: {tmp_path}/results.json: expected the results of `python -m ")
+    assert told.endswith(
+        "got those of `bench optimizer`, whose picture is memory.png there. Name another.\n"
+    )
 
 
 def test_results_are_json_that_any_reader_takes(tmp_path, no_pictures):

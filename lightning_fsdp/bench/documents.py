@@ -83,7 +83,7 @@ def load(kind: type[T], path: Path) -> T:
     return TypeAdapter(kind).validate_json(path.read_bytes())
 
 
-def read(kind: type[T], path: Path, *, expected: str, remedy: str) -> T:
+def read(kind: type[T], path: Path, *, expected: str, remedy: str, **others: str) -> T:
     """A document of any version.
 
     Args:
@@ -91,6 +91,7 @@ def read(kind: type[T], path: Path, *, expected: str, remedy: str) -> T:
         path: Of the JSON.
         expected: In words.
         remedy: What to do where it is something else.
+        **others: A name that only another kind of document has -> what that is, and what to do.
 
     Raises:
         ValueError: It cannot be read, or is damaged: the first place that does not fit is named.
@@ -103,6 +104,9 @@ def read(kind: type[T], path: Path, *, expected: str, remedy: str) -> T:
     try:
         return TypeAdapter(kind).validate_json(text, strict=True)  # nothing is converted
     except ValidationError as error:
+        for name, other in others.items():
+            if isinstance(document, dict) and name in document:
+                raise ValueError(f"{path}: expected {expected}, got {other}") from error
         first = error.errors(include_url=False)[0]
         says = first["msg"][0].lower() + first["msg"][1:]
         if first["type"] != "missing":
