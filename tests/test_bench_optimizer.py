@@ -162,7 +162,9 @@ def test_after_an_interrupt_the_arms_that_were_done_are_written(tmp_path, monkey
     assert list(results["arms"]) == ["scratch_after", "scratch_before_fixed"]
     missing = ["scratch_before_not_fixed", "scratch_lightning"]
     assert results["failures"] == dict.fromkeys(missing, "not run")
-    assert (tmp_path / "report.md").read_text().count("FAILED") == 2
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("FAILED") == 2
+    assert "Interrupted: 2 arms were not run." in report
     assert (tmp_path / "memory.png").exists()
     _stopped_in(monkeypatch, num_made=0)
     with pytest.raises(KeyboardInterrupt):

@@ -130,6 +130,7 @@ def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, cap
     options = ["--engines", "scratch", "--stages", "3", "--repeats", "1", "--out", str(tmp_path)]
     assert main(options) == 130
     assert "interrupted: 1 runs were not made" in capsys.readouterr().err
+    assert "\nInterrupted: 1 runs were not made.\n" in (tmp_path / "report.md").read_text()
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     reasons = ["took longer than 1 s", "took longer than 1 s", "not run"]
     assert [row["failure"] for row in rows] == reasons
@@ -163,7 +164,7 @@ def test_arms_are_written_if_their_limits_are_interrupted(measure, tmp_path, cap
     assert "interrupted: the limits were not measured" in capsys.readouterr().err
     assert results["limits"] is results["peak_flops_from"] is None
     assert [row["failure"] for row in results["rows"]] == [None] * 3
-    assert (tmp_path / "report.md").exists()
+    assert "Interrupted: the limits were not measured." in (tmp_path / "report.md").read_text()
 
 
 @pytest.mark.parametrize(("options", "source"), [([], None), (["--peak-flops", "1e12"], "given")])
@@ -174,23 +175,27 @@ def test_limits_that_could_not_be_measured_are_told(measure, tmp_path, capsys, o
     assert (results["limits"], results["peak_flops_from"]) == (None, source)
 
 
-def test_limits_that_were_measured_give_the_peak(measure, capsys):
+def test_limits_that_were_measured_give_the_peak(measure, tmp_path, capsys):
     speeds = dict.fromkeys(("gather_bytes_per_s", "reduce_bytes_per_s", "pair_bytes_per_s"), 1e9)
     _, results = measure(lambda *_: Limits(unit_bytes=1, flops_per_s=1e12, **speeds))
     assert results["peak_flops_from"] == "measured products"
     assert "limits were not" not in capsys.readouterr().out
+    assert "Interrupted" not in (tmp_path / "report.md").read_text()
 
 
 def test_a_scaling_study_and_a_search_are_written_after_an_interrupt(tmp_path, commands, capsys):
     arms = ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
     assert main([*SIMULATE, *arms, "--repeats", "1"]) == 130
     assert "interrupted: 1 runs were not made" in capsys.readouterr().err
+    assert "Interrupted: 1 runs were not made." in (tmp_path / "scaling.md").read_text()
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]
     reasons = ["took longer than 1 s", "took longer than 1 s", "not run"]
     assert [point["failure"] for point in points] == reasons
     commands[:] = [None]  # DDP's search ends with the smallest batch, the next arm's is interrupted
     assert main([*SEARCH, *arms]) == 130
     assert "interrupted: 1 arms were not searched" in capsys.readouterr().err
+    told = (tmp_path / "largest_batch.md").read_text()
+    assert "Interrupted: 1 arms were not searched to the end." in told
     (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
     assert (ddp["arm"], ddp["largest"]) == ("ddp_a1", None)
     for options in (SIMULATE, SEARCH):

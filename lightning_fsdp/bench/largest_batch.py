@@ -75,6 +75,7 @@ def search(args: argparse.Namespace, workload: Workload, document: dict[str, Any
     arms = choose_arms(args.engines, args.stages, [1], args.grad_accum)
     searched = {name_of(arm): arm for arm in arms if arm.engine != "single"}
     made, not_made = in_turns(searched, 1, search_one, "arms were not searched to the end")
+    document["interrupted"] = not_made
     found = [each for _, each in made]
     write_found(args.out, found, document)
     print(f"\n{(args.out / 'largest_batch.md').read_text()}\nWritten to {args.out}/: ")

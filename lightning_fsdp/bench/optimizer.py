@@ -74,6 +74,7 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
         return [load(Outcome, folder / f"rank{rank}.json") for rank in range(args.ranks)]
 
     made, not_made = in_turns({arm: arm for arm in arms}, 1, run, "arms were not run")
+    document["interrupted"] = not_made
     outcomes = {arm: found for arm, found in made if not isinstance(found, str)}
     failures = {arm: found for arm, found in made if isinstance(found, str)}
     failures |= dict.fromkeys(arms[len(made) :], "not run") | judge(outcomes)

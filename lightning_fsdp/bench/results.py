@@ -118,6 +118,7 @@ class Results:
     command: str
     date: str
     commit: str | None = None
+    interrupted: str | None = None
     versions: Versions
     machine: Machine
     workload: WorkloadFacts = field(default_factory=WorkloadFacts)

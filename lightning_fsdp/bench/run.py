@@ -34,13 +34,13 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
     rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
     results = Results(
-        **document, rows=rows, runs=runs, limits=limits,
+        **document, interrupted=not_made, rows=rows, runs=runs, limits=limits,
         config=next((run.config for run in runs if run.config is not None), None),
         peak_flops_from="given" if args.peak_flops else "measured products" if limits else None,
     )  # fmt: skip
     output.write(args.out, results)
     table = format_table(rows)
-    print(f"\n{describe(document)}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
+    print(f"\n{describe(vars(results))}\n\n{table}\n\nWritten to {args.out}/: {output.WRITTEN}")
     if limits is None and not_made is None:
         print(f"The limits were not measured; see {args.out / 'limits' / 'log.txt'}")
     # Of an arm's first run, or rather of its first that failed.

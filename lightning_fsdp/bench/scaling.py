@@ -94,6 +94,7 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
 
     named = {f"{arm.name} among {n}": (n, arm) for n, arm in turns}
     made, not_made = in_turns(named, args.repeats, run)
+    document["interrupted"] = not_made
     points: list[Point] = []
     alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
     for world_size, arm in turns:

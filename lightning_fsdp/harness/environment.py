@@ -27,12 +27,15 @@ def environment() -> dict[str, Any]:
 
 
 def describe(document: dict[str, Any]) -> str:
-    """One sentence about where and how the figures came about."""
+    """One sentence about where and how the figures came about; another, if Ctrl-C ended it."""
     machine, versions = document["machine"], document["versions"]
     gpus = "".join(f", {n} {name}" for name, n in Counter(machine.get("gpus", ())).items())
+    not_made = document.get("interrupted")
+    ending = f"\n\nInterrupted: {not_made}." if not_made is not None else ""
     return (
         f"{document['date'][:10]}, {machine['processor']}, {machine['cores']} cores{gpus}; torch "
         f"{versions['torch']}, Lightning {versions['lightning']}; `{document['command']}`"
+        f"{ending}"
     )
 
 
