@@ -88,7 +88,17 @@ def test_zero_grad_leaves_nothing_over(tmp_path):
 
 
 class _LooksForFrozen(pl.Callback):
+    """From the third batch on one more is frozen, when its forward is through."""
+
+    def on_before_backward(self, trainer, module, loss):
+        if trainer.fit_loop.batch_idx == 2:
+            module.get_parameter("head.bias").requires_grad_(False)
+
     def on_train_start(self, trainer, module):
+        self.seen = []
+        trainer.strategy.gradients.on_local(
+            lambda name, *_: self.seen.append((trainer.fit_loop.batch_idx, name)), edits=False
+        )
         gradients, weights = trainer.strategy.gradients, trainer.strategy.weights
         frozen = [name for name in weights if name not in gradients]
         assert frozen == ["inlet.weight"]
@@ -101,7 +111,11 @@ class _LooksForFrozen(pl.Callback):
 def _frozen(rank, world_size, strategy, folder):
     module = seeded(Regressor)
     module.get_parameter("inlet.weight").requires_grad_(False)
-    make_trainer(strategy, Path(folder), callbacks=[_LooksForFrozen()]).fit(module, make_loader())
+    looks = _LooksForFrozen()
+    make_trainer(strategy, Path(folder), callbacks=[looks]).fit(module, make_loader())
+    names = {name for name, _ in module.named_parameters()} - {"inlet.weight"}
+    assert {name for batch, name in looks.seen if batch < 2} == names
+    assert {name for batch, name in looks.seen if batch > 2} == names - {"head.bias"}
 
 
 def test_a_frozen_parameter_is_not_among_the_gradients(tmp_path):

@@ -253,7 +253,8 @@ class NativeEngine(Engine):
         """See each whole gradient of this rank on its way, at the weight that a forward used.
 
         In a forward a module holds whole weights, which torch has put there before this hook runs.
-        Under FSDP2 gradients of all uses are summed before they come to the weight.
+        Under FSDP2 gradients of all uses are summed before they come to the weight. Under FSDP1
+        those of frozen parameters ask for gradients as well where one beside them is trained.
         """
         assert self.form is not None
         for owner, places in self.form.places().items():
@@ -265,11 +266,14 @@ class NativeEngine(Engine):
             return
         for attribute, name in places.items():
             weight = getattr(owner, attribute)
-            if weight.requires_grad and not hasattr(weight, _WATCHED):
+            is_trained = weight.requires_grad and self.parameters[name].requires_grad
+            if is_trained and not hasattr(weight, _WATCHED):
                 setattr(weight, _WATCHED, True)
                 weight.register_hook(functools.partial(self._on_local, name))
 
     def _on_local(self, name: str, gradient: Tensor) -> Tensor:
+        if not self.parameters[name].requires_grad:  # frozen since the forward
+            return gradient
         backward = current_backward()
         if self._seen_in.get(name) == backward:
             raise RuntimeError(
