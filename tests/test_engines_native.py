@@ -58,3 +58,25 @@ def _hand_over(rank, world_size, strategy, folder):
 def test_another_module_in_the_place_of_one_whose_fit_failed_leaves_it_whole(tmp_path):
     names = ["fsdp1_zero2", "fsdp2_zero3", "scratch_fsdp_zero3"]
     each_on_trainer_ranks(_hand_over, 2, names, tmp_path)
+
+
+class _FreezesAndThaws(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.inlet.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.head.bias.requires_grad_(False)
+        self.inlet.requires_grad_()
+
+
+def _frozen_after_fit(rank, world_size, strategy, folder):
+    model = seeded(_FreezesAndThaws)
+    make_trainer(strategy, folder, limit_train_batches=1).fit(model, make_loader())
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    assert frozen == ["head.bias"]
+
+
+def test_what_a_fit_has_frozen_and_thawed_is_so_when_it_ends(tmp_path):
+    names = ["fsdp1_zero3", "fsdp2_zero3", "scratch_fsdp_zero3"]
+    each_on_trainer_ranks(_frozen_after_fit, 2, names, tmp_path)

@@ -208,6 +208,8 @@ class NativeEngine(Engine):
         values = {name: self.whole(name, p).cpu() for name, p in self.parameters.items()}
         torch_internals.forget_sharding(module, form.parameters.values())
         self._forget()
+        for name, parameter in form.parameters.items():  # FSDP2 trains others in their places
+            parameter.requires_grad_(self.parameters[name].requires_grad)
         form.restore(values)
         unmark(form.parameters.values())
         self._hand_optimizers(form.parameters)
