@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fsdp import MicrobatchIsolationProbe
+from lightning_fsdp.callbacks.microbatch_isolation import _dot
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import (
     SHARDED,
@@ -87,6 +88,13 @@ def test_norms_and_cosines_are_right_and_training_ends_in_the_same_bits(tmp_path
 )
 def test_rounding_is_no_leak(tmp_path, precision, strategies):
     each_on_trainer_ranks(_watched, 2, strategies, precision, str(tmp_path), 1)
+
+
+def test_products_of_gradients_in_16_bits_are_taken_in_more():
+    large = torch.full((100,), 3e3, dtype=torch.float16)  # its square is past what fp16 holds
+    assert _dot(large, large) == 100 * 9e6
+    many = torch.full((100_000,), 0.5, dtype=torch.bfloat16)
+    assert _dot(many, many.float()) == _dot(many, many) == 25_000
 
 
 class _Weighed(Regressor):

@@ -256,7 +256,7 @@ class MicrobatchIsolationProbe(pl.Callback):
 
     def _report(self, trainer: pl.Trainer) -> None:
         scale = reporting.loss_scale(trainer)
-        squares = [sum(_dot(g, g) for g in own.values()) for own in self._own]
+        squares = [sum(float(square_of(g)) for g in own.values()) for own in self._own]
         names = {name: None for own in self._own for name in own}
         total, dots = 0.0, [0.0] * len(self._own)
         for name in names:
@@ -305,7 +305,8 @@ def _norm(gradient: Tensor) -> float:
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    return float(torch.dot(a.flatten().to(b.dtype), b.flatten()))
+    """In fp64: in 16 bits products of scaled gradients overflow, or are rounded to a few bits."""
+    return float(torch.dot(a.flatten().double(), b.flatten().double()))
 
 
 def _cosine(a: Tensor, b: Tensor | None) -> float:
