@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fsdp import MemoryProbe, ScratchFSDPStrategy
+from lightning_fsdp import MemoryProbe, ScratchFSDPStrategy, ThroughputMonitor
 from tests.support.memory import StorageTracker, optimizer_tensors
 from tests.support.trainer import (
     STRATEGIES,
@@ -41,9 +41,10 @@ def _close_to(kib):
     return pytest.approx(kib * KIB, abs=64)  # a loss, a counter
 
 
-def _one_device(rank, world_size, folder):
+def _one_device(rank, world_size, others, folder):
+    """Other callbacks stand before the probe."""
     probe = MemoryProbe(steps=[0, 1])
-    trainer = make_trainer("auto", Path(folder), callbacks=[probe], max_steps=2)
+    trainer = make_trainer("auto", Path(folder), callbacks=[*others, probe], max_steps=2)
     trainer.fit(seeded(_Exp), DataLoader(TensorDataset(torch.randn(256, 128) / 100), batch_size=64))
     first, second = (report.ranks[0] for report in probe.reports)
     for of_step, before in ((first, 0), (second, 64)):
@@ -62,7 +63,17 @@ def _one_device(rank, world_size, folder):
 
 
 def test_one_device_has_what_the_formula_says(tmp_path):
-    on_trainer_ranks(_one_device, 1, str(tmp_path))
+    on_trainer_ranks(_one_device, 1, [], str(tmp_path))
+
+
+def _counted_before(rank, world_size, folder):
+    monitor = ThroughputMonitor(flops_per_token="count", num_tokens=lambda batch: len(batch[0]))
+    _one_device(rank, world_size, [monitor], folder)
+    assert monitor.flops_per_token == 2 * 2 * 128 * 128
+
+
+def test_a_count_of_operations_that_ends_inside_a_step_that_is_watched_changes_nothing(tmp_path):
+    on_trainer_ranks(_counted_before, 1, str(tmp_path))
 
 
 def _over_hosts(rank, world_size, folder):

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_fsdp.callbacks import memory_picture, reporting, torch_internals
+from lightning_fsdp.callbacks import memory_picture, modes, reporting, torch_internals
 from lightning_fsdp.callbacks.plain_access import ReadableGradients, close, gradients_of
 from lightning_fsdp.callbacks.storages import Ledger, local_part
 from lightning_fsdp.core.optimizers.whole_state import kept_by
@@ -67,7 +67,7 @@ class MemoryReport:
 
 
 class MemoryProbe(pl.Callback):
-    """Measures the bytes of tensors, exactly, in the chosen steps; those run slower.
+    """Measures the bytes of tensors, exactly, in the chosen steps; those run slower, uncompiled.
 
     Logged: ``memory/{phase}/{resting,peak}_bytes/rank{r}``, on CUDA also ``reserved_bytes``; and
     ``memory/{phase}/{resting,peak}/{owner}`` of the rank with the highest peak. TensorBoard also
@@ -125,7 +125,8 @@ class MemoryProbe(pl.Callback):
             if self.snapshot is not None:
                 torch_internals.record_memory_history(True)
             self._tell_owners(trainer, pl_module)
-            self._ledger.start()
+            self._ledger.settle()
+            modes.enter(self._ledger)
         self._begin(trainer, "forward")
 
     @override
@@ -217,7 +218,7 @@ class MemoryProbe(pl.Callback):
     def _stop(self, trainer: pl.Trainer) -> None:
         if self._ledger is None:
             return
-        self._ledger.stop()
+        modes.leave(self._ledger)
         self._ledger, self._opened = None, None
         if self.snapshot is not None:
             self.snapshot.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import (
 )
 from typing_extensions import override
 
-from lightning_fsdp.callbacks import reporting, torch_internals
+from lightning_fsdp.callbacks import modes, reporting, torch_internals
 
 PARTS = ("data", "forward", "backward", "optimizer")
 
@@ -48,7 +48,7 @@ class ThroughputMonitor(pl.Callback):
             ``attention_mask``; else entries of ``input_ids`` that are not ``pad_id``.
         pad_id: Of padding in ``input_ids``.
         flops_per_token: Of forward and backward. ``"count"``: torch's ``FlopCounterMode`` counts
-            those of the first micro-batch; what is recomputed counts once.
+            those of the first micro-batch, which runs uncompiled; what is recomputed counts once.
         peak_flops: Of one device, per second, in the dtype that is used. ``None``: no MFU.
 
     Attributes:
@@ -104,7 +104,7 @@ class ThroughputMonitor(pl.Callback):
         self._tokens += self._tokens_of_batch
         if self._counts_flops:
             self._counter = flop_counter()
-            self._counter.__enter__()  # type: ignore[no-untyped-call]
+            modes.enter(self._counter)
 
     @override
     def on_before_backward(
@@ -203,7 +203,7 @@ class ThroughputMonitor(pl.Callback):
     def _close_counter(self, *, counts: bool = False) -> None:
         if self._counter is None:
             return
-        self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        modes.leave(self._counter)
         if counts and self._tokens_of_batch:
             self.flops_per_token = self._counter.get_total_flops() / self._tokens_of_batch
             self._counts_flops = False
