@@ -1,5 +1,6 @@
 """With any callback on, training ends in the weights that it ends in without, bit for bit."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.trainer import (
     Regressor,
     make_loader,
     make_trainer,
+    on_trainer_ranks,
     seeded,
     weights_of,
 )
@@ -98,6 +100,44 @@ def test_a_callback_changes_no_bit(tmp_path, precision):
     each_on_trainer_ranks(
         _observed, 2, STRATEGIES[precision], precision, str(tmp_path), timeout_s=280
     )
+
+
+def _compiled_steps(folder, callbacks):
+    """Those in which a block's compiled code ran."""
+    steps = []
+
+    def backend(graph, inputs):
+        def run(*args):
+            steps.append(trainer.global_step)
+            return graph.forward(*args)
+
+        return run
+
+    torch.compiler.reset()
+    model = seeded(Regressor)
+    model.blocks[0].compile(backend=backend)
+    trainer = make_trainer("auto", Path(folder), callbacks=callbacks, max_steps=4)
+    trainer.fit(model, make_loader())
+    return steps
+
+
+def _counts():
+    return lightning_fsdp.ThroughputMonitor(
+        num_tokens=lambda batch: len(batch[0]), flops_per_token="count"
+    )
+
+
+def _watched_in_turn(rank, world_size, folder):
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    memory, every = lightning_fsdp.MemoryProbe, [0, 1, 2, 3]
+    assert _compiled_steps(folder, [memory(steps=[0])]) == every[1:]
+    assert _compiled_steps(folder, [memory(steps=[2])]) == [0, 1, 3]
+    assert _compiled_steps(folder, [_counts()]) == every[1:]
+    assert _compiled_steps(folder, [_counts(), memory(steps=[0])]) == every[1:]
+
+
+def test_only_what_is_watched_runs_uncompiled(tmp_path):
+    on_trainer_ranks(_watched_in_turn, 1, str(tmp_path))
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, None, 1.5, "all", [], [-1], ["first"]])

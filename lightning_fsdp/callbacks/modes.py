@@ -2,21 +2,29 @@
 
 Torch takes off the innermost mode, whichever is asked to end. So one that is left while another is
 inside of it stays, and is taken off with that one: callbacks may stand in any order.
+
+While there is one, nothing is compiled. Dynamo would give up the code that it meets then, and run
+it uncompiled for the rest of the process.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+
+import torch
 
 Mode = AbstractContextManager[Any, bool | None]
 
 _entered: list[Mode] = []  # the innermost last
 _left: list[Mode] = []  # of those, while they stay
+_stance = ExitStack()
 
 
 def enter(mode: Mode) -> None:
     """Enter one, inside of those that are entered."""
+    if not _entered:
+        _stance.enter_context(torch.compiler.set_stance("force_eager"))
     mode.__enter__()
     _entered.append(mode)
 
@@ -28,3 +36,5 @@ def leave(mode: Mode) -> None:
         innermost = _entered.pop()
         _left.remove(innermost)
         innermost.__exit__(None, None, None)
+    if not _entered:
+        _stance.close()
