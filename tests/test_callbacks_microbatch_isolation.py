@@ -5,8 +5,9 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 
-from lightning_fsdp import MicrobatchIsolationProbe
+from lightning_fsdp import GradientAccessProbe, GradientNoiseScale, MicrobatchIsolationProbe
 from lightning_fsdp.callbacks.microbatch_isolation import _dot
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import (
@@ -120,6 +121,37 @@ def _tokens(rank, world_size, strategy, folder):
 def test_the_mean_over_tokens_is_no_leak(tmp_path):
     strategies = (*STRATEGIES[1:-1], "scratch_fsdp_zero3+sum")
     each_on_trainer_ranks(_tokens, 2, strategies, str(tmp_path))
+
+
+class _Branches(Regressor):
+    """Its second block is used by every other micro-batch, the last one left out."""
+
+    def training_step(self, batch, batch_idx):
+        x = self.blocks[0](self.inlet(batch[0]))
+        if batch_idx % 2 == 0:
+            x = self.blocks[1](x)
+        return F.mse_loss(self.head(x), batch[1])
+
+
+def _branching(rank, world_size, folder):
+    estimates = []
+    for strategy in ("ddp_find_unused_parameters_true", "scratch_fsdp_zero3"):
+        noise, access = GradientNoiseScale(smoothing=0.0), GradientAccessProbe(steps=1)
+        trainer = make_trainer(
+            strategy,
+            Path(folder),
+            accumulate_grad_batches=2,
+            max_steps=1,
+            callbacks=[MicrobatchIsolationProbe(), noise, access],
+        )
+        trainer.fit(seeded(_Branches), make_loader())
+        assert set(access.records[-1].states.values()) == {"reduced"}, strategy
+        estimates.append([noise.estimate().signal, noise.estimate().noise])
+    torch.testing.assert_close(*estimates, rtol=1e-4, atol=0)
+
+
+def test_a_parameter_that_the_last_micro_batch_does_not_use_is_no_leak_under_ddp(tmp_path):
+    on_trainer_ranks(_branching, 2, str(tmp_path))
 
 
 def test_a_single_device_works(tmp_path):

@@ -146,11 +146,15 @@ class PlainGradients:
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def hook(_parameter: Tensor) -> None:
             wrapper = self._wrapper
-            reduces = (
-                not isinstance(wrapper, DistributedDataParallel)
+            if (
+                self.world_size == 1
+                or not isinstance(wrapper, DistributedDataParallel)
                 or wrapper.require_backward_grad_sync
-            )
-            (self.unreduced.discard if reduces else self.unreduced.add)(name)
+            ):
+                # DDP reduces all that wait together, also those that this backward does not reach.
+                self.unreduced.clear()
+            else:
+                self.unreduced.add(name)
 
         return hook
 
