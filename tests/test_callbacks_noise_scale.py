@@ -10,10 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_fsdp import GradientNoiseScale
+from lightning_fsdp import GradientAccessProbe, GradientNoiseScale
+from lightning_fsdp.callbacks.noise_scale import _first_dimension
 from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
 
 DIMENSIONS, SIGMA, SIGNAL = 40, 0.5, 0.4
@@ -106,6 +109,37 @@ def test_a_known_noise_scale_is_found(tmp_path):
 
 def test_one_device_with_accumulation_is_enough(tmp_path):
     on_trainer_ranks(_estimated, 1, "auto", str(tmp_path), 3, 12)
+
+
+class _Fused(_Linear):
+    """Its optimizer divides gradients by the scale itself, in its step."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3, fused=True)
+
+
+def _scaled(rank, world_size, folder):
+    found = []
+    for make, scale in ((_Linear, 1.0), (_Linear, 8.0), (_Fused, 8.0)):
+        noise, access = GradientNoiseScale(smoothing=0.0), GradientAccessProbe(steps=1)
+        precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", scale))
+        trainer = make_trainer(
+            "auto",
+            Path(folder),
+            accumulate_grad_batches=2,
+            callbacks=[noise, access],
+            plugins=[precision],
+        )
+        trainer.fit(seeded(make), DataLoader(TensorDataset(_samples(8)), batch_size=4))
+        found.append((noise.estimate(), access.records[-1].norms["weight.weight"]))
+    for estimate, norm in found[1:]:
+        assert estimate.signal == pytest.approx(found[0][0].signal, rel=1e-2)
+        assert estimate.noise == pytest.approx(found[0][0].noise, rel=1e-2)
+        assert norm == pytest.approx(found[0][1], rel=1e-2)
+
+
+def test_gradients_that_the_optimizer_unscales_are_unscaled(tmp_path):
+    on_trainer_ranks(_scaled, 1, str(tmp_path))
 
 
 class _Sizes(pl.Callback):

@@ -48,7 +48,7 @@ class AccessRecord:
         states: By original name: ``none``, ``local`` or ``reduced``; ``unavailable`` where there is
             a gradient that cannot be read, or where ranks are in different states.
         norms: Of the readable ones. Reduced: over all ranks. Local: the root of the mean square
-            over ranks. Scaled as they were found.
+            over ranks. Scaled as they were found; unscaled before the step.
         nan: Names of those with NaN on any rank.
         inf: Names of those with an infinity on any rank.
     """
@@ -133,7 +133,8 @@ class GradientAccessProbe(pl.Callback):
     ) -> None:
         """Look, and report the step. Collective."""
         self._micro_batch = max(self._micro_batch - 1, 0)  # that of the last backward
-        record = self._look(trainer, "before_step")
+        scale = reporting.scale_before_step(trainer, optimizer)
+        record = self._look(trainer, "before_step", scale)
         if record is not None:
             self._report(trainer, record)
 
@@ -151,7 +152,7 @@ class GradientAccessProbe(pl.Callback):
         close(self._access)
         self._access = None
 
-    def _look(self, trainer: pl.Trainer, moment: Moment) -> AccessRecord | None:
+    def _look(self, trainer: pl.Trainer, moment: Moment, scale: float = 1.0) -> AccessRecord | None:
         if not reporting.is_chosen(self.steps, trainer.global_step):
             return None
         assert self._access is not None, "training has started"
@@ -167,7 +168,7 @@ class GradientAccessProbe(pl.Callback):
             states[name] = state
             if state in ("local", "reduced"):
                 num = len(squares) if state == "local" else reporting.num_replicas(trainer)
-                norms[name] = math.sqrt(sum(squares) / num)
+                norms[name] = math.sqrt(sum(squares) / num) / scale
             if any(nans):
                 nan.append(name)
             if any(infs):

@@ -161,6 +161,7 @@ class GradientNoiseScale(pl.Callback):
             sum(column) for column in zip(*of_ranks, strict=True)
         )
         big_square /= reporting.num_replicas(trainer)
+        big_square /= reporting.scale_before_step(trainer, optimizer) ** 2
         if num < 2 or not math.isfinite(big_square + small_squares):
             return
         if getattr(trainer.strategy, "mean_loss", None) is None:

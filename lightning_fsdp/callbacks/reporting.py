@@ -8,7 +8,11 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.loggers.tensorboard import TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fsdp.callbacks.torch_internals import unscales_itself
 
 Steps = int | Collection[int]
 """Every so many optimizer steps, from the first on; or the numbers of those steps, from 0."""
@@ -61,6 +65,15 @@ def loss_scale(trainer: pl.Trainer) -> float:
     """By how much a gradient is too large between its backward and the step: fp16's scaling."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def scale_before_step(trainer: pl.Trainer, optimizer: Optimizer) -> float:
+    """By how much a gradient is too large in ``on_before_optimizer_step``: mostly 1.
+
+    Lightning's own plugin leaves it to an optimizer that can divide by the scale to do so.
+    """
+    is_left = isinstance(trainer.precision_plugin, MixedPrecision) and unscales_itself(optimizer)
+    return loss_scale(trainer) if is_left else 1.0
 
 
 def loss_weight(trainer: pl.Trainer) -> float | Tensor:

@@ -46,6 +46,14 @@ def grouped_product() -> Any:
     return torch.ops.aten._grouped_mm
 
 
+def unscales_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step divides gradients by a gradient scaler's scale, as fused ones do.
+
+    Torch's scaler and Lightning's plugin ask by this name.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 class ModelFlopCounter(FlopCounterMode):
     """Leaves out what activation checkpointing computes a second time.
 
