@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fsdp import GradientAccessProbe, GradientNoiseScale
-from lightning_fsdp.callbacks.noise_scale import _first_dimension
 from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
 
 DIMENSIONS, SIGMA, SIGNAL = 40, 0.5, 0.4
@@ -262,10 +261,9 @@ def test_what_cannot_be_told_is_refused(tmp_path):
         trainer.fit(module, make_loader())
 
 
-def test_the_strategy_of_lightning_that_hides_gradients_is_refused_by_name(tmp_path):
-    from lightning.pytorch.strategies import FSDPStrategy
-
+@pytest.mark.parametrize("hides", [FSDPStrategy, DeepSpeedStrategy])
+def test_a_strategy_of_lightning_that_hides_gradients_is_refused_by_name(tmp_path, hides):
     trainer = make_trainer("auto", tmp_path, devices=1, accumulate_grad_batches=2)
-    trainer.strategy.__class__ = FSDPStrategy
-    with pytest.raises(NotImplementedError, match="FSDPStrategy: expected a strategy whose"):
+    trainer.strategy.__class__ = hides
+    with pytest.raises(NotImplementedError, match=f"{hides.__name__}: expected a strategy whose"):
         GradientNoiseScale().on_train_start(trainer, seeded(_Linear))

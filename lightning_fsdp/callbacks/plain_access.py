@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -177,7 +177,8 @@ def gradients_of(trainer: pl.Trainer, module: pl.LightningModule) -> ReadableGra
     access: GradientAccess | None = getattr(trainer.strategy, "gradients", None)
     if access is not None:
         return access
-    if isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+    is_whole = isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy)
+    if is_whole and not isinstance(trainer.strategy, DeepSpeedStrategy):  # which is a DDPStrategy
         return PlainGradients(trainer, module)
     raise NotImplementedError(
         f"{type(trainer.strategy).__name__}: expected a strategy whose gradients can be read by "
