@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_fsdp import GradientAccessProbe, GradientNoiseScale
+from lightning_fsdp.callbacks.noise_scale import _first_dimension
 from tests.support.trainer import Regressor, make_loader, make_trainer, on_trainer_ranks, seeded
 
 DIMENSIONS, SIGMA, SIGNAL = 40, 0.5, 0.4
@@ -249,8 +250,11 @@ def test_tensorboard_shows_it(tmp_path):
 def test_what_cannot_be_told_is_refused(tmp_path):
     with pytest.raises(ValueError, match="smoothing"):
         GradientNoiseScale(smoothing=1.0)
-    with pytest.raises(ValueError, match="period of at least 1"):
-        GradientNoiseScale(every_n_steps=0)
+    for period in (0, True, [0, 10], 2.0):
+        with pytest.raises(
+            ValueError, match=r"every_n_steps=...\): expected a period of at least 1"
+        ):
+            GradientNoiseScale(every_n_steps=period)
     trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[GradientNoiseScale()])
     with pytest.raises(ValueError, match="two micro-batches"):
         trainer.fit(seeded(_Linear), make_loader())
@@ -259,6 +263,25 @@ def test_what_cannot_be_told_is_refused(tmp_path):
     trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[GradientNoiseScale()])
     with pytest.raises(NotImplementedError, match="automatic_optimization=False"):
         trainer.fit(module, make_loader())
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"id": ["a", "b"], "x": torch.zeros(3, 4)},
+        {"w": torch.tensor(1.0), "x": torch.zeros(3, 4)},
+        [torch.zeros(0, 4), ([1.0], torch.zeros(3))],
+    ],
+    ids=["text", "a number", "empty"],
+)
+def test_samples_are_counted_in_the_first_tensor_that_has_some(batch):
+    assert _first_dimension(batch) == 3
+
+
+@pytest.mark.parametrize("batch", [{}, {"id": ["a"]}, torch.tensor(1.0), [torch.zeros(0)], 5])
+def test_a_batch_without_samples_that_can_be_told_is_refused(batch):
+    with pytest.raises(TypeError, match=r"^GradientNoiseScale: expected .* num_samples="):
+        _first_dimension(batch)
 
 
 @pytest.mark.parametrize("hides", [FSDPStrategy, DeepSpeedStrategy])

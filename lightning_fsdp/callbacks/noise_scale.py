@@ -20,7 +20,7 @@ appendix A.1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +71,7 @@ class GradientNoiseScale(pl.Callback):
         smoothing: Weight of the past in the averages, from 0 on, below 1.
         every_n_steps: How often to log; every step is measured.
         num_samples: Samples in a batch of this rank. ``None``: the first dimension of the first
-            tensor in it. Beside ``num_tokens``, better its tokens.
+            tensor in it that has one, and is not empty. Beside ``num_tokens``, better its tokens.
 
     Raises:
         ValueError: A value out of range, or a step of a single micro-batch on one rank, from which
@@ -93,7 +93,7 @@ class GradientNoiseScale(pl.Callback):
         if not 0 <= smoothing < 1:
             raise ValueError(f"smoothing: expected at least 0 and below 1, got {smoothing}.")
         self.smoothing = smoothing
-        self.every_n_steps = reporting.checked_steps(every_n_steps, self)
+        self.every_n_steps = reporting.checked_period(every_n_steps, self, "every_n_steps")
         self.num_samples = num_samples or _first_dimension
         self._averages = [0.0, 0.0]  # signal and noise; not yet divided by what they weigh
         self._weight = 0.0
@@ -169,7 +169,7 @@ class GradientNoiseScale(pl.Callback):
             big_square *= (trainer.world_size / weights) ** 2
         size = weights**2 / spread
         self._average(*_estimate(big_square, small_squares / num, size, num / inverse_sizes))
-        if trainer.global_step % self.every_n_steps == 0:  # type: ignore[operator]
+        if trainer.global_step % self.every_n_steps == 0:
             self._log(trainer, size)
 
     def estimate(self, batch_size: float = math.nan) -> NoiseScale:
@@ -245,12 +245,19 @@ def _reduced(access: ReadableGradients) -> list[Any]:
 
 
 def _first_dimension(batch: Any) -> float:
+    for tensor in _tensors_in(batch):
+        if tensor.dim() and len(tensor):
+            return len(tensor)
+    raise TypeError(
+        "GradientNoiseScale: expected a batch with a tensor of samples in it, got "
+        f"{type(batch).__name__}. Say how many it has with num_samples=."
+    )
+
+
+def _tensors_in(batch: Any) -> Iterator[Tensor]:
+    """In the order of the batch; what is text or a number has none."""
     if isinstance(batch, Tensor):
-        return batch.shape[0]
-    parts = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(parts, str | bytes) or not hasattr(parts, "__iter__"):
-        raise TypeError(
-            f"GradientNoiseScale: expected a batch with a tensor in it, got {type(batch).__name__}."
-            " Say how many samples it has with num_samples=."
-        )
-    return _first_dimension(next(iter(parts)))
+        yield batch
+    elif isinstance(batch, Iterable) and not isinstance(batch, str | bytes):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors_in(part)

@@ -37,6 +37,20 @@ def checked_steps(steps: Steps, owner: object) -> Steps:
     return steps
 
 
+def checked_period(period: int, owner: object, option: str) -> int:
+    """The same, if it is one.
+
+    Raises:
+        ValueError: Below 1, or no whole number.
+    """
+    if not _is_number(period) or period < 1:
+        raise ValueError(
+            f"{type(owner).__name__}({option}=...): expected a period of at least 1, got "
+            f"{period!r}."
+        )
+    return period
+
+
 def _is_number(step: object) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and step >= 0
 
