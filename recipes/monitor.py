@@ -143,13 +143,15 @@ class GracefulStop(L.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Save and stop if any rank was asked to."""
+        """Save and stop if any rank was asked to, whatever the least number of steps."""
         if not is_step_complete(trainer, batch_idx):
             return
         if not trainer.strategy.reduce_boolean_decision(self.is_asked, all=False):
             return
         path = Path(trainer.log_dir or trainer.default_root_dir) / "interrupted.ckpt"
         trainer.save_checkpoint(path)
+        # Below these the Trainer would go on, and be stopped and saved again in every step.
+        trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
         trainer.should_stop = True
         rank_zero_info(
             f"Stopped after optimizer step {trainer.global_step}. Go on with: --ckpt_path {path}"

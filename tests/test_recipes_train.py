@@ -181,6 +181,20 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("interrupted.ckpt"))
 
 
+@pytest.mark.parametrize("least", [{"min_steps": 9}, {"min_epochs": 2, "max_epochs": 2}])
+def test_ctrl_c_stops_before_the_least_number_of_steps(
+    least: dict[str, int], tmp_path: Path
+) -> None:
+    class Press(pl.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    options = {"logger": False, "limit_val_batches": 0, "max_steps": 12, **least}
+    trainer = _tiny_run(tmp_path, Press(), GracefulStop(), **options)
+    assert trainer.global_step == 1
+    assert (tmp_path / "interrupted.ckpt").is_file()
+
+
 def test_an_interrupted_run_is_saved_and_goes_on(tmp_path: Path) -> None:
     corpus = write_folder(tmp_path / "corpus")
     log = tmp_path / "log" / "version_0"
