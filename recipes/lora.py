@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from recipes.causal_lm import LossName
 from recipes.errors import RecipeError
+from recipes.monitor import GracefulStop
 from recipes.optimizer import OptimizerConfig
 from recipes.qwen import Qwen, QwenSize
 
@@ -87,6 +88,8 @@ class QwenLora(Qwen):
 class SaveAdapters(L.Callback):
     """Writes the adapters at the end of training, for ``PeftModel.from_pretrained``.
 
+    A run that was interrupted with steps left writes none: it is to go on, with the same options.
+
     Args:
         folder: Folder that does not exist yet, or is empty.
     """
@@ -96,25 +99,37 @@ class SaveAdapters(L.Callback):
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Refuse at once what could not be saved after training.
+        """Refuse at once what could not be saved after training, on all ranks.
 
         Raises:
             RecipeError: A strategy that does not save adapters, or something in the folder.
         """
+        if stage != "fit":
+            return
         if not hasattr(trainer.strategy, "save_adapters"):
             raise RecipeError(
                 f"SaveAdapters: expected a strategy of lightning_fsdp, got "
                 f"{type(trainer.strategy).__name__}. Set --trainer.strategy scratch_fsdp."
             )
-        if trainer.is_global_zero and self.folder.is_dir() and any(self.folder.iterdir()):
-            raise RecipeError(
-                f"SaveAdapters.folder: expected a folder that does not exist yet, got "
-                f"'{self.folder}' with something in it. Move it."
-            )
+        taken = trainer.strategy.broadcast(_taken(self.folder) if trainer.is_global_zero else None)
+        if taken is not None:
+            raise RecipeError(f"SaveAdapters.folder: {taken}")
 
     @override
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save, with all ranks."""
+        stops = [each for each in trainer.callbacks if isinstance(each, GracefulStop)]  # type: ignore[attr-defined]
+        if any(stop.has_stopped for stop in stops):
+            rank_zero_info(f"Adapters: not written to {self.folder} before the run is complete")
+            return
         strategy: Any = trainer.strategy
         strategy.save_adapters(self.folder)
         rank_zero_info(f"Adapters: {self.folder}")
+
+
+def _taken(folder: Path) -> str | None:
+    """Why nothing new could be written to a folder."""
+    if folder.is_dir() and any(folder.iterdir()):
+        expected = "expected a folder that does not exist yet"
+        return f"{expected}, got '{folder}' with something in it. Move it."
+    return None

@@ -118,10 +118,11 @@ class GracefulStop(L.Callback):
 
     Attributes:
         is_asked: This process was interrupted.
+        has_stopped: It ended the run, which had steps left.
     """
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_asked = self.has_stopped = False
         self._previous: Any = None
         self._speaks = False  # on one rank
         self._process = os.getpid()
@@ -129,7 +130,7 @@ class GracefulStop(L.Callback):
     @override
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take over Ctrl-C, where Python lets us: in the main thread."""
-        self.is_asked, self._speaks = False, trainer.is_global_zero
+        self.is_asked, self.has_stopped, self._speaks = False, False, trainer.is_global_zero
         self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
@@ -153,6 +154,7 @@ class GracefulStop(L.Callback):
         # Below these the Trainer would go on, and be stopped and saved again in every step.
         trainer.fit_loop.min_epochs, trainer.fit_loop.epoch_loop.min_steps = 0, None
         trainer.should_stop = True
+        self.has_stopped = trainer.global_step != trainer.max_steps
         rank_zero_info(
             f"Stopped after optimizer step {trainer.global_step}. Go on with: --ckpt_path {path}"
         )

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import signal
 from pathlib import Path
 
 import lightning as L
@@ -13,6 +14,7 @@ import yaml
 from recipes.data import TextData
 from recipes.errors import RecipeError
 from recipes.lora import QwenLora, SaveAdapters
+from recipes.monitor import GracefulStop
 from recipes.optimizer import OptimizerConfig
 from recipes.sample import SampleText
 from tests.support.processes import REPOSITORY
@@ -69,6 +71,43 @@ def test_the_loss_falls_and_peft_computes_the_same_with_the_saved_adapters(tmp_p
         (tmp_path / str(rank)).mkdir()
     for losses in on_trainer_ranks(_fit, 2, str(tmp_path), timeout_s=120):
         assert losses[-1] < 0.8 * losses[0], losses
+
+
+class _Press(L.Callback):
+    """Ctrl-C in the second step of rank 0."""
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.is_global_zero and trainer.global_step == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def _interrupt_and_go_on(rank, world_size, folder):
+    folder = Path(folder)
+
+    def fit(*callbacks, **options):
+        save = SaveAdapters(str(folder / "adapters"))
+        rest = {"max_steps": 3, "limit_val_batches": 0, "callbacks": [*callbacks, save]}
+        trainer = make_trainer("scratch_fsdp", folder, **rest)
+        trainer.fit(_model(), datamodule=_data(folder / str(rank)), **options)
+        return trainer.global_step
+
+    assert fit(_Press(), GracefulStop()) == 2
+    assert not (folder / "adapters").exists()
+    assert fit(GracefulStop(), ckpt_path=folder / "interrupted.ckpt", weights_only=True) == 3
+    assert (folder / "adapters" / "adapter_config.json").is_file()
+    with pytest.raises(RecipeError, match=r"SaveAdapters\.folder: .* with something in it"):
+        fit()
+
+
+def test_an_interrupted_run_goes_on_to_its_adapters_which_are_not_written_over(tmp_path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    on_trainer_ranks(_interrupt_and_go_on, 2, str(tmp_path), timeout_s=120)
+
+
+def test_adapters_in_the_way_do_not_keep_a_run_from_validating(tmp_path):
+    (tmp_path / "mine").write_text("kept")
+    SaveAdapters(str(tmp_path)).setup(make_trainer("auto", tmp_path), _model(), "validate")
 
 
 def test_wrong_use_is_named_before_training(tmp_path):
