@@ -5,6 +5,7 @@ The base may be in bf16, of which a rank holds its share and nothing else; adapt
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from peft import LoraConfig, get_peft_model
 from typing_extensions import override
 
+from lightning_fsdp.harness.command_line import folder_argument
 from recipes.causal_lm import LossName
 from recipes.errors import RecipeError
 from recipes.monitor import GracefulStop
@@ -102,7 +104,8 @@ class SaveAdapters(L.Callback):
         """Refuse at once what could not be saved after training, on all ranks.
 
         Raises:
-            RecipeError: A strategy that does not save adapters, or something in the folder.
+            RecipeError: A strategy that does not save adapters, something in the folder, or a file
+                in its place.
         """
         if stage != "fit":
             return
@@ -129,7 +132,11 @@ class SaveAdapters(L.Callback):
 
 def _taken(folder: Path) -> str | None:
     """Why nothing new could be written to a folder."""
-    if folder.is_dir() and any(folder.iterdir()):
-        expected = "expected a folder that does not exist yet"
-        return f"{expected}, got '{folder}' with something in it. Move it."
+    try:
+        folder_argument(str(folder))
+        if folder.is_dir() and any(folder.iterdir()):
+            expected = "expected a folder that does not exist yet"
+            return f"{expected}, got '{folder}' with something in it. Move it."
+    except (ArgumentTypeError, OSError) as error:
+        return str(error)
     return None

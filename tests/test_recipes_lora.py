@@ -119,3 +119,6 @@ def test_wrong_use_is_named_before_training(tmp_path):
     trainer = make_trainer("scratch_fsdp", tmp_path)
     with pytest.raises(RecipeError, match=r"SaveAdapters\.folder: .* with something in it"):
         SaveAdapters(str(tmp_path)).setup(trainer, _model(), "fit")
+    for taken in ("mine", "mine/adapters"):
+        with pytest.raises(RecipeError, match=r"SaveAdapters\.folder: .* got the file '.*/mine'"):
+            SaveAdapters(str(tmp_path / taken)).setup(trainer, _model(), "fit")
