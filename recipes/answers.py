@@ -120,6 +120,17 @@ def prepare_answers(
     return prompts, answers
 
 
+def names_of(tokens: TokenFile, sequences: object) -> dict[str, str | None]:
+    """What a checkpoint knows its data by.
+
+    Args:
+        tokens: The corpus, or the answers.
+        sequences: Made of them; ``Answers`` have prompts as well.
+    """
+    prompts = sequences.prompts.folder.name if isinstance(sequences, Answers) else None
+    return {"corpus": tokens.folder.name, "prompts": prompts}
+
+
 def split_answers(
     prompts: TokenFile, answers: TokenFile, seq_len: int, val_fraction: float
 ) -> tuple[Answers, Answers]:

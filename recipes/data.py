@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_fsdp.data import DealtSampler, ResumableLoader
-from recipes.answers import Answers, prepare_answers, split_answers
+from recipes.answers import Answers, names_of, prepare_answers, split_answers
 from recipes.corpus import Corpus, open_corpus, standard_library
 from recipes.errors import RecipeError
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
@@ -192,7 +192,7 @@ class TextData(L.LightningDataModule):
         """The position in the training data, and which data that is."""
         if self._train_loader is None:
             return {}
-        return {"corpus": self.open().folder.name, **self._train_loader.state_dict()}
+        return {**names_of(self.open(), self.train), **self._train_loader.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ class TextData(L.LightningDataModule):
         if self._train_loader is None:
             return
         before, now = self.cache_dir / state_dict["corpus"], self.open()
-        if before.name != now.folder.name:
+        if not names_of(now, self.train).items() <= state_dict.items():
             got = f"another one: {now.difference_from(before)}"
             cure = "Restore it, or start from the weights alone."
             raise RecipeError.at("checkpoint", "the corpus that it was written with", got, cure)

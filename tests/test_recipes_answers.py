@@ -108,6 +108,25 @@ def test_other_wrong_use_is_named(tmp_path):
         TextData(answer_field="completion", cache_dir=tmp_path / "cache").open()
 
 
+def test_a_run_goes_on_with_its_own_prompts_and_answers_alone(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    row = {"prompt": "What is it? ", "other": "Say it. ", "completion": "It is this."}
+    path.write_text("\n".join([json.dumps(row)] * 24))
+
+    def started(**options):
+        data = _data(path, seq_len=8, **options)
+        data.setup("fit")
+        return data
+
+    state = started().state_dict()
+    started().load_state_dict(state)
+    for field in ("text_field", "answer_field"):
+        with pytest.raises(RecipeError, match=r"checkpoint: .* read with other options"):
+            started(**{field: "other"}).load_state_dict(state)
+    with pytest.raises(RecipeError, match=r"checkpoint: .* read with other options"):
+        started(text_field="completion", answer_field=None).load_state_dict(state)
+
+
 class Tiny(CausalLM):
     model_class = GPT2LMHeadModel
     blocks_name = "transformer.h"
