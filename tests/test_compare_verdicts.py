@@ -1,6 +1,7 @@
 """From cells to verdicts, ratios, surprises and the exit code."""
 
 import json
+import re
 
 import pytest
 
@@ -179,6 +180,8 @@ def test_what_is_no_engine_is_refused():
     ("arguments", "message"),
     [
         (["--engines", "fsdp9"], "or module:Class, got 'fsdp9'"),
+        (["--engines", ":Engine"], "or module:Class, got ':Engine'"),
+        (["--engines", "mine.engine:"], "or module:Class, got 'mine.engine:'"),
         (["--stages", "1"], "argument --stages: invalid choice: 1"),
         (["--dtypes", "fp8"], "argument --dtypes: invalid choice: 'fp8'"),
         (["--models", "gpt"], "argument --models: invalid choice: 'gpt'"),
@@ -192,3 +195,32 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
         main(arguments)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
+
+
+ENTRY = '{"2.13": [{"engine": "fsdp1", "row": "synced"'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"2.13": [', "Expecting value: line 1"),
+        ("{}", "expected lists by version of torch, such as"),
+        ('["2.13"]', "expected lists by version of torch, such as"),
+        ('{"new": []}', "'new': expected a version such as '2.13' with a list"),
+        ('{"2.13": {}}', "'2.13': expected a version such as '2.13' with a list"),
+        ('{"2.13": [{"engine": "fsdp1"}]}', "expected an object with 'engine' and 'row'"),
+        (f'{ENTRY}, "dtyp": "bf16"}}]}}', "expected some of engine, row, .*, got 'dtyp'"),
+        (f'{ENTRY}, "dtype": "bf17"}}]}}', "dtype: expected one of fp32, .*, got 'bf17'"),
+    ],
+)
+def test_a_file_without_expectations_is_named_before_anything_runs(
+    text, message, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("lightning_fsdp.compare.__main__.run_cases", pytest.fail)
+    path = tmp_path / "expected.json"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as raised:
+        main(["--expected", str(path), "--out", str(tmp_path / "out")])
+    assert raised.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(f"error: --expected: '{path}': .*{message}", said), said

@@ -45,6 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if args.expected is not None and not args.expected.is_file():
         parser.error(f"--expected: no file {str(args.expected)!r}")
+    try:
+        expected = expectation(torch.__version__, args.expected)
+    except (OSError, ValueError) as error:
+        parser.error(f"--expected: {str(args.expected)!r}: {error}")
     command = shlex.join(["python", "-m", "lightning_fsdp.compare", *(arguments or sys.argv[1:])])
     document = describe_environment(args.engines, command)
     missing = [engine for engine, why in document["engines"].items() if why]
@@ -57,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document,
         cells,
         run_controls(Case(engine="none", zero_stage=3, dtype="fp32", model="mlp", sizes=sizes)),
-        expected=expectation(document["versions"]["torch"], args.expected),
+        expected=expected,
         seconds=time.perf_counter() - start,
     )
     write(report, args.out)
@@ -152,7 +156,8 @@ def make_parser() -> CommandParser:
 
 
 def _engine(text: str) -> str:
-    if text not in ENGINES and ":" not in text:
+    module, _, name = text.partition(":")
+    if text not in ENGINES and not all(map(str.isidentifier, [*module.split("."), name])):
         raise argparse.ArgumentTypeError(
             f"expected some of {', '.join(ENGINES)}, or module:Class, got {text!r}"
         )

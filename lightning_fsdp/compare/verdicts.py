@@ -12,16 +12,29 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp.compare.cases import Case
+from lightning_fsdp.compare.cases import DTYPES, Case
+from lightning_fsdp.compare.models import MODELS
 from lightning_fsdp.compare.rows import ROWS, Kind
 from lightning_fsdp.compare.runner import Cell
 
 _OLDER_FIRST = ("fsdp1", "fsdp2", "scratch")
+
+_KEYS: dict[str, list[Any]] = {
+    "engine": [],
+    "row": list(ROWS),
+    "zero_stage": [2, 3],
+    "dtype": list(DTYPES),
+    "model": list(MODELS),
+    "world_size": [],
+    "why": [],
+}
+"""Of an entry, each with its choices, where those are few."""
 
 Known = list[dict[str, Any]]
 """What does not work, of one torch version."""
@@ -156,13 +169,39 @@ def expectation(torch_version: str, path: Path | None = None) -> tuple[str, Know
 
     Returns:
         Of which version, and what does not work there.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It holds something else.
     """
     path = path or Path(__file__).with_name("expected.json")
     recorded: dict[str, Known] = json.loads(path.read_text())
+    _require_records(recorded)
     by_age = sorted(recorded, key=_number)
     not_newer = [v for v in by_age if _number(v) <= _number(torch_version)]
     version = not_newer[-1] if not_newer else by_age[0]
     return version, recorded[version]
+
+
+def _require_records(recorded: Any) -> None:
+    """Check what a file holds."""
+    if not isinstance(recorded, dict) or not recorded:
+        raise ValueError(
+            f'expected lists by version of torch, such as {{"2.13": []}}, got {recorded}'
+        )
+    for version, known in recorded.items():
+        if not re.fullmatch(r"\d+\.\d+(\..*)?", version) or not isinstance(known, list):
+            raise ValueError(f"{version!r}: expected a version such as '2.13' with a list")
+        for entry in known:
+            place = f"{version!r}: {json.dumps(entry)}"
+            if not isinstance(entry, dict) or not {"engine", "row"} <= entry.keys():
+                raise ValueError(f"{place}: expected an object with 'engine' and 'row'")
+            for key, value in entry.items():
+                if key not in _KEYS:
+                    raise ValueError(f"{place}: expected some of {', '.join(_KEYS)}, got {key!r}")
+                if (choices := _KEYS[key]) and value not in choices:
+                    shown = ", ".join(map(str, choices))
+                    raise ValueError(f"{place}: {key}: expected one of {shown}, got {value!r}")
 
 
 def _number(version: str) -> tuple[int, int]:
