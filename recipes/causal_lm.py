@@ -32,7 +32,7 @@ from lightning_fsdp import (
 from lightning_fsdp.losses import body_and_head
 from recipes.answers import IGNORED
 from recipes.data import TextData
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, mistakes_in
 from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_factor
 from recipes.pretrained import load_model
 
@@ -158,7 +158,8 @@ class CausalLM(L.LightningModule):
             return
         if self.meta_init:
             self._require_a_strategy_that_computes_values()
-        with torch.device("meta") if self.meta_init else contextlib.nullcontext():
+        device = torch.device("meta") if self.meta_init else contextlib.nullcontext()
+        with mistakes_in("--model", ValueError), device:
             self.model = self.build()
         blocks = self.blocks()
         checkpointed = {kind: _checkpointed(kind) for kind in {type(block) for block in blocks}}

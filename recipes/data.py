@@ -78,14 +78,14 @@ class TextData(L.LightningDataModule):
 
     def __post_init__(self) -> None:
         super().__init__()
-        least = {"vocab_size": MIN_VOCAB_SIZE, "num_workers": 0}
-        for name in ("vocab_size", "max_object_size", "seq_len", "batch_size", "num_workers"):
-            wanted, value = least.get(name, 1), getattr(self, name)
-            if value < wanted:
-                raise RecipeError.at(name, f"{wanted} or more", value, f"Correct --data.{name}.")
-        if not 0 <= self.val_fraction < 1:
-            expected, cure = "0 or more and less than 1", "Correct --data.val_fraction."
-            raise RecipeError.at("val_fraction", expected, self.val_fraction, cure)
+        many, seeds = float("inf"), (-(2**63), 2**63)
+        ranges = {"vocab_size": (MIN_VOCAB_SIZE, many), "val_fraction": (0, 1), "seed": seeds}
+        ranges |= dict.fromkeys(("num_workers", "standard_library_mb"), (0, many))
+        ranges |= dict.fromkeys(("max_object_size", "seq_len", "batch_size"), (1, many))
+        for name, (least, limit) in ranges.items():
+            if not least <= (value := getattr(self, name)) < limit:
+                expected = f"{least} or more" + (f" and less than {limit}" if limit < many else "")
+                raise RecipeError.at(name, expected, value, f"Correct --data.{name}.")
         self.cache_dir = Path(self.cache_dir)
         self.tokens: TokenFile | None = None
         self.train: PackedSequences | Answers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Self
 
 
@@ -27,3 +29,22 @@ def find_recipe_error(error: BaseException) -> RecipeError | None:
     while cause is not None and not isinstance(cause, RecipeError):
         cause = cause.__cause__
     return cause
+
+
+@contextmanager
+def mistakes_in(option: str, *kinds: type[Exception]) -> Iterator[None]:
+    """What another library refuses within is a mistake in an option.
+
+    Args:
+        option: Where to look for it.
+        kinds: Errors that say so.
+
+    Raises:
+        RecipeError: In their place, in one line.
+    """
+    try:
+        yield
+    except RecipeError:
+        raise
+    except kinds as error:
+        raise RecipeError(f"{option}: {' '.join(str(error).split())}") from error

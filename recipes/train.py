@@ -11,8 +11,11 @@ Everything in a YAML can be overridden: ``--trainer.max_steps 100 --model.optimi
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -25,7 +28,7 @@ from typing_extensions import override
 import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
-from recipes.errors import RecipeError, find_recipe_error
+from recipes.errors import RecipeError, find_recipe_error, mistakes_in
 from recipes.monitor import GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
 
@@ -59,10 +62,21 @@ class RecipeCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """What the Trainer refuses before it does anything is a mistake of the user."""
-        try:
+        with mistakes_in("--trainer", ValueError, TypeError, MisconfigurationException):
             return super().instantiate_trainer(**kwargs)
-        except (ValueError, TypeError, MisconfigurationException) as error:
-            raise RecipeError(f"--trainer: {' '.join(str(error).split())}") from error
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Refuse a checkpoint that there is not, or that cannot be read."""
+        refuse_missing_checkpoint(self.config[self.config.subcommand].get("ckpt_path"))
+        # A damaged file is an error of many kinds.
+        with mistakes_in("--ckpt_path: expected a checkpoint", Exception):
+            super()._parse_ckpt_path()
+
+    @override
+    def _set_seed(self) -> None:
+        with mistakes_in("--seed_everything", ValueError):
+            super()._set_seed()
 
     def before_fit(self) -> None:
         """Prepare the data; refuse what cannot work."""
@@ -75,13 +89,26 @@ class RecipeCLI(LightningCLI):
     def _prepare(self, *, for_training: bool) -> None:
         refuse_wrong_accumulation(self.trainer)
         refuse_conflicts(self.trainer, self.model)
-        tokens = self.datamodule.open()
+        with mistakes_in("--data", OSError):
+            tokens = self.datamodule.open()
         self.model.require_fitting(self.datamodule)
         self.datamodule.require_enough(self.trainer.world_size, for_training=for_training)
         rank_zero_info(
             f"Corpus: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens of a "
             f"vocabulary of {tokens.vocab_size:,}, in {tokens.folder}"
         )
+
+
+def refuse_missing_checkpoint(path: str | None) -> None:
+    """Refuse a path to nothing; what is elsewhere, or a word of Lightning's, is not looked at.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    is_word = path in (None, "best", "last", "hpc") or re.match(r"registry\b|\w+://", path)
+    if path is not None and not is_word and not Path(path).exists():
+        expected = "a checkpoint that exists"
+        raise RecipeError.at("--ckpt_path", expected, f"nothing at '{path}'", "Correct it.")
 
 
 def refuse_wrong_accumulation(trainer: L.Trainer) -> None:
@@ -128,12 +155,19 @@ def main() -> None:
             parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
-    except ValueError as error:
-        mistake = find_recipe_error(error)
+    except (ValueError, MisconfigurationException) as error:
+        mistake = find_recipe_error(error) or _refused_by_lightning(error)
         if mistake is None:
             raise
         rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
         sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
+
+
+def _refused_by_lightning(error: Exception) -> str | None:
+    """What Lightning itself says of its options, and not what fails in that which it runs."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_its_own = frame.f_globals["__name__"].startswith("lightning.")
+    return f"--trainer: {' '.join(str(error).split())}" if is_its_own else None
 
 
 if __name__ == "__main__":

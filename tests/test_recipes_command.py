@@ -110,6 +110,9 @@ def test_the_model_has_as_many_tokens_as_the_data(
             ["--trainer.strategy=ddp", "--trainer.precision=bf16-mixed"],
             "gradient_clip_val: expected none with a fused optimizer, precision bf16-mixed and the",
         ),
+        (["--data.cache_dir=corpus/a.txt/cache"], "--data: [Errno 20] Not a directory: 'corpus/a"),
+        ([f"--data.seed={2**70}"], "seed: expected -9223372036854775808 or more and less than 9"),
+        (["--seed_everything=-1"], "--seed_everything: -1 is not in bounds"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_process_starts(
@@ -126,6 +129,34 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     assert str(stopped.value.code).startswith("error: ")
     assert message in str(stopped.value.code)
     assert "\n" not in str(stopped.value.code)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ckpt_path=nope.ckpt"], "--ckpt_path: expected a checkpoint that exists, got nothing"),
+        (["--ckpt_path=corpus/a.txt"], "--ckpt_path: expected a checkpoint: "),
+        (["--model.dropout=2.0"], "--model: dropout probability has to be between 0 and 1"),
+        (
+            ["--model=recipes.lora.QwenLora", "--model.size=tiny", "--model.layers=[foo]"],
+            "--model: Target modules {'foo'} not found",
+        ),
+        (["--trainer.val_check_interval=5000"], "--trainer: `val_check_interval` (5000) must be"),
+        (
+            ["--trainer.limit_train_batches=0.0001"],
+            "--trainer: You requested to check 0.0001 of the `train_dataloader`",
+        ),
+    ],
+)
+def test_a_mistake_that_the_run_itself_finds_is_one_line(
+    options: list[str], message: str, command_line: Any, tmp_path: Path
+) -> None:
+    one = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.check_val_every_n_epoch=1"]
+    with pytest.raises(SystemExit) as stopped:
+        command_line(short_run(write_folder(tmp_path / "corpus"), *one, *options))
+    said = str(stopped.value.code)
+    assert said.startswith(f"error: {message}"), said
+    assert "\n" not in said
 
 
 @pytest.mark.parametrize("subcommand", ["", "fit", "validate"])

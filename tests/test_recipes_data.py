@@ -111,7 +111,13 @@ def test_too_little_text_is_refused_with_the_numbers(folder: Path, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "option",
-    [{"vocab_size": 256}, {"seq_len": 0}, {"batch_size": 0}, {"num_workers": -1}],
+    [
+        {"vocab_size": 256},
+        {"seq_len": 0},
+        {"batch_size": 0},
+        {"num_workers": -1},
+        {"standard_library_mb": -1},
+    ],
 )
 def test_an_option_out_of_range_is_refused(option: dict[str, int]) -> None:
     (name,) = option
