@@ -204,7 +204,7 @@ class TextData(L.LightningDataModule):
         if self._train_loader is None:
             return
         before, now = self.cache_dir / state_dict["corpus"], self.open()
-        if not names_of(now, self.train).items() <= state_dict.items():
+        if any(state_dict.get(key) != name for key, name in names_of(now, self.train).items()):
             got = f"another one: {now.difference_from(before)}"
             cure = "Restore it, or start from the weights alone."
             raise RecipeError.at("checkpoint", "the corpus that it was written with", got, cure)
