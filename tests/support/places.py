@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_fsdp.core import fully_shard as door
-from lightning_fsdp.core.engine.communicator import Pending
+from lightning_fsdp.core.engine.communicator import Communicator, Pending
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.memory.offload import OffloadedHome
 from tests.support.counting import flat_tensors, has_wrapper
@@ -45,6 +45,7 @@ class TwoPlaces(TorchDispatchMode):
         self.mixtures: list[str] = []
         self._places: dict[int, tuple[StorageWeakRef, str]] = {}
         self._is_at_the_door = False
+        self._opened: list[Communicator] = []
 
     def __enter__(self) -> Self:
         ours = OffloadedHome
@@ -82,13 +83,21 @@ class TwoPlaces(TorchDispatchMode):
             pending.finish = finish_marked
             return pending
 
-        door._open_group = lambda *args: (open_group(*args)[0], _COMPUTE)
+        def open_on_device(*args: Any) -> Any:
+            communicator = open_group(*args)
+            communicator.device = _COMPUTE
+            self._opened.append(communicator)
+            return communicator
+
+        door._open_group = open_on_device
         door.assemble = assemble_and_mark
         ours.to_device, ours.to_host = to_device_marked, to_host_marked
         return super().__enter__()
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__(*exception)
+        for communicator in self._opened:
+            communicator.device = torch.device("cpu")
         (door._open_group, door.assemble, *of_home) = self._originals
         OffloadedHome.to_device, OffloadedHome.to_host = of_home
 
