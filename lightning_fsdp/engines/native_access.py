@@ -147,7 +147,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         One gradient is whole at a time, unless the caller keeps what is yielded.
 
         Raises:
-            GradientUnavailable: A gradient was not reduced yet.
+            GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
         """
         for name in self._present(micro_batch):
             yield name, self[name].full(micro_batch)
@@ -158,8 +158,6 @@ class NativeGradients(Mapping[str, NativeGradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
         """
-        if micro_batch is not None and not self._engine.separate.get(micro_batch):
-            raise nothing_kept(micro_batch, self._engine.separate)
         return {
             name: self._engine.piece(self[name].reduced(micro_batch))
             for name in self._present(micro_batch)
@@ -167,7 +165,8 @@ class NativeGradients(Mapping[str, NativeGradient]):
 
     def _present(self, micro_batch: int | None) -> list[str]:
         if micro_batch is not None:
-            kept = self._engine.separate.get(micro_batch, {})
+            if not (kept := self._engine.separate.get(micro_batch)):
+                raise nothing_kept(micro_batch, self._engine.separate)
             return [name for name in self.names() if name in kept]
         return [name for name in self.names() if self[name].state != "none"]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fsdp import (
+    GradientUnavailable,
     full_optimizer_state_dict,
     full_state_dict,
     gradients,
@@ -230,8 +231,9 @@ class Sharded(Side):
         found = gradients(self.model)
         total = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in self.model.named_parameters()}
         for number in range(12):  # backwards of a step, at most
-            for name, gradient in found.full(number):
-                total[name] += gradient
+            with contextlib.suppress(GradientUnavailable):
+                for name, gradient in found.full(number):
+                    total[name] += gradient
         return total
 
     def clip(self, max_norm: float) -> Tensor:
