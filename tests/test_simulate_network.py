@@ -76,4 +76,4 @@ def test_a_world_that_leaves_a_host_half_empty_is_refused():
 def test_ranks_that_cannot_be_simulated_are_refused_by_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit):
         main(["scaling", "--ranks", *arguments])
-    assert f"--ranks: {message}" in capsys.readouterr().err
+    assert f"--ranks, --hosts: {message}" in capsys.readouterr().err
