@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -55,28 +56,18 @@ class RecipeCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Refuse a strategy that there is not."""
+        """Refuse a strategy or a checkpoint that there is not, and a seed out of range."""
         super().parse_arguments(parser, args)
-        refuse_unknown_strategy(self.config[self.config.subcommand].trainer.strategy)
+        config = self.config[self.config.subcommand]
+        refuse_unknown_strategy(config.trainer.strategy)
+        refuse_wrong_seed(config.seed_everything)
+        refuse_wrong_checkpoint(config.get("ckpt_path"))
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """What the Trainer refuses before it does anything is a mistake of the user."""
         with mistakes_in("--trainer", ValueError, TypeError, MisconfigurationException):
             return super().instantiate_trainer(**kwargs)
-
-    @override
-    def _parse_ckpt_path(self) -> None:
-        """Refuse a checkpoint that there is not, or that cannot be read."""
-        refuse_missing_checkpoint(self.config[self.config.subcommand].get("ckpt_path"))
-        # A damaged file is an error of many kinds.
-        with mistakes_in("--ckpt_path: expected a checkpoint", Exception):
-            super()._parse_ckpt_path()
-
-    @override
-    def _set_seed(self) -> None:
-        with mistakes_in("--seed_everything", ValueError):
-            super()._set_seed()
 
     def before_fit(self) -> None:
         """Prepare the data; refuse what cannot work."""
@@ -99,8 +90,21 @@ class RecipeCLI(LightningCLI):
         )
 
 
-def refuse_missing_checkpoint(path: str | None) -> None:
-    """Refuse a path to nothing; what is elsewhere, or a word of Lightning's, is not looked at.
+def refuse_wrong_seed(seed: bool | int) -> None:
+    """Refuse one that numpy would not take; ``True`` and ``False`` say whether there is one.
+
+    Raises:
+        RecipeError: It is out of range.
+    """
+    if not 0 <= seed < 2**32:
+        expected = f"0 or more and less than {2**32}"
+        raise RecipeError.at("--seed_everything", expected, seed, "Correct it.")
+
+
+def refuse_wrong_checkpoint(path: str | None) -> None:
+    """Refuse a path to nothing, and a file that cannot be read.
+
+    What is elsewhere, or a word of Lightning's, is not looked at.
 
     Raises:
         RecipeError: It is one.
@@ -109,6 +113,13 @@ def refuse_missing_checkpoint(path: str | None) -> None:
     if path is not None and not is_word and not Path(path).exists():
         expected = "a checkpoint that exists"
         raise RecipeError.at("--ckpt_path", expected, f"nothing at '{path}'", "Correct it.")
+    if path is not None and Path(path).is_file():
+        try:  # its structure, without values
+            torch.load(path, map_location="meta", weights_only=True)
+        except Exception as error:  # a damaged file is an error of many kinds
+            got = f"'{path}' ({type(error).__name__})"
+            expected, cure = "a checkpoint that torch loads", "Name a complete one."
+            raise RecipeError.at("--ckpt_path", expected, got, cure) from error
 
 
 def refuse_wrong_accumulation(trainer: L.Trainer) -> None:

@@ -112,7 +112,10 @@ def test_the_model_has_as_many_tokens_as_the_data(
         ),
         (["--data.cache_dir=corpus/a.txt/cache"], "--data: [Errno 20] Not a directory: 'corpus/a"),
         ([f"--data.seed={2**70}"], "seed: expected -9223372036854775808 or more and less than 9"),
-        (["--seed_everything=-1"], "--seed_everything: -1 is not in bounds"),
+        (
+            ["--seed_everything=-1"],
+            "--seed_everything: expected 0 or more and less than",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_any_process_starts(
@@ -135,7 +138,7 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     ("options", "message"),
     [
         (["--ckpt_path=nope.ckpt"], "--ckpt_path: expected a checkpoint that exists, got nothing"),
-        (["--ckpt_path=corpus/a.txt"], "--ckpt_path: expected a checkpoint: "),
+        (["--ckpt_path=corpus/a.txt"], "--ckpt_path: expected a checkpoint that torch loads"),
         (["--model.dropout=2.0"], "--model: dropout probability has to be between 0 and 1"),
         (
             ["--model=recipes.lora.QwenLora", "--model.size=tiny", "--model.layers=[foo]"],
