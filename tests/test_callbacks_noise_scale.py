@@ -111,6 +111,17 @@ def test_one_device_with_accumulation_is_enough(tmp_path):
     on_trainer_ranks(_estimated, 1, "auto", str(tmp_path), 3, 12)
 
 
+def test_a_micro_batch_without_samples_counts_for_nothing(tmp_path):
+    samples = [_samples(6)[:3], torch.zeros(1, DIMENSIONS), _samples(6)[3:]]
+    probe = GradientNoiseScale(smoothing=0.0, num_samples=lambda batch: batch[0].any(1).sum())
+    trainer = make_trainer(
+        "auto", tmp_path, devices=1, accumulate_grad_batches=3, callbacks=[probe]
+    )
+    trainer.fit(seeded(_Linear), DataLoader([(x,) for x in samples], batch_size=None))
+    signal, noise = _plain_estimates([samples[0], samples[2]])
+    assert (probe.estimate().signal, probe.estimate().noise) == pytest.approx((signal, noise), 1e-4)
+
+
 class _Fused(_Linear):
     """Its optimizer divides gradients by the scale itself, in its step."""
 
@@ -257,6 +268,12 @@ def test_what_cannot_be_told_is_refused(tmp_path):
             GradientNoiseScale(every_n_steps=period)
     trainer = make_trainer("auto", tmp_path, devices=1, callbacks=[GradientNoiseScale()])
     with pytest.raises(ValueError, match="two micro-batches"):
+        trainer.fit(seeded(_Linear), make_loader())
+    negative = GradientNoiseScale(num_samples=lambda batch: -1)
+    trainer = make_trainer(
+        "auto", tmp_path, devices=1, accumulate_grad_batches=2, callbacks=[negative]
+    )
+    with pytest.raises(ValueError, match=r"num_samples: .*got -1.0 for batch 0"):
         trainer.fit(seeded(_Linear), make_loader())
     module = seeded(_Linear)
     module.automatic_optimization = False

@@ -13,7 +13,7 @@ import pytest
 from lightning_fsdp.bench import options
 from lightning_fsdp.compare import __main__ as compare
 from lightning_fsdp.convert import __main__ as convert
-from lightning_fsdp.harness.command_line import at_least, positive
+from lightning_fsdp.harness.command_line import at_least, not_negative, positive
 from lightning_fsdp.plan import __main__ as plan
 
 ROOT = Path(__file__).parent.parent
@@ -186,6 +186,8 @@ def test_what_is_no_command_is_named_with_the_choices(capsys):
         (at_least(0), "some", "expected 0 or more, got 'some'"),
         (positive, "0", "expected more than 0, got '0'"),
         (positive, "nan", "expected more than 0, got 'nan'"),
+        (positive, "inf", "expected more than 0, got 'inf'"),
+        (not_negative, "inf", "expected 0 or more, got 'inf'"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(convert, text, message):

@@ -121,6 +121,11 @@ class GradientNoiseScale(pl.Callback):
     ) -> None:
         """Count the samples."""
         self._samples = float(self.num_samples(batch))
+        if not 0 <= self._samples < math.inf:
+            raise ValueError(
+                f"num_samples: expected a finite number, 0 or more, got {self._samples} for batch "
+                f"{batch_idx}. Return how many samples this rank has in it."
+            )
 
     @override
     def on_before_zero_grad(
@@ -146,7 +151,8 @@ class GradientNoiseScale(pl.Callback):
         assert self._access is not None, "training has started"
         big = [square_of(g.shard) for g in _reduced(self._access)]
         parts = [(float(square), float(weight), size) for square, weight, size in self._parts]
-        parts = [part for part in parts if part[1] > 0]  # without a token there is no gradient
+        # Without a sample or a token there is no gradient.
+        parts = [part for part in parts if part[1] > 0 and part[2] > 0]
         self._forget_step()
         numbers = [
             float(torch.stack(big).sum()) if big else 0.0,

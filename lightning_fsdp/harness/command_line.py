@@ -174,15 +174,15 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """A number of more than 0, as the type of a command's option."""
-    if not (number := _number(text)) > 0:
+    """A finite number of more than 0, as the type of a command's option."""
+    if not 0 < (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"expected more than 0, got {text!r}")
     return number
 
 
 def not_negative(text: str) -> float:
-    """A number of 0 or more, as the type of a command's option."""
-    if not (number := _number(text)) >= 0:
+    """A finite number of 0 or more, as the type of a command's option."""
+    if not 0 <= (number := _number(text)) < math.inf:
         raise argparse.ArgumentTypeError(f"expected 0 or more, got {text!r}")
     return number
 
