@@ -251,3 +251,23 @@ def _keep_a_graph(rank, world_size):
 
 def test_the_backward_of_a_graph_from_before_sharding_is_refused():
     run_on_ranks(_keep_a_graph, 2)
+
+
+def _shard_without_gradients(rank, world_size):
+    for context in (torch.no_grad, torch.inference_mode):
+        model, reference = mlp(), mlp()
+        with context():
+            shard_model(model)
+        mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+        for other in range(world_size):
+            (mlp_loss(reference, mlp_batch(0, 0, other)) / world_size).backward()
+        for name, parameter in reference.named_parameters():
+            ours = model.get_parameter(name).grad
+            assert (ours is None) == (parameter.grad is None), name
+            if ours is not None:
+                torch.testing.assert_close(ours.full_tensor(), parameter.grad, rtol=0, atol=1e-6)
+        torch.optim.AdamW(model.parameters()).step()
+
+
+def test_a_model_that_is_sharded_where_gradients_are_off_trains():
+    run_on_ranks(_shard_without_gradients, 2)

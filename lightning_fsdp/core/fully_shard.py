@@ -242,7 +242,8 @@ def _shard(
         plan_of: Checks the plan.
         units_of: Chooses the units below a root.
     """
-    with torch.device("cpu"):  # also where the caller builds on another, e.g. meta
+    # Also where the caller builds on another device, e.g. meta, or has switched gradients off.
+    with torch.device("cpu"), torch.inference_mode(False):
         communicator = _open_group(options)
         what = ", ".join(type(module).__name__ for module in modules)
         prepare = functools.partial(_prepare, modules, options, plan_of, units_of, communicator)
