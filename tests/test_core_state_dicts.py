@@ -12,6 +12,7 @@ from lightning_fsdp import (
     load_full_state_dict,
     shard_model,
 )
+from tests.support.cases import each_on_ranks
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import (
@@ -274,3 +275,27 @@ def test_full_states_of_model_and_optimizer_continue_as_if_nothing_had_happened(
     expected = Trace(plain.losses[2:], plain.gradients[2:], plain.parameters[2:])
     for trace in run_on_ranks(_continue_from_full_states, 2, name):
         assert_traces_match(trace, expected, atol=1e-7)
+
+
+def _look_in_inference_mode(rank, world_size, plan):
+    model = shard_model(mlp(), PLANS[plan])
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    optimizer.step()
+    expected = full_state_dict(model), full_optimizer_state_dict(optimizer)["state"]
+    with torch.inference_mode():
+        found = full_state_dict(model), full_optimizer_state_dict(optimizer)["state"]
+        model.load_state_dict(model.state_dict())
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+            parameter.grad.data.mul_(2)
+    assert_same_tensors(found[0], expected[0], atol=0)
+    for index, values in expected[1].items():
+        assert_same_tensors(found[1][index], values, atol=0)
+    for name, value in full_state_dict(model).items():
+        assert torch.equal(value, 2 * expected[0][name]), name
+    optimizer.step()
+
+
+def test_state_is_taken_and_written_in_inference_mode():
+    each_on_ranks(_look_in_inference_mode, 2, PLANS)

@@ -73,9 +73,7 @@ def _choose(func: Any) -> Handler:
         return _create_plain
     if name == "equal" or any(part in name for part in _PLACE_DEPENDENT):
         return refuse
-    if name.startswith("_foreach_") and name not in _FOREACH_REDUCTIONS:
-        return _elementwise_over_lists
-    if name.startswith("_fused_"):
+    if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
         return _elementwise_over_lists
     if torch.Tag.pointwise in func.tags:
         return _pointwise
@@ -86,7 +84,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     source = args[0]
     if source._aliases is None:
         source._aliases = weakref.WeakSet()
-    alias = ShardedTensor(source._local, source.spec)
+    with torch.inference_mode(False):  # where torch lets it share the version counter of its source
+        alias = ShardedTensor(source._local, source.spec)
     alias._aliases = source._aliases
     source._aliases.add(alias)
     return alias
