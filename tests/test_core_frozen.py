@@ -121,6 +121,27 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(plan):
     run_on_ranks(_thaw, 2, plan)
 
 
+def _freeze_before_the_backward(rank, world_size, plan):
+    """Also what the backward does not gather."""
+    model, reference = shard_model(causal_lm(), PLANS[plan]), causal_lm()
+    loss = lm_loss(model, token_batch(0, 0, rank))
+    losses = [lm_loss(reference, token_batch(0, 0, other)) for other in range(world_size)]
+    for each in (model, reference):
+        each.embedding.requires_grad_(False)
+        each.blocks[1].requires_grad_(False)
+    loss.backward()
+    (sum(losses) / world_size).backward()
+    for name, parameter in reference.named_parameters():
+        ours = model.get_parameter(name).grad
+        assert (ours is None) == (parameter.grad is None), name
+        if ours is not None:
+            torch.testing.assert_close(ours.full_tensor(), parameter.grad, rtol=0, atol=5e-6)
+
+
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient():
+    each_on_ranks(_freeze_before_the_backward, 2, PLANS)
+
+
 class Failing:
     """Raises once, where it is put."""
 

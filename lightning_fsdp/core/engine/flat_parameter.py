@@ -389,7 +389,8 @@ _NOBODY = Runner()
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
     """Move the gradient of a leaf out of its ``.grad`` as soon as it is complete."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
-    if owner is not None and gradient is not None:
+    # A parameter that was frozen after its forward gets none, as in torch.
+    if owner is not None and gradient is not None and owner.parameters[slot].requires_grad:
         with torch_internals.unrecorded():
             # With create_graph=True it has a graph, which the reduction would keep alive.
             owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)
