@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torchmetrics import MeanMetric
 
 import lightning_fsdp
 from tests.support.checkpointed import Adamw, TwoOptimizers, assert_same_bits, sharded_trainer
@@ -128,6 +129,8 @@ class _EditsCheckpoints(Adamw):
         super().__init__()
         self.counter = _Counter()
         self.tensor_counter = _TensorCounter()
+        self.metric = MeanMetric()  # its state dict holds copies
+        self.metric.persistent(True)
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
@@ -155,6 +158,7 @@ def _edited(strategy, folder, rank):
     trained = seeded(_EditsCheckpoints)
     trained.counter.count = 7
     trained.tensor_counter.count = 8
+    trained.metric.update(9.0)
     trainer = sharded_trainer(strategy, folder)
     trainer.fit(trained, make_loader())
     trainer.save_checkpoint(folder / "edited.ckpt")

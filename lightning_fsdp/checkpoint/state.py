@@ -221,7 +221,8 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
         strict: Whether the names must be the module's.
 
     Returns:
-        The entries that are no stand-ins, for ``load_state_dict(..., strict=False)``.
+        What the module is to take by ``load_state_dict(..., strict=False)``: entries that are no
+        stand-ins, and those of which its state dict holds copies.
 
     Raises:
         RuntimeError: Names or shapes are not the module's, or values were edited.
@@ -266,7 +267,7 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
             opened.read(batch, partial=True)
     note_writing(targets.values())
-    return others
+    return {n: v for n, v in state.copies_in(targets).items() if n in entries} | others
 
 
 def read_optimizers(

@@ -4,11 +4,13 @@
     buffers                                 whole
     everything else                         as it is
 
-Names are the original ones. All are live: who fills them in place fills the module or optimizer.
+Names are the original ones. All but copies are live: who fills them in place fills the module or
+optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +37,21 @@ class ShardedState:
     def of_module(self) -> dict[str, Any]:
         """``state_dict()`` with slices; tied parameters are one object under several names."""
         return with_ties(self._module, self._module.state_dict())
+
+    def copies_in(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Of its state dict, tensors that are not the module's own, but made for it (metrics)."""
+        own = {
+            tensor.untyped_storage().data_ptr()
+            for tensor in (*self._module.parameters(), *self._module.buffers())
+            if not isinstance(tensor, FlatChunks | DTensor)
+        }
+        return {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+            and not isinstance(value, FlatChunks | DTensor)
+            and value.untyped_storage().data_ptr() not in own
+        }
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What optimizers hold, by original name; every parameter once."""
