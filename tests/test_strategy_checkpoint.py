@@ -178,8 +178,8 @@ class _LoadsLoosely(Regressor):
         self.strict_loading = False
         self.blocks.requires_grad_(False)
 
-    def state_dict(self, *args, **kwargs):
-        state = super().state_dict(*args, **kwargs)
+    def state_dict(self):  # without arguments, as in Lightning's documentation
+        state = super().state_dict()
         return {name: value for name, value in state.items() if not name.startswith("blocks")}
 
 

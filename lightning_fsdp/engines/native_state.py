@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.whole_state import (
@@ -115,7 +116,8 @@ def _keyed(engine: Pieces, module: nn.Module | None) -> dict[str, tuple[str | No
     outlines = _outlines(engine)
     name_of = {id(outline): name for name, outline in outlines.items()}
     with _form(engine).worn(outlines) as root:
-        state = (root if module is None else module).state_dict(keep_vars=True)
+        # Without arguments: a LightningModule may override it so.
+        state = root.state_dict() if module is None else module.state_dict(keep_vars=True)
     return {key: (name_of.get(id(value)), value) for key, value in state.items()}
 
 
@@ -262,11 +264,19 @@ def _form(engine: Pieces) -> ModuleForm:
 
 def _outlines(engine: Pieces) -> dict[str, nn.Parameter]:
     """Parameters of the original shapes without memory."""
-    outlines = {}
+    outlines: dict[str, nn.Parameter] = {}
     for name, parameter in engine.parameters.items():
         empty = torch.empty(engine.shapes[name], dtype=parameter.dtype, device="meta")
-        outlines[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        outlines[name] = _Outline(empty, requires_grad=parameter.requires_grad)
     return outlines
+
+
+class _Outline(nn.Parameter):
+    """A parameter without memory, which a state dict holds as it is."""
+
+    @override
+    def detach(self) -> Tensor:
+        return self
 
 
 def _buffers_of(root: nn.Module) -> Iterator[tuple[str, Site]]:
