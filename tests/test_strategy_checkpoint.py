@@ -200,6 +200,27 @@ def test_a_module_that_saves_only_part_of_itself_is_obeyed(tmp_path):
     assert_like_ddp(_loose, tmp_path)
 
 
+class _LogsPerRank(Regressor):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss_here", loss.detach())
+        return loss
+
+
+def _named_by_each_rank(strategy, folder, rank):
+    keep = ModelCheckpoint(folder, filename="{loss_here:.6f}")
+    trainer = make_trainer(strategy, folder, callbacks=[keep], enable_checkpointing=True)
+    trainer.fit(seeded(_LogsPerRank), make_loader())
+    (path,) = folder.glob("*.ckpt")
+    if rank == 0:
+        assert path.name == f"loss_here={trainer.callback_metrics['loss_here']:.6f}.ckpt"
+    return {"weights": torch.load(path, weights_only=True)["state_dict"]}
+
+
+def test_a_name_that_differs_by_rank_is_that_of_rank_0(tmp_path):
+    assert_like_ddp(_named_by_each_rank, tmp_path)
+
+
 class _CountingIO(TorchCheckpointIO):
     def __init__(self):
         self.saved = []

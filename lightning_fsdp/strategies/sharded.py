@@ -613,6 +613,7 @@ class ShardedStrategy(ProcessStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
         assert self.lightning_module is not None
+        filepath = self.broadcast(filepath)  # it may tell a metric, which may differ by rank
         # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
@@ -624,7 +625,7 @@ class ShardedStrategy(ProcessStrategy):
                     f"checkpoint='sharded', got {storage_options!r}. Ranks write files to a local "
                     "or shared folder, without a CheckpointIO; use checkpoint='full' for one."
                 )
-            self._checkpoints.write_folder(checkpoint, self.broadcast(filepath))
+            self._checkpoints.write_folder(checkpoint, filepath)
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
         self._checkpoints.note_parameter_names(checkpoint, self.lightning_module, optimizers)
