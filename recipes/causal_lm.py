@@ -29,6 +29,7 @@ from lightning_fsdp import (
     call_with,
     linear_cross_entropy,
 )
+from lightning_fsdp.checkpoint.contents import LEFT_OUT
 from lightning_fsdp.losses import body_and_head
 from recipes.answers import IGNORED
 from recipes.data import TextData
@@ -170,6 +171,25 @@ class CausalLM(L.LightningModule):
                 block.forward = torch.compile(block.forward)
             if self.activation_checkpointing:
                 block.__class__ = checkpointed[type(block)]
+
+    @override
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the checkpoint of another model, of which torch would tell every weight.
+
+        Raises:
+            RecipeError: It has other names or shapes.
+        """
+        saved = {name: tuple(shape) for name, shape in checkpoint.get(LEFT_OUT, {}).items()}
+        saved |= {name: tuple(value.shape) for name, value in checkpoint["state_dict"].items()}
+        here = {name: tuple(value.shape) for name, value in self.state_dict().items()}
+        for name in sorted(saved.keys() & here.keys()) + sorted(saved.keys() ^ here.keys()):
+            if saved.get(name) == here.get(name):
+                continue
+            is_missing, has = name not in saved, f"has the shape {saved.get(name)}"
+            found = "is missing" if is_missing else f"{has}, not {here.get(name, 'there at all')}"
+            expected, got = "a checkpoint of this model", f"another, in which '{name}' {found}"
+            cure = "Set --model to what it was saved with, or begin anew without it."
+            raise RecipeError.at("--ckpt_path", expected, got, cure)
 
     def _require_a_strategy_that_computes_values(self) -> None:
         strategy = None if self._trainer is None else self.trainer.strategy

@@ -102,7 +102,7 @@ def refuse_wrong_seed(seed: bool | int) -> None:
 
 
 def refuse_wrong_checkpoint(path: str | None) -> None:
-    """Refuse a path to nothing, and a file that cannot be read.
+    """Refuse a path to nothing, and a file that cannot be read or that no run has written.
 
     What is elsewhere, or a word of Lightning's, is not looked at.
 
@@ -115,11 +115,14 @@ def refuse_wrong_checkpoint(path: str | None) -> None:
         raise RecipeError.at("--ckpt_path", expected, f"nothing at '{path}'", "Correct it.")
     if path is not None and Path(path).is_file():
         try:  # its structure, without values
-            torch.load(path, map_location="meta", weights_only=True)
+            content = torch.load(path, map_location="meta", weights_only=True)
         except Exception as error:  # a damaged file is an error of many kinds
             got = f"'{path}' ({type(error).__name__})"
             expected, cure = "a checkpoint that torch loads", "Name a complete one."
             raise RecipeError.at("--ckpt_path", expected, got, cure) from error
+        if "pytorch-lightning_version" not in (content if isinstance(content, dict) else ()):
+            expected, got = "a checkpoint of a run", f"'{path}', which holds something else"
+            raise RecipeError.at("--ckpt_path", expected, got, "Name one that a run has saved.")
 
 
 def refuse_wrong_accumulation(trainer: L.Trainer) -> None:

@@ -139,6 +139,14 @@ def test_a_mistake_is_one_line_before_any_process_starts(
     [
         (["--ckpt_path=nope.ckpt"], "--ckpt_path: expected a checkpoint that exists, got nothing"),
         (["--ckpt_path=corpus/a.txt"], "--ckpt_path: expected a checkpoint that torch loads"),
+        (
+            ["--ckpt_path=weights.pt"],
+            "--ckpt_path: expected a checkpoint of a run, got 'weights.pt'",
+        ),
+        (
+            ["--ckpt_path=other.ckpt"],
+            "--ckpt_path: expected a checkpoint of this model, got another, in which 'model.transf",
+        ),
         (["--model.dropout=2.0"], "--model: dropout probability has to be between 0 and 1"),
         (
             ["--model=recipes.lora.QwenLora", "--model.size=tiny", "--model.layers=[foo]"],
@@ -155,6 +163,10 @@ def test_a_mistake_that_the_run_itself_finds_is_one_line(
     options: list[str], message: str, command_line: Any, tmp_path: Path
 ) -> None:
     one = ["--trainer.devices=1", "--trainer.strategy=auto", "--trainer.check_val_every_n_epoch=1"]
+    weights = {"model.transformer.wte.weight": torch.zeros(2, 3)}
+    torch.save(weights, tmp_path / "weights.pt")
+    run = {"state_dict": weights, "pytorch-lightning_version": "2.6.0"}
+    torch.save(run, tmp_path / "other.ckpt")
     with pytest.raises(SystemExit) as stopped:
         command_line(short_run(write_folder(tmp_path / "corpus"), *one, *options))
     said = str(stopped.value.code)
