@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_fsdp.checkpoint import mapped
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.strategies.checkpoint_io import FullCheckpointIO
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.own_memory import MIB, NOISE, Wide, needs_proc, own_bytes
@@ -181,3 +182,16 @@ def test_for_a_small_file_the_kernel_is_not_asked_what_is_mapped(monkeypatch, nb
     monkeypatch.setattr(mapped, "_unchanged_files", lambda: asked.append(None) or iter(()))
     mapped.give_back([torch.zeros(nbytes // 4)])
     assert len(asked) == (nbytes == MIB)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 0.5, 0.99])
+def test_a_file_that_was_cut_off_is_named(tmp_path, kept):
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {"weight": torch.arange(999.0)}}, path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
+    with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt: expected a file that torch\.load"):
+        FullCheckpointIO().load_checkpoint(path, weights_only=True)
+    path.write_text("hello")
+    with pytest.raises(DamagedCheckpoint, match="Load another checkpoint"):
+        FullCheckpointIO().load_checkpoint(path, weights_only=True)

@@ -9,6 +9,7 @@ Lightning's own would write the file into memory first, twice, and read all of i
 from __future__ import annotations
 
 import copy
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,8 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from typing_extensions import override
 
-from lightning_fsdp.checkpoint.files import write_for_torch
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
+from lightning_fsdp.checkpoint.files import RESTORE, write_for_torch
 
 # What is cut or copied when it is loaded.
 _MAPPED = ("state_dict", "optimizer_states")
@@ -49,11 +51,26 @@ class FullCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, loc: storage,  # noqa: ARG005
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        if not _is_local(path) or not zipfile.is_zipfile(path):
+        """As Lightning's.
+
+        Raises:
+            DamagedCheckpoint: The file is cut off, or another one; torch's errors do not name it.
+        """
+        if not _is_local(path):
             return super().load_checkpoint(path, map_location, weights_only)
-        file: dict[str, Any] = torch.load(
-            path, map_location=map_location, mmap=True, weights_only=weights_only
-        )
+        try:
+            if not zipfile.is_zipfile(path):
+                return super().load_checkpoint(path, map_location, weights_only)
+            file: dict[str, Any] = torch.load(
+                path, map_location=map_location, mmap=True, weights_only=weights_only
+            )
+        except (FileNotFoundError, PermissionError, pickle.UnpicklingError, MemoryError):
+            raise  # it says what to do
+        except Exception as error:  # a damaged file is an error of many kinds
+            raise DamagedCheckpoint(
+                f"{path}: expected a file that torch.load reads, got a damaged one "
+                f"({type(error).__name__}: {error}). {RESTORE}"
+            ) from error
         # What others keep (callbacks, schedulers) must not hang on the file.
         return {k: v if k in _MAPPED else copy.deepcopy(v) for k, v in file.items()}
 
