@@ -1,5 +1,6 @@
 """A run resumed from a full checkpoint is the one of DDP, whichever strategy wrote it."""
 
+import pytest
 import torch
 
 from tests.support.checkpointed import (
@@ -99,3 +100,23 @@ def _across(rank, world_size, folder):
 
 def test_a_run_may_change_its_strategy_at_a_checkpoint(tmp_path):
     on_trainer_ranks(_across, 2, tmp_path)
+
+
+class _OneGroup(Adamw):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _of_other_groups(rank, world_size, folder):
+    trainer = make_trainer("ddp", folder, max_epochs=1)
+    trainer.fit(seeded(Adamw), make_loader())
+    trainer.save_checkpoint(folder / "two.ckpt")
+    for strategy in SHARDED[::2]:
+        trainer = make_trainer(strategy, folder, max_epochs=2)
+        message = r"groups of optimizer 0 with \[15\] parameters.*got \[5, 10\]\. Resume with the"
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(seeded(_OneGroup), make_loader(), ckpt_path=folder / "two.ckpt")
+
+
+def test_other_parameter_groups_are_told_with_their_sizes(tmp_path):
+    on_trainer_ranks(_of_other_groups, 2, tmp_path)

@@ -325,6 +325,24 @@ def check_number(optimizers: Sequence[Any], saved: Sequence[Any]) -> None:
         )
 
 
+def check_group_sizes(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse the state of an optimizer with other groups; it goes by their places.
+
+    Raises:
+        ValueError: Their number, or how many parameters they have, is another.
+    """
+    here, there = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, saved["param_groups"])
+    )
+    if here != there:
+        raise ValueError(
+            f"checkpoint: expected parameter groups of optimizer {index} with {here} parameters, "
+            f"as configure_optimizers makes them, got {there}. Resume with the groups that were "
+            "saved, or load the weights alone."
+        )
+
+
 def _entries(
     state: ShardedState,
     optimizer: Optimizer,

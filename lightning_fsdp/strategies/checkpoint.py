@@ -247,8 +247,9 @@ class Checkpoints:
             folder_state.read_optimizers(self._engine.sharded_state(module), optimizers, states)
             return
         folder_state.check_number(optimizers, states)
-        for optimizer, state in zip(optimizers, states, strict=True):
+        for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             if _has_state_of_parameters(state):
+                folder_state.check_group_sizes(index, optimizer, state)
                 read_once = {**state, "state": mapped.ReadOnce(state["state"])}
                 self._engine.load_full_optimizer_state_dict(optimizer, read_once)
             else:
