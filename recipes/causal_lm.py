@@ -33,7 +33,7 @@ from lightning_fsdp.checkpoint.contents import LEFT_OUT
 from lightning_fsdp.losses import body_and_head
 from recipes.answers import IGNORED
 from recipes.data import TextData
-from recipes.errors import RecipeError, mistakes_in
+from recipes.errors import RecipeError, agreed_mistakes, mistakes_in
 from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_factor
 from recipes.pretrained import load_model
 
@@ -157,10 +157,11 @@ class CausalLM(L.LightningModule):
         """Build the model, once."""
         if self.model is not None:
             return
-        if self.meta_init:
-            self._require_a_strategy_that_computes_values()
         device = torch.device("meta") if self.meta_init else contextlib.nullcontext()
-        with mistakes_in("--model", ValueError), device:
+        strategy = None if self._trainer is None else self.trainer.strategy
+        with agreed_mistakes(strategy), mistakes_in("--model", ValueError), device:
+            if self.meta_init:
+                self._require_a_strategy_that_computes_values()
             self.model = self.build()
         blocks = self.blocks()
         checkpointed = {kind: _checkpointed(kind) for kind in {type(block) for block in blocks}}

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import Strategy
 
 
 class RecipeError(ValueError):
-    """An option or an input that cannot work; the message names it and says what to do."""
+    """An option or an input that cannot work; the message names it and says what to do.
+
+    Attributes:
+        is_shown_elsewhere: Whether another rank shows it, so that this one need not.
+    """
+
+    is_shown_elsewhere: bool = False
 
     @classmethod
     def at(cls, place: object, expected: str, got: object, cure: str) -> Self:
@@ -48,3 +57,28 @@ def mistakes_in(option: str, *kinds: type[Exception]) -> Iterator[None]:
         raise
     except kinds as error:
         raise RecipeError(f"{option}: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def agreed_mistakes(strategy: Strategy | None) -> Iterator[None]:
+    """A mistake that one rank finds within ends all of them; one that all find, rank 0 shows.
+
+    Args:
+        strategy: Of the Trainer, with its processes started: all ranks come here. ``None``: there
+            is no other rank.
+
+    Raises:
+        RecipeError: On every rank.
+    """
+    mistake = None
+    try:
+        yield
+    except RecipeError as error:
+        mistake = error
+    if strategy is not None and strategy.reduce_boolean_decision(mistake is not None, all=False):
+        is_everywhere = strategy.reduce_boolean_decision(mistake is not None, all=True)
+        is_shown_here = strategy.is_global_zero if is_everywhere else mistake is not None
+        mistake = mistake or RecipeError("expected no mistake on any rank. Another rank shows it.")
+        mistake.is_shown_elsewhere = not is_shown_here
+    if mistake is not None:
+        raise mistake

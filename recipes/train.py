@@ -170,9 +170,12 @@ def main() -> None:
             seed_everything_default=42,
         )
     except (ValueError, MisconfigurationException) as error:
-        mistake = find_recipe_error(error) or _refused_by_lightning(error)
+        found = find_recipe_error(error)
+        mistake = found or _refused_by_lightning(error)
         if mistake is None:
             raise
+        if found is not None and found.is_shown_elsewhere:
+            sys.exit(1)
         rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
         sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
 

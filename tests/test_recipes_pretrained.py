@@ -1,17 +1,23 @@
 """Models that exist already: read, or refused by name; and data that does not fit a model."""
 
 import json
+import os
+import sys
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import pytest
 import torch
+from jsonargparse._deprecated import JsonargparseDeprecationWarning
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config
 
 from recipes.errors import RecipeError
 from recipes.gpt2 import GPT2
+from recipes.train import main
 from tests.support.recipe_models import (
     TINY,
     VOCAB_SIZE,
@@ -19,7 +25,9 @@ from tests.support.recipe_models import (
     quiet_trainer,
     text_data,
 )
+from tests.support.recipe_runs import arguments_of
 from tests.support.texts import write_folder
+from tests.support.trainer import on_trainer_ranks
 
 
 @pytest.fixture
@@ -153,3 +161,28 @@ def test_the_trainer_meets_the_refusal_as_well(tiny: None, tmp_path: Path) -> No
     data = text_data(write_folder(tmp_path / "corpus"), tmp_path / "cache")
     with pytest.raises(RecipeError, match="vocab_size: expected at least the tokenizer's 300"):
         quiet_trainer(tmp_path, max_steps=1).fit(GPT2(size="nano", vocab_size=299), data)
+
+
+def _refuse(module: GPT2) -> NoReturn:
+    raise RecipeError.at("pretrained", "weights", "none", "Add them.")
+
+
+def _without_weights(rank: int, world_size: int, folder: Path, which: str) -> object:
+    """With what the command ends where ranks have no weights."""
+    warnings.simplefilter("ignore", JsonargparseDeprecationWarning)  # LightningCLI's own use of it
+    os.chdir(folder)
+    sys.argv = ["train.py", *arguments_of(world_size, "gpt2_zero3", [])]
+    build = _refuse if which == "all" or rank == 1 else GPT2.build
+    with mock.patch.object(GPT2, "build", build), pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize(("which", "shown_by"), [("all", 0), ("one", 1)])
+def test_a_mistake_in_the_model_is_shown_by_one_rank_and_ends_all(
+    which: str, shown_by: int, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "corpus")
+    codes = on_trainer_ranks(_without_weights, 2, tmp_path, which)
+    assert str(codes[shown_by]).endswith("pretrained: expected weights, got none. Add them.")
+    assert codes[1 - shown_by] == 1
