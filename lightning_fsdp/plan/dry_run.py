@@ -23,7 +23,7 @@ results, and what they keep for backward, have the shapes of those on CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -36,8 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
-from lightning_fsdp.core.optimizers.owners import Load
-from lightning_fsdp.core.optimizers.whole_state import kept_by, loads_of
+from lightning_fsdp.core.optimizers.whole_state import kept_by
 from lightning_fsdp.core.ranks.groups import StateOver, communicator_of_mesh
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
@@ -54,6 +53,7 @@ from lightning_fsdp.losses import (
 )
 from lightning_fsdp.plan import torch_internals
 from lightning_fsdp.plan.ledger import GATHERED, FakeLedger
+from lightning_fsdp.plan.loads import Load, loads_of
 from lightning_fsdp.plan.models import (
     block_classes,
     build,
@@ -172,7 +172,7 @@ class PhaseBytes:
 
 @dataclass(frozen=True)
 class Plan:
-    """The memory of the rank that holds most; with owners, of rank 0.
+    """The memory of the rank that holds most.
 
     Attributes:
         num_parameters: Of the whole model.
@@ -261,6 +261,20 @@ def _precision(name: str) -> ShardedPrecision:
 
 @contextmanager
 def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> Iterator[_Training]:
+    """On the rank that holds most. Of owners, which one that is shows when they are there."""
+    with ExitStack() as on_a_rank:
+        training = on_a_rank.enter_context(_training_on(0, config, run, pace))
+        kept = [load.numel + load.copied for load in training.loads()]
+        if kept and (fullest := kept.index(max(kept))):
+            on_a_rank.close()
+            training = on_a_rank.enter_context(_training_on(fullest, config, run, pace))
+        yield training
+
+
+@contextmanager
+def _training_on(
+    rank: int, config: PretrainedConfig, run: Run, pace: Pace | None
+) -> Iterator[_Training]:
     num_positions = getattr(config, "max_position_embeddings", run.seq_len)
     if run.seq_len > num_positions:
         raise ValueError(
@@ -268,7 +282,7 @@ def _training(config: PretrainedConfig, run: Run, pace: Pace | None = None) -> I
             "Lower it."
         )
     outline = None if run.adapters is None else outline_with_adapters(config, run.adapters)
-    with _group_of(run, pace) as mesh, torch_internals.fake_tensors() as forget:
+    with _group_of(rank, run, pace) as mesh, torch_internals.fake_tensors() as forget:
         precision = _precision(run.precision)
         with precision.module_init_context():  # not convert_module, which swaps parameters
             model = build(config) if outline is None else materialize(outline)
@@ -336,9 +350,13 @@ class _Training:
             ledger.stop()
             watch.remove()
         run = replace(self._run, batch_size=batch_size)
-        loads = [load for optimizer in self._optimizers for load in loads_of(optimizer)]
+        phases, loads = _phases_of(ledger, clocks), self.loads() or None
         timing = self._timing(moments) if moments else None
-        return Plan(run, self._num_parameters, _phases_of(ledger, clocks), loads or None, timing)
+        return Plan(run, self._num_parameters, phases, loads, timing)
+
+    def loads(self) -> list[Load]:
+        """Per rank, of the tensors that it steps whole; empty if all steps are of slices."""
+        return [load for optimizer in self._optimizers for load in loads_of(optimizer)]
 
     def _timing(self, moments: list[Timing]) -> Timing:
         """Of the whole step, in which the second micro-batch stands for those not run."""
@@ -445,14 +463,17 @@ def _phases_of(ledger: FakeLedger, clocks: list[tuple[str, int, int]]) -> dict[s
 
 
 @contextmanager
-def _group_of(run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
+def _group_of(rank: int, run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
     """A process group whose other ranks do not exist; with a pace, its collectives take time."""
     if dist.is_initialized():
         raise RuntimeError(
             "dry_run: expected a process without a process group, as it opens one of its own, got "
             f"one of {dist.get_world_size()} ranks. Plan before training, or in another process."
         )
-    of_ranks = _fake(run) if pace is None else simulated(pace.network, clock=pace.clock)
+    if pace is None:
+        of_ranks: AbstractContextManager[object] = _fake(rank, run.world_size)
+    else:
+        of_ranks = simulated(pace.network, clock=pace.clock, rank=rank)
     with of_ranks:
         size = run.shard_size or run.world_size
         shape = (run.world_size // size, size)
@@ -463,8 +484,8 @@ def _group_of(run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def _fake(run: Run) -> Iterator[None]:
-    torch_internals.open_fake_group(run.world_size)
+def _fake(rank: int, world_size: int) -> Iterator[None]:
+    torch_internals.open_fake_group(world_size, rank)
     try:
         yield
     finally:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
 from lightning_fsdp.harness.amounts import format_bytes
 from lightning_fsdp.harness.search import Search
 from lightning_fsdp.harness.tables import markdown_table
@@ -55,12 +53,11 @@ def _balance(plan: Plan) -> str:
         return ""
     numels, works = ([getattr(o, what) for o in plan.owners] for what in ("numel", "work"))
     most, mean = max(numels), sum(numels) / len(numels)
-    more = format_bytes((most - numels[0]) * torch.float32.itemsize)
     return (
         f"\n\nMuon steps each matrix whole on one rank, which has its moment. A rank has "
-        f"{most:,} elements at most, {mean:,.0f} on average, rank 0 {numels[0]:,}; its work is at "
-        f"most {max(works) * len(works) / sum(works):.2f} of the average. The table, and what "
-        f"fits, is of rank 0: moments of the fullest rank take {more} more."
+        f"{most:,} elements at most, and {mean:,.0f} on average; the work of a rank is at most "
+        f"{max(works) * len(works) / sum(works):.2f} of the average. The table, and what fits, is "
+        "of the rank that keeps most."
     )
 
 

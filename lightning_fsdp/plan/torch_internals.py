@@ -76,11 +76,11 @@ def fake_tensors() -> Iterator[Callable[[], None]]:
         yield mode.fake_tensor_converter.meta_converter.tensor_memo.clear
 
 
-def open_fake_group(world_size: int) -> None:
-    """A process group in which this process is rank 0, and no other rank exists."""
+def open_fake_group(world_size: int, rank: int = 0) -> None:
+    """A process group in which this process is one rank, and no other exists."""
     from torch.testing._internal.distributed import fake_pg  # importing it registers the backend
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=fake_pg.FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
 
 
 def is_plain_or_fake(cls: type) -> bool:

@@ -258,14 +258,15 @@ class SimulatedGroup(dist.ProcessGroup):
 
 @contextmanager
 def simulated(
-    network: Network, device_type: str = "cpu", *, clock: Clock | None = None
+    network: Network, device_type: str = "cpu", *, clock: Clock | None = None, rank: int = 0
 ) -> Iterator[Usage]:
-    """Within, this process is rank 0 of ``network.world_size`` ranks that train together.
+    """Within, this process is one of ``network.world_size`` ranks that train together.
 
     Args:
         network: The ranks and their links.
         device_type: Where the model computes: ``cpu`` or ``cuda``.
         clock: Takes the time instead of this process; then no data moves.
+        rank: Which one this process is.
 
     Yields:
         What the collectives took so far; grows. On CUDA, :func:`find_usage` brings it up to date.
@@ -289,7 +290,7 @@ def simulated(
     dist.Backend.register_backend(backend, create, extended_api=True, devices=devices)
     expect_no_others(backend)
     store = HashStore()
-    dist.init_process_group(backend, rank=0, world_size=network.world_size, store=store)
+    dist.init_process_group(backend, rank=rank, world_size=network.world_size, store=store)
     try:
         yield transfers.settled_usage()
     finally:

@@ -54,19 +54,6 @@ class Cut:
         return short * (2 * self.numel + short**2)
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a rank steps whole.
-
-    Attributes:
-        numel: Elements of its tensors: of each moment as many.
-        work: Of its steps, up to a factor.
-    """
-
-    numel: int
-    work: int
-
-
 def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
     """Give each tensor an owner.
 

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
-from lightning_fsdp.core.optimizers.owners import Cut, Load
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
@@ -110,19 +109,6 @@ def kept_by_owners(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, 
         for place, piece in owned_places(optimizer).items()
         if piece.is_here and place in state
     }
-
-
-def loads_of(optimizer: Optimizer) -> list[Load]:
-    """Per rank of the sharding group, what it steps whole; empty if that is nothing."""
-    cuts: dict[int, list[Cut]] = {}
-    for piece in owned_places(optimizer).values():
-        world_size = piece.communicator.world_size
-        cuts = cuts or {rank: [] for rank in range(world_size)}
-        cuts[piece.owner].append(piece.cut)
-    return [
-        Load(sum(cut.numel for cut in of_rank), sum(cut.work for cut in of_rank))
-        for of_rank in cuts.values()
-    ]
 
 
 def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -315,7 +315,9 @@ _known: weakref.WeakKeyDictionary[Optimizer, WholeTensors] = weakref.WeakKeyDict
 
 
 def _has_elements(piece: Piece) -> bool:
-    return piece.local.numel() > 0 or piece.cut.numel == 0
+    """Whether this rank has some, or stands for those that do not exist."""
+    is_alone = not control_of(piece.communicator).has_others
+    return piece.local.numel() > 0 or piece.cut.numel == 0 or is_alone
 
 
 def _written_to(optimizer: Optimizer, piece: Piece) -> str:

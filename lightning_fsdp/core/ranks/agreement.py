@@ -112,6 +112,7 @@ class ControlGroup:
         ranks: Of the default group, ascending.
         rank: This process among them.
         world_size: How many they are.
+        has_others: Whether there is another rank, which there is not in a simulated group.
         trail: What they have started, in order.
     """
 
@@ -129,7 +130,8 @@ class ControlGroup:
         self.trail, self._num_models = Trail(), 0
         self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
-        if self.world_size > 1 and data_backend not in _without_others:
+        self.has_others = self.world_size > 1 and data_backend not in _without_others
+        if self.has_others:
             group = dist.new_group(
                 list(self.ranks), backend="gloo", timeout=timeout, use_local_synchronization=True
             )
