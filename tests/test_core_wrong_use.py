@@ -181,7 +181,7 @@ def _change_after_sharding(rank, world_size, how):
     ("how", "word"),
     [
         ("half to bfloat16", "bfloat16"),
-        ("to meta", "mix"),
+        ("to meta", "stays on cpu"),
         ("another parameter", "second.weight"),
     ],
 )

@@ -41,12 +41,15 @@ def shards_in_place(module: nn.Module) -> Iterator[None]:
             unit.install_leaves()
 
 
-def _check_conversion(
-    unit: Unit, flat_param: FlatParameter, dtype: torch.dtype, ours: set[int]
-) -> None:
+def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours: set[int]) -> None:
     where = f"unit {unit.name!r} (rank {unit.communicator.mesh_rank})"
-    if not dtype.is_floating_point:
-        raise TypeError(f"{where}: expected a floating-point dtype, got {dtype}.")
+    if like.device != flat_param.shard.device:
+        raise NotImplementedError(
+            f"{where}: expected a module that stays on {flat_param.shard.device}, got one that is "
+            f"moved to {like.device}. Move it before it is sharded; full_state_dict(module) copies."
+        )
+    if not like.is_floating_point():
+        raise TypeError(f"{where}: expected a floating-point dtype, got {like.dtype}.")
     if unit.has_leaves_installed:
         raise RuntimeError(
             f"{where}: expected to change its dtype between forwards, got it inside of one. "
@@ -231,14 +234,10 @@ class ShardedModule(nn.Module):
             NonfiniteGradient: The norm is not finite; names the gradients, on every rank.
             RuntimeError: A gradient was not reduced yet.
         """
-        communicator = self._hooks().schedule.communicator
+        ranks = self._hooks().schedule.communicator
         with shards_in_place(self):
             return clip_grad_norm_(
-                self.parameters(),
-                max_norm,
-                norm_type,
-                communicator,
-                error_if_nonfinite=error_if_nonfinite,
+                self.parameters(), max_norm, norm_type, ranks, error_if_nonfinite=error_if_nonfinite
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -301,10 +300,10 @@ class ShardedModule(nn.Module):
         converted: dict[FlatParameter, torch.dtype] = {}
         for unit in units_in(self):
             for flat_param in unit.flat_params:
-                dtype = fn(flat_param.shard.new_empty(0)).dtype
-                if dtype != flat_param.shard.dtype:
-                    _check_conversion(unit, flat_param, dtype, ours)
-                    converted[flat_param] = dtype
+                shard, like = flat_param.shard, fn(flat_param.shard.new_empty(0))
+                if (like.dtype, like.device) != (shard.dtype, shard.device):
+                    _check_conversion(unit, flat_param, like, ours)
+                    converted[flat_param] = like.dtype
         for unit in self._hooks().schedule.units:
             if not converted.keys().isdisjoint(unit.flat_params):
                 self._reshard(unit)
