@@ -151,6 +151,10 @@ def _refuse(rank, world_size):
         gradient.cpu().numpy,
         gradient.tolist,
         lambda: np.array(gradient),
+        lambda: np.from_dlpack(gradient),
+        lambda: gradient.apply_(lambda value: value),
+        gradient.share_memory_,
+        model.share_memory,
     ):
         advice = _advice(array)
         assert "full_tensor() on every rank" in advice

@@ -36,6 +36,21 @@ def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
     return parameter
 
 
+def _without_values(what: str) -> Any:
+    """A method that is refused: this rank holds a slice; ``full_tensor()`` takes all ranks."""
+
+    def refuse(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{what} of {self.spec.name!r} (rank {self.spec.communicator.mesh_rank}): expected a "
+            "whole tensor, got a ShardedTensor. Take whole = tensor.full_tensor() on every rank, "
+            "not only on the one that writes; for all gradients, `for name, whole in "
+            "gradients(module).full()`. Then whole.numpy() (a histogram, a picture) is for any "
+            "rank."
+        )
+
+    return refuse
+
+
 class ShardedTensor(Sharded, FlatChunks):
     """A tensor of which this rank holds one slice.
 
@@ -161,25 +176,9 @@ class ShardedTensor(Sharded, FlatChunks):
             self.gradient_hooks = OrderedDict()
         return register(self.gradient_hooks, hook)
 
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: this rank holds a slice; ``full_tensor()`` is collective and takes all ranks."""
-        self._refuse_array("numpy()")
-
-    def tolist(self) -> NoReturn:
-        """Refused, as :meth:`numpy`."""
-        self._refuse_array("tolist()")
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse_array("numpy")
-
-    def _refuse_array(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"{what} of {self.spec.name!r} (rank {self.spec.communicator.mesh_rank}): expected a "
-            "whole tensor, got a ShardedTensor. Take whole = tensor.full_tensor() on every rank, "
-            "not only on the one that writes; for all gradients, `for name, whole in "
-            "gradients(module).full()`. Then whole.numpy() (a histogram, a picture) is for any "
-            "rank."
-        )
+    # Refused: torch would take the address of memory that is not there, and the process might end.
+    numpy, tolist, __array__ = map(_without_values, ("numpy()", "tolist()", "numpy"))
+    apply_, share_memory_, __dlpack__ = map(_without_values, ("apply_", "share_memory_", "DLPack"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
