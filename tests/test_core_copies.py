@@ -169,6 +169,9 @@ def _share_nothing(rank, world_size):
         later = copy.deepcopy(model)
     lm_loss(later, token_batch(0, 0, rank)).backward()
     assert later.head.weight.grad is not None
+    later.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        later.head.weight.mul_(2)
 
 
 def test_a_copy_shares_no_memory_unit_or_setting():

@@ -190,11 +190,11 @@ class ShardedTensor(Sharded, FlatChunks):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         with torch.inference_mode(False), torch.no_grad():
             local = self._local.detach().clone()
-        if not isinstance(self, torch.nn.Parameter):
-            spec = memo.get(id(self.spec), self.spec)
-            return ShardedTensor(local, spec, requires_grad=self.requires_grad)
-        spec = memo[id(self.spec)] = replace(self.spec)
-        return make_parameter(local, spec, self.requires_grad)
+            if not isinstance(self, torch.nn.Parameter):
+                spec = memo.get(id(self.spec), self.spec)
+                return ShardedTensor(local, spec, requires_grad=self.requires_grad)
+            spec = memo[id(self.spec)] = replace(self.spec)
+            return make_parameter(local, spec, self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         piece = self.spec.slice
