@@ -7,6 +7,7 @@ different data per rank, against one process that has all ranks' losses.
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from lightning_fsdp import fully_shard, shard_model
 from tests.support.hard_graphs import BUILDERS, Dtypes, Structured, batch_of, build, loss_of, shard
@@ -181,3 +182,31 @@ def copy_plain(cls, *args):
 def test_an_output_that_nothing_can_look_into_is_right_or_an_error(plan):
     errors = run_on_ranks(_custom_output, 2, plan)
     assert errors[0] == errors[1]
+
+
+def _differentiate_forwards(rank, world_size, plan):
+    """The tangent of the outputs, with a graph and without, and the gradient of the outputs."""
+    model, reference = shard(build("twice"), plan), build("twice")
+    batch, others = batch_of(0, 0, rank), [batch_of(0, 0, other) for other in range(world_size)]
+    tangent = torch.full_like(batch["inputs"], 0.5)
+    for step in range(2):
+        for has_graph in (True, False):
+            with torch.set_grad_enabled(has_graph), forward_ad.dual_level():
+                inputs = forward_ad.make_dual(batch["inputs"], tangent)
+                ours, theirs = (forward_ad.unpack_dual(m(inputs)) for m in (model, reference))
+                torch.testing.assert_close(ours.tangent, theirs.tangent, rtol=0, atol=1e-6)
+        with forward_ad.dual_level():
+            outputs = model(forward_ad.make_dual(batch["inputs"], tangent), step)
+            forward_ad.unpack_dual(outputs).primal.square().mean().backward()
+        for other in others:
+            (reference(other["inputs"], step).square().mean() / world_size).backward()
+        for name, parameter in reference.named_parameters():
+            ours = model.get_parameter(name).grad
+            assert (ours is None) == (parameter.grad is None), name
+            if ours is not None:
+                torch.testing.assert_close(ours.full_tensor(), parameter.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_tangents_of_inputs_go_through(plan):
+    run_on_ranks(_differentiate_forwards, 2, plan)

@@ -302,7 +302,7 @@ def _states(rank, world_size, create_graph):
 
     with entered():
         leaf = nn.Parameter(torch.zeros(4, 4, device=DEVICE))
-        torch_internals.call_after_accumulation(leaf, hook)
+        leaf.register_post_accumulate_grad_hook(hook)
         loss = (leaf @ leaf).sum()
         with torch.profiler.profile(), torch.autocast("cpu", torch.bfloat16):
             look()

@@ -212,8 +212,7 @@ class FlatParameter:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were neither reduced over all ranks nor dropped."""
-        waiting = map(local_gradient_of, self.parameters)
-        return bool(self._arrived) or any(local is not None for local in waiting)
+        return bool(self._arrived) or any(local_gradient_of(p) is not None for p in self.parameters)
 
     @property
     def may_wait(self) -> bool:
@@ -351,8 +350,9 @@ class FlatParameter:
         """A view of its place in the buffer, original shape; does not require a gradient yet."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once and for all, while it requires a gradient: others take no hook.
-        owner = weakref.ref(self)  # this owns the leaf, which owns the hook
-        torch_internals.call_after_accumulation(leaf, functools.partial(_take_over, owner, slot))
+        # Refers to this weakly: this owns the leaf, which owns the hook.
+        hook = functools.partial(_take_over, weakref.ref(self), slot)
+        leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         leaf.requires_grad_(False)
         return leaf
 

@@ -195,6 +195,10 @@ class _EndOfBackward(torch.autograd.Function):
         ctx.hooks.schedule.leave(ctx.unit)
         return None, None, *gradients
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:  # forward-mode differentiation
+        return tuple(t if t is None else t.view_as(t) for t in tangents[2:])
+
 
 def _cast(structure: Any, dtype: torch.dtype) -> Any:
     return map_tensors(structure, lambda t: t.to(dtype) if t.is_floating_point() else t)

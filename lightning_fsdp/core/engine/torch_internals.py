@@ -59,8 +59,3 @@ def wrap_without_storage(
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
     )
-
-
-def call_after_accumulation(leaf: Tensor, hook: Callable[[Tensor], None]) -> None:
-    """Call ``hook`` when a leaf's ``.grad`` is complete in a backward. Public, untyped."""
-    leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
