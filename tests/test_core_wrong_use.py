@@ -142,7 +142,7 @@ def _step_with_other(rank, world_size, name):
             assert torch.equal(p.to_local(), before[n]), f"{n} was changed"
 
 
-@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam", "GSAM", "Adam_mini"])
+@pytest.mark.parametrize("name", ["Prodigy", "DAdaptAdam", "GSAM", "Adam_mini", "SophiaH"])
 def test_optimizers_of_other_packages_that_sum_over_tensors_are_refused_by_name(name):
     errors = errors_on_ranks(_step_with_other, 2, name)
     assert_errors(errors, "NotImplementedError", f"{name}: expected an optimizer that updates each")

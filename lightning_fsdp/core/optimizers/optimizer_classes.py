@@ -29,7 +29,7 @@ _NEEDS_ALL_TENSORS = {
     *("lbfgs", "alig", "prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion"),
     *("dadaptsgd", "adagc", "adai", "adams", "asgd", "avagrad", "sam", "gsam", "wsam", "bsam"),
     *("looksam", "friendlysam", "pcgrad", "lomo", "adalomo", "adammini", "adam_mini", "demo"),
-    *("distributedmuon",),
+    *("distributedmuon", "adahessian", "sophiah"),
 }
 # Likewise. Their train() and eval() write to parameters with state that owners alone would have.
 _WRITES_OUTSIDE_OF_STEPS = {"schedulefreesgd", "schedulefreeadamw", "schedulefreeradam"}
