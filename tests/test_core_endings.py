@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp import fully_shard, register_forward_method, shard_model
+from lightning_fsdp import (
+    full_state_dict,
+    fully_shard,
+    load_full_state_dict,
+    register_forward_method,
+    shard_model,
+)
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.sharded_module import units_in
@@ -151,9 +157,15 @@ def fail_in_backward(rank, world_size):
     x = torch.ones(2, 6)
     model(x).backward()
     handle = model.layers[0].register_forward_hook(lambda *event: Failing.apply(event[2]))
-    with pytest.raises(ValueError, match="in the backward"):
+    before = full_state_dict(model)
+    with pytest.raises(ValueError, match="in the backward") as caught:
         model(x).backward()
+    assert caught.value is not None  # it is alive, and so is what its traceback refers to
     handle.remove()
+    assert_nothing_is_whole(model)
+    assert all(isinstance(parameter, ShardedTensor) for parameter in model.parameters())
+    load_full_state_dict(model, before)  # as one does to go on
+    model.double().float()
     with torch.no_grad():
         model(x)
     assert_nothing_is_whole(model)
@@ -162,7 +174,7 @@ def fail_in_backward(rank, world_size):
             assert flat_param.gradients is Gradients.NONE, flat_param
 
 
-def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
+def test_a_backward_that_failed_leaves_nothing_behind():
     run_on_ranks(fail_in_backward, 2)
 
 

@@ -380,7 +380,7 @@ _REFUSED = {
     "set_reduce_scatter_max_input_buffers": "At most one reduction is in flight.",
     "set_separate_reduce_scatter_group": "One data group serves gathers and reductions.",
     "set_symm_mem_for_comm": "Buffers come from torch's allocator.",
-    "reset_iter_state": "The next call recovers from an exception by itself.",
+    "reset_iter_state": "It recovers from an exception by itself.",
     "set_keep_unsharded_storage": "Whole copies are freed, and gathered into new memory.",
     "set_manual_backward_finalization": "A backward ends its reductions; use no_sync().",
     "finalize_backward": "A backward ends its reductions by itself.",

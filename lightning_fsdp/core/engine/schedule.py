@@ -49,8 +49,8 @@ class _Running:
 class _Backward:
     """A run of the autograd engine."""
 
-    # The callback at its end, which the autograd engine owns. There is no event for an exception
-    # that ends a backward; but when this reference is dead, the backward is over.
+    # The callback at its end, which the autograd engine owns. Where an exception ends the backward,
+    # the engine drops it uncalled; this reference then lets the schedule recover.
     ending: weakref.ref[Callable[[], None]]
     # The units that it has reached, in order, and whether it has left them again.
     has_left: dict[Unit, bool] = field(default_factory=dict)
@@ -123,8 +123,6 @@ class Schedule(Runner):
             unit: The module's unit, if it has one. The first of its modules makes it whole.
         """
         if self._depth == 0:
-            if self._backward is not None:
-                self._recover("a backward")
             self._order_in_forward.begin()
             self.num_calls.clear()
             for call in self.watchers.on_pass:
@@ -280,17 +278,15 @@ class Schedule(Runner):
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
     def _open_backward(self) -> _Backward:
-        if self._backward is not None:
-            if self._backward.ending() is not None:  # it runs, perhaps with another one inside
-                return self._backward
-            self._recover("a backward")
+        if self._backward is not None:  # it runs, perhaps with another one inside
+            return self._backward
         for flat_param, users in self._users.items():
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
             # Even if this rank has no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._backward = _Backward(weakref.ref(close))
+        self._backward = _Backward(weakref.ref(close, lambda _: self._recover("a backward")))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
