@@ -208,6 +208,31 @@ def fail_to_gather(rank, world_size):
         torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
 
 
+def fail_to_unshard(rank, world_size):
+    """Where there is no memory for the second of a unit's whole copies."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(6, 6), torch.ones(2, 6)
+    layer.bias.requires_grad_(False)
+    expected, allocate, calls = layer(x).detach(), FlatBuffer.allocate, itertools.count()
+    fully_shard(layer)
+
+    def allocate_or_fail(self):
+        if next(calls) == 1:
+            raise MemoryError("no memory, once")
+        allocate(self)
+
+    FlatBuffer.allocate = allocate_or_fail
+    with pytest.raises(MemoryError, match="no memory, once"):
+        layer.unshard()
+    FlatBuffer.allocate = allocate
+    assert_nothing_is_whole(layer)
+    assert torch.equal(layer(x), expected)
+
+
+def test_an_unshard_that_fails_leaves_everything_as_it_was():
+    run_on_ranks(fail_to_unshard, 2)
+
+
 def test_a_gather_that_fails_leaves_everything_as_it_was():
     run_on_ranks(fail_to_gather, 2)
 

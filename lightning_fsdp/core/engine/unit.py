@@ -164,8 +164,12 @@ class Unit:
     def unshard(self) -> None:
         """Start the all-gather of every flat parameter that is not whole, or stale."""
         with torch_internals.profiled("unshard", self.name):
-            for flat_param in self.sites:
-                flat_param.unshard(self._hold)
+            try:
+                for flat_param in self.sites:
+                    flat_param.unshard(self._hold)
+            except BaseException:  # all are held together, or none
+                self.reshard()
+                raise
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait until the whole copy is there."""
