@@ -242,3 +242,30 @@ def _in_turn(rank, world_size, folder):
 
 def test_a_second_fit_begins_a_new_average(tmp_path):
     on_trainer_ranks(_in_turn, 1, tmp_path)
+
+
+class _SavesAround(_Net):
+    """Before a validation, and inside of it, where the average is in the module."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.save_checkpoint(self.folder / "before.ckpt")
+
+    def on_validation_batch_end(self, outputs, batch, batch_idx):
+        self.trainer.save_checkpoint(self.folder / "inside.ckpt")
+
+
+def _saved_around(rank, world_size, folder):
+    for strategy in SHARDED[::2]:
+        model = seeded(_SavesAround)
+        model.folder = folder / strategy
+        _fit(strategy, folder, model, max_epochs=1, num_sanity_val_steps=0)
+        before, inside = (
+            torch.load(model.folder / name, weights_only=True)
+            for name in ("before.ckpt", "inside.ckpt")
+        )
+        for part in ("state_dict", "current_model_state"):
+            torch.testing.assert_close(inside[part], before[part], atol=0, rtol=0)
+
+
+def test_a_checkpoint_of_a_validation_has_weights_and_average_in_their_places(tmp_path):
+    on_trainer_ranks(_saved_around, 2, tmp_path)

@@ -66,6 +66,7 @@ class ShardedEMA(EMAWeightAveraging):
         self._mean = get_ema_avg_fn(decay)  # type: ignore[no-untyped-call]
         self._has_buffers = use_buffers
         self._average: dict[str, Tensor] = {}  # this rank's pieces by name, while there is a fit
+        self._is_swapped = False  # the module has the average, and the weights are in its place
         self._num_averaged = 0
         self._step_of_update = 0  # optimizer steps taken then
         self._epoch_of_update = -1
@@ -101,6 +102,7 @@ class ShardedEMA(EMAWeightAveraging):
             before = current.clone()
             current.copy_(average)
             average.copy_(before)
+        self._is_swapped = not self._is_swapped
 
     # -- hooks, in the order in which the Trainer calls them ---------------------------------------
 
@@ -134,7 +136,7 @@ class ShardedEMA(EMAWeightAveraging):
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         pieces = {name: piece.clone() for name, piece in self._current(trainer, pl_module)}
-        self._average = pieces
+        self._average, self._is_swapped = pieces, self._loaded is not None
         self._epoch_of_update = -1
         if self._loaded is None:  # nothing of a fit before
             self._num_averaged, self._step_of_update = 0, trainer.global_step
@@ -199,11 +201,12 @@ class ShardedEMA(EMAWeightAveraging):
     ) -> None:
         checkpoint["current_model_state"] = checkpoint["state_dict"]
         if self._average:  # otherwise the module has it
+            other = "current_model_state" if self._is_swapped else "state_dict"
             self._swap(trainer, pl_module)
-            average = trainer.strategy.lightning_module_state_dict()
-            # It shares memory with the module, where the weights are again when it is written.
-            copies = {id(v): _kept(v) for v in average.values() if isinstance(v, Tensor)}
-            checkpoint["state_dict"] = {name: copies.get(id(v), v) for name, v in average.items()}
+            state = trainer.strategy.lightning_module_state_dict()
+            # It shares memory with the module, where the others are again when it is written.
+            copies = {id(v): _kept(v) for v in state.values() if isinstance(v, Tensor)}
+            checkpoint[other] = {name: copies.get(id(v), v) for name, v in state.items()}
             self._swap(trainer, pl_module)
         checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self._num_averaged)}
 
