@@ -225,6 +225,8 @@ class _Evil:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
+        ("shards", r"__0_0\.distcp: expected the checksum .* Load another checkpoint, or"),
+        ("cut.safetensors", r"safetensors: expected a file that torch\.load.*damaged one \(Error"),
         ("missing", r"none: expected a checkpoint, got nothing there"),
         ("text", r"text: expected a file that torch\.load\(weights_only=True\) reads"),
         ("truncated", r"truncated: expected a file that torch\.load\(weights_only=True\) reads"),
@@ -247,9 +249,15 @@ def test_what_is_wrong_is_named_and_leaves_nothing_behind(
 ):
     monkeypatch.chdir(tmp_path)
     source, target, to, more = full, tmp_path / "target", "safetensors", []
-    if wrong in ("missing", "text", "truncated", "code", "other", "tensor", "empty"):
+    if wrong not in ("target", "same", "prefix", "config", "size"):
         source = tmp_path / ("none" if wrong == "missing" else wrong)
-    if wrong == "text":
+    if wrong == "shards":
+        convert(full, source, to="sharded")
+        (file,) = source.glob("current/*.distcp")
+        file.write_bytes(file.read_bytes()[:-9] + b"something")
+    elif wrong == "cut.safetensors":
+        source.write_bytes(b"x" * 100)
+    elif wrong == "text":
         source.write_text("not a checkpoint")
     elif wrong == "truncated":
         source.write_bytes(full.read_bytes()[:-5000])

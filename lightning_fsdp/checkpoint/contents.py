@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.checkpoint import folder
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
 from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
@@ -93,10 +94,11 @@ def open_checkpoint(path: Path, stack: ExitStack) -> Contents:
 def _open_full(path: Path) -> Contents:
     try:
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+    except Exception as error:  # a damaged file is an error of many kinds
+        found = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path}: expected a file that torch.load(weights_only=True) reads, got another or a "
-            f"damaged one ({str(error).splitlines()[0]}). What would run code is not read."
+            f"damaged one ({found}). What would run code is not read."
         ) from error
     state = file.get("state_dict") if isinstance(file, dict) else None
     if not isinstance(state, dict):
@@ -248,7 +250,10 @@ def _open_sharded(path: Path) -> Contents:
             for key in keys
         }
         if tensors:
-            opened.read(tensors, partial=True)
+            try:
+                opened.read(tensors, partial=True)
+            except DamagedCheckpoint as error:
+                raise ValueError(str(error)) from error
         while tensors:
             yield tensors.pop(next(iter(tensors)))
 
