@@ -124,6 +124,11 @@ class _TensorCounter(_Counter):
         self.count = int(state)
 
 
+def _copy(module, state, prefix, metadata):
+    for name in [f"{prefix}weight", f"{prefix}bias"]:
+        state[name] = state[name].clone()
+
+
 class _EditsCheckpoints(Adamw):
     def __init__(self):
         super().__init__()
@@ -131,6 +136,7 @@ class _EditsCheckpoints(Adamw):
         self.tensor_counter = _TensorCounter()
         self.metric = MeanMetric()  # its state dict holds copies
         self.metric.persistent(True)
+        self.inlet.register_state_dict_post_hook(_copy)
 
     def on_save_checkpoint(self, checkpoint):
         state = checkpoint["state_dict"]
@@ -186,6 +192,24 @@ def weights_of_tensors(module):
 
 def test_hooks_rename_drop_and_put_in_and_may_not_compute(tmp_path):
     assert_like_ddp(_edited, tmp_path, atol=5e-6)
+
+
+def _double(module, state, prefix, metadata):
+    state[f"{prefix}bias"] = state[f"{prefix}bias"] * 2
+
+
+def _doubled(rank, world_size, folder):
+    for strategy, kind in (("fsdp1_zero3", "sharded"), ("fsdp2_zero3", "full")):
+        model = seeded(Regressor)
+        model.inlet.register_state_dict_post_hook(_double)
+        model.on_train_end = lambda: trainer.save_checkpoint(folder / "doubled.ckpt")  # noqa: B023
+        trainer = make_trainer(with_options(strategy, checkpoint=kind), folder)
+        with pytest.raises(RuntimeError, match=r"'inlet\.bias': expected a parameter in"):
+            trainer.fit(model, make_loader())
+
+
+def test_a_hook_that_computes_with_pieces_is_refused(tmp_path):
+    on_trainer_ranks(_doubled, 1, tmp_path)
 
 
 class _SavesTwice(Regressor):

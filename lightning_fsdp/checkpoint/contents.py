@@ -95,10 +95,10 @@ def _open_full(path: Path) -> Contents:
     try:
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # a damaged file is an error of many kinds
-        found = (str(error).splitlines() or [type(error).__name__])[0]
+        why = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{path}: expected a file that torch.load(weights_only=True) reads, got another or a "
-            f"damaged one ({found}). What would run code is not read."
+            f"damaged one ({why}). What would run code is not read."
         ) from error
     state = file.get("state_dict") if isinstance(file, dict) else None
     if not isinstance(state, dict):

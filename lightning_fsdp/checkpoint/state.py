@@ -267,7 +267,7 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
             opened.read(batch, partial=True)
     note_writing(targets.values())
-    return {n: v for n, v in state.copies_in(targets).items() if n in entries} | others
+    return state.take_copies({n: v for n, v in targets.items() if n in entries}) | others
 
 
 def read_optimizers(

@@ -77,12 +77,21 @@ def state_dict_with(
         of_parameter: Takes original name and sharded parameter; called once for tied ones.
         of_buffer: Takes a buffer, detached.
         part: Of the module; by default all of it.
+
+    Raises:
+        RuntimeError: A hook computes with parameters.
     """
     values: dict[str, Any] = {}
     state: dict[str, Any] = {}
     for key, (name, value) in _keyed(engine, part).items():
         if name is not None and name not in values:
             values[name] = of_parameter(name, engine.parameters[name])
+        if name is None and isinstance(value, Tensor) and value.is_meta:
+            raise RuntimeError(
+                f"{key!r}: expected a parameter in state_dict(), or a copy of it, got what a hook "
+                "computes from one, of which no rank has all. Compute in on_save_checkpoint, from "
+                "full_tensor(), with checkpoint='full'; or use scratch_fsdp."
+            )
         if name is not None:
             state[key] = values[name]
         else:
@@ -272,10 +281,14 @@ def _outlines(engine: Pieces) -> dict[str, nn.Parameter]:
 
 
 class _Outline(nn.Parameter):
-    """A parameter without memory, which a state dict holds as it is."""
+    """A parameter without memory, which a state dict holds as it is, also where a hook copies."""
 
     @override
     def detach(self) -> Tensor:
+        return self
+
+    @override
+    def clone(self, *, memory_format: Any = None) -> Tensor:
         return self
 
 

@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.core.sharded_module import shards_in_place
+from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class ShardedState:
@@ -38,20 +40,25 @@ class ShardedState:
         """``state_dict()`` with slices; tied parameters are one object under several names."""
         return with_ties(self._module, self._module.state_dict())
 
-    def copies_in(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Of its state dict, tensors that are not the module's own, but made for it (metrics)."""
-        own = {
-            tensor.untyped_storage().data_ptr()
-            for tensor in (*self._module.parameters(), *self._module.buffers())
-            if not isinstance(tensor, FlatChunks | DTensor)
-        }
-        return {
+    def take_copies(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Its state dict was filled. What a hook copied is not the module's own, and is taken here.
+
+        Returns:
+            Copies of what is not sharded (a metric's state), which ``load_state_dict`` takes.
+        """
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        own = {_memory(tensor) for tensor in (*parameters.values(), *self._module.buffers())}
+        copies = {
             name: value
             for name, value in state.items()
             if isinstance(value, Tensor)
-            and not isinstance(value, FlatChunks | DTensor)
-            and value.untyped_storage().data_ptr() not in own
+            and not isinstance(value, FlatPiece)
+            and _memory(value) not in own
         }
+        for name in parameters.keys() & copies.keys():
+            if isinstance(parameters[name], ShardedTensor | DTensor):
+                parameters[name].detach().copy_(copies.pop(name))
+        return copies
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """What optimizers hold, by original name; every parameter once."""
@@ -73,6 +80,11 @@ class ShardedState:
             return None
         is_slice = isinstance(value, FlatChunks | DTensor)
         return value if is_slice or value.shape == self.parameters()[name].shape else None
+
+
+def _memory(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, ShardedTensor | DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def names_in(state: ShardedState, optimizer: Optimizer, index: int) -> list[list[str]]:
