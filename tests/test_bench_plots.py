@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_fsdp.bench.output import PICTURES
+from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import kind_label
 from tests.support.bench_results import (
     MIB,
@@ -131,6 +132,14 @@ def test_the_parts_of_a_step_end_where_the_step_ends():
         assert end_of(axes, row) == pytest.approx(step_ms(arm))
     limits = line_of(axes, "limit: compute alone").get_xdata()
     assert limits == pytest.approx([0.6 * step_ms(arm) for arm in arms_of()])
+
+
+def test_long_steps_are_written_without_an_exponent():
+    results = results_of(**SMALL)
+    results.rows[0].parts_ms = dict.fromkeys(results.rows[0].parts_ms, 300.0)
+    assert "1,500" in words(PICTURES["time_breakdown"](results))
+    results.rows[0].step_ms = 999.6
+    assert "| 1,000 " in page(results)
 
 
 def test_a_part_that_cannot_be_measured_is_not_drawn_as_zero():

@@ -15,6 +15,7 @@ from lightning_fsdp.bench.plot_style import HATCHES, PARTS, SMALL
 from lightning_fsdp.bench.records import sum_of
 from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
 from lightning_fsdp.callbacks.memory_picture import COLORS as OWNERS
+from lightning_fsdp.harness.tables import three_digits
 
 Stack = Mapping[str, float | None]
 """Lengths of a bar's parts, by label; ``None`` is not known."""
@@ -33,7 +34,7 @@ class _Panel:
         title: Below the axis.
         stack: An arm's bar, if it has one.
         looks: Colour and hatch, by label.
-        form: Of the length that is written behind it.
+        form: The length, as it is written behind it.
         mark: What an arm's bar is held against, if there is that.
         mark_title: In the legend.
         marker: Of matplotlib.
@@ -42,7 +43,7 @@ class _Panel:
     title: str
     stack: Callable[[ArmResult], Stack | None]
     looks: Mapping[str, tuple[str, str]]
-    form: str = "{:.3g}"
+    form: Callable[[float], str] = three_digits
     mark: Callable[[ArmResult], float | None] = lambda _: None
     mark_title: str = ""
     marker: str = "|"
@@ -56,7 +57,7 @@ def communication(results: Results) -> Figure:
         title="calls that move parameters and gradients",
         stack=lambda arm: arm.figures.data_calls,
         looks=_hatched(kinds, itertools.cycle(_COLORS)),
-        form="{:g}",
+        form="{:g}".format,
         mark=lambda arm: sum_of(arm.theory.collectives),
         **_OF_THEORY,
     )
@@ -168,7 +169,7 @@ def _utilization_bars(device: str) -> _Panel:
         title=_DEVICES.get(device, "not measured"),
         stack=lambda arm: {device: arm.utilization.get(device)},
         looks={device: ("#1f3b73", "")},
-        form="{:.0f}",
+        form="{:.0f}".format,
     )
 
 
@@ -238,16 +239,15 @@ def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
         is_known = stack is not None and None not in stack.values()
         axes.text(
             np.fmax(ends, marks)[row] + 0.03 * longest, row,
-            panel.form.format(ends[row]) if is_known else _why_not(arm),
+            panel.form(ends[row]) if is_known else _why_not(arm),
             va="center", style="normal" if is_known else "italic", fontsize=SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)
 
 
 def _why_not(arm: ArmResult) -> str:
-    if arm.failure is None:
-        return "not measured"
-    return arm.failure if len(arm.failure) <= 24 else "failed"
+    why_not = arm.failure or "not measured"
+    return why_not if len(why_not) <= 24 else "failed"
 
 
 def _hatched(labels: Sequence[str], colors: Iterable[str]) -> dict[str, tuple[str, str]]:

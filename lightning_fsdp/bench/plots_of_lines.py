@@ -20,6 +20,7 @@ from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.plot_style import SMALL
 from lightning_fsdp.bench.records import worst
 from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
+from lightning_fsdp.harness.tables import three_digits
 
 Value = Callable[[ArmResult], float | None]
 Point = Callable[[ArmResult], tuple[float | None, Sequence[float]]]
@@ -151,17 +152,16 @@ def _draw_memory(axes: Any, arm: ArmResult, unit: float) -> None:
     plot_style.rule(axes)
     axes.tick_params(labelsize=SMALL - 1)
     axes.locator_params(nbins=3)
-    timeline = _timeline(arm)
-    if not timeline:
-        says = "not measured" if arm.failure is None else "failed"
-        plot_style.say(axes, says, style="italic", fontsize=SMALL - 1)
+    if not (timeline := _timeline(arm)):
+        why_not = "failed" if arm.failure else "not measured"
+        plot_style.say(axes, why_not, style="italic", fontsize=SMALL - 1)
         return
     xs = [100 * second / (timeline[-1][0] or 1.0) for second, _ in timeline]
     ys = [nbytes / unit for _, nbytes in timeline]
     color = plot_style.line_style(arm.row.kind, [arm.row.kind])["color"]
     axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
     axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
-    axes.text(0.98, 0.93, f"{max(ys):.3g}", ha="right", va="top", transform=axes.transAxes,
+    axes.text(0.98, 0.93, three_digits(max(ys)), ha="right", va="top", transform=axes.transAxes,
               fontsize=SMALL - 1)  # fmt: skip
 
 

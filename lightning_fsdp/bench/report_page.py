@@ -8,13 +8,13 @@ from lightning_fsdp.bench.arms import notes_on
 from lightning_fsdp.bench.records import Row, listed, sum_of, worst
 from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
-from lightning_fsdp.harness.tables import UNKNOWN, number, table_of
+from lightning_fsdp.harness.tables import UNKNOWN, number, table_of, three_digits
 
 Cell = Callable[[ArmResult], str]
 
 
 def _part(name: str) -> Cell:
-    return lambda arm: number(arm.parts_ms.get(f"{name}_ms"), ".3g")
+    return lambda arm: three_digits(arm.parts_ms.get(f"{name}_ms"))
 
 
 def _utilization(arm: ArmResult) -> str:
@@ -29,16 +29,16 @@ _PARTS = ("whole", "data", "compute", "exposed", "optimizer", "other", "overlapp
 _TIMES: dict[str, Cell] = {
     "arm": lambda arm: arm.name,
     **{name: _part(name) for name in _PARTS},
-    "host": lambda arm: number(arm.figures.host_ms, ".3g"),
+    "host": lambda arm: three_digits(arm.figures.host_ms),
     "utilization %": _utilization,
     "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
 }
 _LIMITS: dict[str, Cell] = {
     "arm": lambda arm: arm.name,
-    "step ms": lambda arm: number(arm.figures.step_ms, ".3g"),
-    "limit of compute ms": lambda arm: number(arm.figures.compute_limit_ms, ".3g"),
+    "step ms": lambda arm: three_digits(arm.figures.step_ms),
+    "limit of compute ms": lambda arm: three_digits(arm.figures.compute_limit_ms),
     "exposed ms": _part("exposed"),
-    "limit of communication ms": lambda arm: number(arm.figures.communication_limit_ms, ".3g"),
+    "limit of communication ms": lambda arm: three_digits(arm.figures.communication_limit_ms),
     "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
     "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
     "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),

@@ -40,6 +40,12 @@ def number(value: float | None, form: str, unit: float = 1.0) -> str:
     return UNKNOWN if value is None else format(value / unit, form)
 
 
+def three_digits(value: float | None) -> str:
+    """A cell of three significant digits, or of all before the point; never with an exponent."""
+    is_large = value is not None and abs(value) >= 999.5
+    return number(value, ",.0f" if is_large else ".3g")
+
+
 def markdown_table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     """Columns of even width.
 
