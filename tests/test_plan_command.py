@@ -70,6 +70,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
         ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
         ({"--device-memory": "1GB", "--batch-size": "4"}, "--batch-size: not with --device-memory"),
         ({"--max-batch-size": "0"}, "--max-batch-size: expected 1 or more, got '0'"),
+        ({"--optimizer": "mun"}, "--optimizer: invalid choice: 'mun' "),
     ],
 )
 def test_wrong_arguments_are_named(changes, message, capsys):
@@ -77,7 +78,8 @@ def test_wrong_arguments_are_named(changes, message, capsys):
     with pytest.raises(SystemExit) as raised:
         main([word for option in options.items() for word in option])
     assert raised.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    (told,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"^error: .*{message}", told)
 
 
 def test_a_model_whose_step_does_not_run_without_data_is_one_line(tmp_path, capsys):

@@ -318,6 +318,13 @@ def test_what_suggestions_need_is_named(folder, option, capsys):
     assert f"--suggest: expected {option} with it" in capsys.readouterr().err
 
 
+def test_all_that_suggestions_lack_is_named_at_once(folder, capsys):
+    with pytest.raises(SystemExit):
+        main(["--suggest", "--model", str(folder), "--ranks", "2", "--bandwidth", "1"])
+    said = "error: --suggest: expected --device-memory and --tflops with it. Add them.\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     "words", [["--tflops", "1"], ["--hosts", "2"], ["--latency", "3"], ["--shared-line"]]
 )

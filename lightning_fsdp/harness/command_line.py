@@ -65,6 +65,11 @@ class CommandParser(argparse.ArgumentParser):
         given = sys.argv[1:] if arguments is None else arguments
         return self.parse_args([self._current(word) for word in given])
 
+    @override
+    def error(self, message: str) -> NoReturn:
+        """End the process with exit code 2: the mistake in one line, without all the options."""
+        self.exit(2, f"error: {message}\n")
+
     def _current(self, word: str) -> str:
         option, sign, value = word.partition("=")
         return self.old.get(option, option) + sign + value

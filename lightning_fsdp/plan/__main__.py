@@ -125,12 +125,11 @@ def _suggest(args: argparse.Namespace, config: PretrainedConfig, run: Run) -> _A
 def _refuse_what_does_not_go_together(parser: CommandParser, args: argparse.Namespace) -> None:
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(args).items()}
     if args.suggest:
-        for option in _OF_SUGGEST_REQUIRED:
-            if given[option] is None:
-                parser.error(f"--suggest: expected {option} with it. Give it")
+        if lacking := [option for option in _OF_SUGGEST_REQUIRED if given[option] is None]:
+            parser.error(f"--suggest: expected {' and '.join(lacking)} with it. Add them.")
         for option in _THAT_SUGGEST_TRIES:
             if given[option] != parser.get_default(option[2:].replace("-", "_")):
-                parser.error(f"{option}: not with --suggest, which tries several. Leave it out")
+                parser.error(f"{option}: not with --suggest, which tries several. Leave it out.")
         network_options.refuse_halves(parser, args)
         return
     for option in _OF_SUGGEST:
