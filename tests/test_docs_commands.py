@@ -87,10 +87,10 @@ def _help_of(words: list[str], folder: Path) -> str:
         case ["sbatch", *rest]:
             assert all((ROOT / word).exists() for word in rest if word.startswith("recipes/"))
             return ""
-        case ["pip", "install", requirement]:
+        case ["pip", "install", *editable, requirement]:
             name, _, extras = requirement.rstrip("]").partition("[")
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            assert name == project["name"]
+            assert name == ("." if editable == ["-e"] else project["name"])
             assert extras in project["optional-dependencies"]
             return ""
         case _:
