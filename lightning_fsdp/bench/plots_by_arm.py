@@ -88,7 +88,7 @@ def communication(results: Results) -> Figure:
         "Bytes sent": lambda arm: arm.figures.sent_bytes,
         "Exposed time": lambda arm: arm.parts_ms.get("exposed_ms"),
         "Bandwidth": lambda arm: arm.figures.communication_limit_ms,
-        "Theory": lambda arm: sum_of(arm.theory.collectives),
+        "Calls demanded by theory": lambda arm: sum_of(arm.theory.collectives),
     }
     return plot_style.finish(figure, results, asked)
 
