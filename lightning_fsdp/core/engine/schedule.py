@@ -123,6 +123,8 @@ class Schedule(Runner):
             unit: The module's unit, if it has one. The first of its modules makes it whole.
         """
         if self._depth == 0:
+            if self._backward is not None:  # it failed, and a thread of the engine has not ended
+                self._recover("a backward")
             self._order_in_forward.begin()
             self.num_calls.clear()
             for call in self.watchers.on_pass:
@@ -154,14 +156,12 @@ class Schedule(Runner):
             if running.depth <= 0 and not running.waiting_for:
                 self._end_forward(unit)
         self._depth = max(self._depth - 1, 0)
-        if self._depth > 0:
-            return
-        if failed:
+        if self._depth == 0 and failed:
             self._recover("a forward")
-            return
-        for left in list(self._running):  # units of which not all modules ran
-            self._end_forward(left)
-        self.gathers.drop_ahead()
+        elif self._depth == 0:
+            for left in list(self._running):  # units of which not all modules ran
+                self._end_forward(left)
+            self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """A forward was ended by an exception after which torch calls no hooks (Ctrl-C)."""
