@@ -53,6 +53,8 @@ class _LeavesOver(Regressor):
                 self.manual_backward(self.loss((x[:2], y[:2])))
             if hasattr(strategy, "gradients"):
                 assert strategy.gradients["head.weight"].state == "local"
+                with pytest.raises(GradientUnavailable, match=r"Trainer.* last micro-batch"):
+                    strategy.gradients["head.weight"].full()
                 with pytest.raises(RuntimeError, match="no_sync"):
                     strategy.optimizers[0].step()
             for owner in {

@@ -100,7 +100,11 @@ class NativeGradient:
             return kept[micro_batch][self.name]
         gradient = self._engine.reduced(self.name)
         if gradient is None or self.state != "reduced":
-            raise self._unavailable("reduced", "run a backward that reduces (outside of no_sync())")
+            raise self._unavailable(
+                "reduced",
+                "run a backward that reduces (outside of no_sync(); under a Trainer that of a "
+                "step's last micro-batch, or any with accumulation='sum')",
+            )
         return gradient
 
     def _unavailable(self, what: str, cure: str) -> GradientUnavailable:

@@ -119,8 +119,9 @@ class Gradient:
         if isinstance(gradient, UnreducedGradient) or not isinstance(gradient, ShardedTensor):
             raise self._unavailable(
                 "reduced",
-                "run a backward that reduces (set_requires_all_reduce(True) and "
-                "set_requires_gradient_sync(True), or outside of no_sync())",
+                "run a backward that reduces (outside of no_sync(), with "
+                "set_requires_gradient_sync(True) and set_requires_all_reduce(True); under a "
+                "Trainer that of a step's last micro-batch, or any with accumulation='sum')",
             )
         if micro_batch is None:
             return gradient
