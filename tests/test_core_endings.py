@@ -19,6 +19,7 @@ from lightning_fsdp import (
     register_forward_method,
     shard_model,
 )
+from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.sharded_module import units_in
@@ -176,6 +177,36 @@ def fail_in_backward(rank, world_size):
 
 def test_a_backward_that_failed_leaves_nothing_behind():
     run_on_ranks(fail_in_backward, 2)
+
+
+def fail_while_the_engine_keeps_its_callback(rank, world_size):
+    """As its threads for CUDA may, for a moment after the exception."""
+    torch.manual_seed(0)
+    model, plain = Layers(), Layers()
+    plain.load_state_dict(model.state_dict())
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=True)
+    x, kept = torch.ones(2, 6), []
+    call_at_end = torch_internals.call_at_end_of_backward
+    torch_internals.call_at_end_of_backward = lambda call: (kept.append(call), call_at_end(call))
+    handle = model.layers[0].register_forward_hook(lambda *event: Failing.apply(event[2]))
+    with pytest.raises(ValueError, match="in the backward"):
+        model(x).backward()
+    torch_internals.call_at_end_of_backward = call_at_end
+    handle.remove()
+    model.zero_grad()
+    for module in (model, plain):
+        module(x).backward()
+    kept.clear()
+    assert_nothing_is_whole(model)
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
+
+
+def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
+    run_on_ranks(fail_while_the_engine_keeps_its_callback, 2)
 
 
 def fail_to_gather(rank, world_size):
