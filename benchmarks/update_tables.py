@@ -17,7 +17,7 @@ python -m benchmarks.checkpoint_speed --out benchmarks/results/checkpoint_speed.
 python -m benchmarks.update_tables checkpoint benchmarks/results/checkpoint_speed.json
 python -m benchmarks.muon_step --out benchmarks/results/muon_step.json
 python -m benchmarks.update_tables muon benchmarks/results/muon_step.json
-python -m benchmarks.head_loss --timed float32 --repeats 1 --out benchmarks/results/head_loss.json
+python -m benchmarks.head_loss --repeats 2 --out benchmarks/results/head_loss.json
 python -m benchmarks.update_tables head-loss benchmarks/results/head_loss.json
 python -m benchmarks.one_host
 python -m benchmarks.update_tables one-host benchmarks/results/one_host.json
