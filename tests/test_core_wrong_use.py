@@ -72,10 +72,20 @@ def test_wrong_arguments_are_named(what, types, words):
     assert_errors(errors_on_ranks(_door, 1, what), types, *words)
 
 
+class _Placement:
+    """Shown with an address, as functions are; another one on every rank."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __repr__(self):
+        return f"<function at 0x7f{self.rank:010x}>"
+
+
 def _unsupported(rank, world_size, name):
     model = mlp()
     if name == "shard_placement_fn":
-        fully_shard(model, shard_placement_fn=lambda parameter: None)
+        fully_shard(model, shard_placement_fn=_Placement(rank))
     elif name == "mesh":
         names = ("pipe", "replicate", "shard")
         shape = torch.distributed.init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=names)

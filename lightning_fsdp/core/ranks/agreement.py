@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -227,7 +228,9 @@ class ControlGroup:
             result, statement = attempt()
         except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
             error = caught
-            statement = f"refused, {type(caught).__name__}: {caught}"
+            # An object is shown with its address, which differs by rank.
+            shown = re.sub(r" at 0x[0-9a-fA-F]+", "", str(caught))
+            statement = f"refused, {type(caught).__name__}: {shown}"
         try:
             self.agree(occasion, statement)
         except RuntimeError as disagreement:
