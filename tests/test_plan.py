@@ -62,6 +62,8 @@ def test_state_over_all_ranks_rests_beside_the_part_that_a_replica_gathers_from(
             Run(world_size=8, shard_size=size, state_over="all")
     with pytest.raises(ValueError, match="state_over: expected 'replica' or 'all', got 'hosts'"):
         Run(world_size=8, shard_size=4, state_over="hosts")
+    with pytest.raises(ValueError, match=r"precision: expected '32-true' or .*-mixed', got 'fp8'"):
+        Run(world_size=8, precision="fp8")
 
 
 def test_a_folder_that_names_the_dtype_of_its_weights_takes_what_is_trained(folder):

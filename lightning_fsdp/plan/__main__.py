@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +20,7 @@ from lightning_fsdp.harness.command_line import (
     positive,
     require_extra,
 )
-from lightning_fsdp.plan.dry_run import Plan, Run, dry_run, largest_batch
+from lightning_fsdp.plan.dry_run import PRECISIONS, Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
 from lightning_fsdp.plan.process import bytes_at_start
 from lightning_fsdp.plan.report import as_json, format_plan, format_rest, format_search
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         answer = (_suggest if args.suggest else _plan)(args, config, run)
     except ValueError as error:
-        parser.error(str(error))
+        parser.error(re.sub(r"^\w+", _option_of, str(error)))
     except RuntimeError as error:  # of an operation that torch refuses, or that asks for values
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         parser.error(
@@ -83,6 +85,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(_no_file(args.out, str(error.strerror)))
     return 0 if answer.fits else 1
+
+
+def _option_of(name: re.Match[str]) -> str:
+    """The option that sets a field of a run; another word stays."""
+    is_field = any(field.name == name[0] for field in fields(Run))
+    return f"--{name[0].replace('_', '-')}" if is_field else name[0]
 
 
 class _Answer(NamedTuple):
@@ -181,10 +189,10 @@ def make_parser() -> CommandParser:
         required=True,
         help=f"what is trained: one of {', '.join(MODELS)}; or a folder with a config.json",
     )
-    parser.add_argument("--ranks", type=int, required=True, help="processes of the run")
+    parser.add_argument("--ranks", type=at_least(1), required=True, help="processes of the run")
     parser.add_argument(
         "--shard-size",
-        type=int,
+        type=at_least(1),
         metavar="RANKS",
         help="ranks that hold one copy of the model together (default: all)",
     )
@@ -196,12 +204,13 @@ def make_parser() -> CommandParser:
         "parameters of a unit (default: blocks, embeddings and head are found)",
     )
     parser.add_argument(
-        "--stage", type=int, help=f"stage of ZeRO: 2 or 3 (default: {Run.zero_stage})"
+        "--stage", type=int, choices=(2, 3), help=f"stage of ZeRO (default: {Run.zero_stage})"
     )
     parser.add_argument(
         "--precision",
+        choices=PRECISIONS,
         default=Run.precision,
-        help="precision of the Trainer: 32-true, bf16-true or bf16-mixed",
+        help="precision of the Trainer; of 16-mixed plan bf16-mixed, which takes the same bytes",
     )
     parser.add_argument(
         "--batch-size",
@@ -221,9 +230,11 @@ def make_parser() -> CommandParser:
         metavar="CAP",
         help=f"most sequences to try with --device-memory (default: {_MAX_BATCH_SIZE})",
     )
-    parser.add_argument("--seq-len", type=int, default=Run.seq_len, help="tokens per sequence")
     parser.add_argument(
-        "--grad-accum", type=int, default=1, help="micro-batches in an optimizer step"
+        "--seq-len", type=at_least(1), default=Run.seq_len, help="tokens per sequence"
+    )
+    parser.add_argument(
+        "--grad-accum", type=at_least(1), default=1, help="micro-batches in an optimizer step"
     )
     parser.add_argument(
         "--state-over",

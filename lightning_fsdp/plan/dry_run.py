@@ -74,7 +74,11 @@ OWNERS = ("parameters", "gradients", "optimizer", GATHERED, "local gradients", "
 PHASES = ("forward", "backward", "step")
 _MICRO_BATCHES = 3  # the first, the last, and one that stands for all between them
 _CHUNKS = 2  # of the loss: the second is made beside the sums of the first
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+"""Of a Trainer, that can be planned: 16-mixed has a gradient scaler, which looks at values."""
+
 _CHOICES = {
+    "precision": PRECISIONS,
     "backend": ("nccl", "gloo"),
     "optimizer": ("adamw", "muon"),
     "loss": ("chunked", "plain"),
@@ -124,12 +128,6 @@ class Run:
 
     def __post_init__(self) -> None:
         plan_of_stage(self.zero_stage)
-        _precision(self.precision)
-        if self.precision == "16-mixed":
-            raise ValueError(
-                "precision: expected one without a gradient scaler, which looks at values, got "
-                "'16-mixed'. Plan with 'bf16-mixed', which takes the same bytes."
-            )
         for name in ("world_size", "batch_size", "seq_len", "grad_accum"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -150,7 +148,7 @@ class Run:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{name}: expected {choices[0]!r} or {choices[1]!r}, got "
+                    f"{name}: expected {' or '.join(map(repr, choices))}, got "
                     f"{getattr(self, name)!r}. Correct it."
                 )
 
