@@ -63,22 +63,25 @@ def mistakes_in(option: str, *kinds: type[Exception]) -> Iterator[None]:
 def agreed_mistakes(strategy: Strategy | None) -> Iterator[None]:
     """A mistake that one rank finds within ends all of them; one that all find, rank 0 shows.
 
+    So does another error; it is raised where it happened, and the others say that it did.
+
     Args:
         strategy: Of the Trainer, with its processes started: all ranks come here. ``None``: there
             is no other rank.
 
     Raises:
-        RecipeError: On every rank.
+        RecipeError: On every rank that has no error of its own.
     """
-    mistake = None
+    error: Exception | None = None
     try:
         yield
-    except RecipeError as error:
-        mistake = error
-    if strategy is not None and strategy.reduce_boolean_decision(mistake is not None, all=False):
-        is_everywhere = strategy.reduce_boolean_decision(mistake is not None, all=True)
-        is_shown_here = strategy.is_global_zero if is_everywhere else mistake is not None
-        mistake = mistake or RecipeError("expected no mistake on any rank. Another rank shows it.")
-        mistake.is_shown_elsewhere = not is_shown_here
-    if mistake is not None:
-        raise mistake
+    except Exception as caught:  # noqa: BLE001 (whatever it is, the other ranks must hear of it)
+        error = caught
+    if strategy is not None and strategy.reduce_boolean_decision(error is not None, all=False):
+        is_everywhere = strategy.reduce_boolean_decision(error is not None, all=True)
+        is_shown_here = strategy.is_global_zero if is_everywhere else error is not None
+        error = error or RecipeError("expected no mistake on any rank. Another rank shows it.")
+        if isinstance(error, RecipeError):
+            error.is_shown_elsewhere = not is_shown_here
+    if error is not None:
+        raise error
