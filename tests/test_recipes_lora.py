@@ -70,7 +70,7 @@ def test_the_loss_falls_and_peft_computes_the_same_with_the_saved_adapters(tmp_p
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
     for losses in on_trainer_ranks(_fit, 2, str(tmp_path), timeout_s=120):
-        # Processors round bf16 products differently, and at this rate single losses jump by a tenth.
+        # Processors round bf16 products differently; at this rate single losses jump by a tenth.
         assert sum(losses[-4:]) / 4 < 0.9 * losses[0], losses
 
 

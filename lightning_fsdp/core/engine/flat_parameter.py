@@ -128,7 +128,7 @@ class FlatParameter:
     def _runner(self) -> Runner:
         # A weak reference, as the schedule owns this. Two models that share a weight and were
         # sharded apart have one each, and either may be deleted: the last one alive counts.
-        alive = (runner for known in reversed(self._runners) if (runner := known()) is not None)
+        alive = filter(None, map(weakref.ref.__call__, reversed(self._runners)))
         return next(alive, _NOBODY)
 
     # -- the whole copy --------------------------------------------------------------------------
@@ -145,8 +145,7 @@ class FlatParameter:
             for call in self._runner.watchers.before_whole:
                 call(self)
             self.buffer.allocate()
-            with torch_internals.unrecorded():
-                self.home.to_device(self.shard, self._own)  # casts on the way
+            self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
             self.holders.discard(holder)

@@ -83,20 +83,19 @@ class FlatBuffer:
         # Outside of inference mode: an inference tensor could never be written to in training.
         with torch.inference_mode(False):
             self.flat = home.empty(numel, dtype)
-        self._home = home
-        self._nbytes = self.flat.untyped_storage().nbytes()
+        self._home, self._storage = home, self.flat.untyped_storage()
+        self._nbytes = self._storage.nbytes()
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
-        storage = self.flat.untyped_storage()
-        if storage.nbytes() == 0:  # else it could not be freed
-            self._home.allocate(storage, self._nbytes)
+        if self._storage.nbytes() == 0:  # else it could not be freed
+            self._home.allocate(self._storage, self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""
-        storage = self.flat.untyped_storage()
-        if storage.resizable():  # not once somebody took a numpy array, which points at the memory
-            storage.resize_(0)
+        # Not once somebody took a numpy array, which points at the memory.
+        if self._storage.resizable():
+            self._storage.resize_(0)
 
     def view(self, slot: Slot) -> Tensor:
         """One parameter of the buffer in its original shape.

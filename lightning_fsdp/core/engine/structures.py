@@ -15,7 +15,8 @@ def tensors_in(structure: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(structure, Tensor):
         return [structure]
-    return [tensor for value in _parts(structure)[1] for tensor in tensors_in(value)]
+    _, values = _parts(structure)
+    return [t for v in values for t in ((v,) if isinstance(v, Tensor) else tensors_in(v))]
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -26,7 +27,7 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(structure, Tensor):
         return function(structure)
     keys, values = _parts(structure)
-    mapped = [map_tensors(value, function) for value in values]
+    mapped = [function(v) if isinstance(v, Tensor) else map_tensors(v, function) for v in values]
     if all(map(operator.is_, mapped, values)):
         return structure
     return _with_values(structure, keys, mapped)

@@ -59,12 +59,14 @@ class Site:
             return True
         present = module._parameters.get(self.name)
         if present is old:
-            self.put(new)
+            self._put(module, new)
         return present is old or present is new
 
     def put(self, parameter: Tensor) -> None:
         """Register ``parameter`` here."""
-        module = self.module
+        self._put(self.module, parameter)
+
+    def _put(self, module: nn.Module, parameter: Tensor) -> None:
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[self.name] = parameter  # type: ignore[assignment]
         else:  # modules that keep lists of their weights (nn.RNNBase) watch their attributes

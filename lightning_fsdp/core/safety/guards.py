@@ -59,6 +59,9 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
+_UNKNOWN = object()
+
+
 class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
@@ -80,8 +83,18 @@ class FreedMemory(Watcher):
         Raises:
             RuntimeError: A forward has assigned another tensor to the ``.data`` of a weight.
         """
-        is_there = flat_param.buffer.flat.untyped_storage().nbytes() > 0
-        if is_there and flat_param not in self._warned:
+        for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
+            if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
+                if leaf.untyped_storage().nbytes() > 0:
+                    self._explain_memory(flat_param, parameter.spec)
+                leaf._parameter = parameter  # type: ignore[attr-defined]
+                leaf.__class__ = _FreedLeaf
+        self._set_access(flat_param.buffer, refused=True)
+
+    def _explain_memory(self, flat_param: FlatParameter, spec: ShardSpec) -> None:
+        if flat_param.buffer.flat.untyped_storage().nbytes() == 0:
+            raise RuntimeError(_describe_assigned(spec))
+        if flat_param not in self._warned:
             self._warned.add(flat_param)
             _log.warning(
                 "unit %r (rank %d): expected no numpy array of a weight taken inside its forward, "
@@ -90,18 +103,12 @@ class FreedMemory(Watcher):
                 flat_param.name,
                 flat_param.communicator.mesh_rank,
             )
-        for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True):
-            if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
-                if not is_there and leaf.untyped_storage().nbytes() > 0:
-                    raise RuntimeError(_describe_assigned(parameter.spec))
-                leaf._parameter = parameter  # type: ignore[attr-defined]
-                leaf.__class__ = _FreedLeaf
-        self._set_access(flat_param.buffer, refused=True)
 
     def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
-        if buffer not in self._flags:
-            self._flags[buffer] = torch_internals.access_flags(buffer.flat)
-        if (flags := self._flags[buffer]) is not None:
+        flags = self._flags.get(buffer, _UNKNOWN)
+        if flags is _UNKNOWN:
+            flags = self._flags[buffer] = torch_internals.access_flags(buffer.flat)
+        if flags is not None:
             flags[0] = flags[2] = refused
 
 
