@@ -79,13 +79,14 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(kind)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    counts = (labels != ignore_index).flatten()
+    labels = labels.flatten().long()  # first: -100 as a byte is 156
+    counts = labels != ignore_index
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(labels.numel(), hidden.shape[-1]),
             weight,
             bias,
-            labels.flatten().where(counts, 0).unsqueeze(1).long(),
+            labels.where(counts, 0).unsqueeze(1),
             counts.unsqueeze(1),
             _Needs.of(hidden, weight, bias, size),
         )

@@ -282,6 +282,16 @@ def test_a_label_that_is_no_class_is_an_error(label: int, dtype: torch.dtype) ->
             loss_of(hidden, weight, labels)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_of_few_bytes_are_the_classes_that_they_name(dtype: torch.dtype) -> None:
+    hidden, weight, labels, bias = _inputs(torch.float32)
+    labels = labels.fill_(156)  # as a byte, what -100 is
+    found = linear_cross_entropy(hidden, weight, labels.to(dtype), bias)
+    torch.testing.assert_close(found, _plain(hidden, weight, labels, bias, "mean"))
+    found = linear_cross_entropy(hidden, weight, labels.to(dtype), bias, ignore_index=10**6)
+    torch.testing.assert_close(found, _plain(hidden, weight, labels, bias, "mean"))
+
+
 def test_double_precision_is_computed_with() -> None:
     doubles = [
         tensor.double() if tensor.is_floating_point() else tensor
