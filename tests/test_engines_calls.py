@@ -95,6 +95,17 @@ def nested(model, loss, tokens, labels):
     return call_with(model.head, last)
 
 
+def around_a_forward(model, loss, tokens, labels):
+    """The function calls the module, and reads its weights then."""
+    block = model.blocks[0]
+
+    def around(hidden):
+        return block(hidden).square().mean() + block.up.weight.square().sum()
+
+    of_block = call_with(block, around, hidden_of(model, tokens))
+    return of_block + plainly(model, loss, tokens, labels)
+
+
 def of_a_part(model, loss, tokens, labels):
     """A module without a unit of its own, inside of the forward of the unit it belongs to."""
     block = getattr(model.blocks[0], "module", model.blocks[0])  # FSDP1 wraps it
@@ -118,6 +129,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "computed again, reentrant": functools.partial(computed_again, reentrant=True),
     "compiled": compiled,
     "nested": nested,
+    "around a forward": around_a_forward,
     "of a part": of_a_part,
 }
 # Reentrant checkpointing runs a forward without a graph, which these take of no module.

@@ -9,7 +9,8 @@ forward: gather, and prepare the backward to gather and to reduce.
     a part of one of these   the function is called; of the core, as if by the unit it is a part of
     plain                    the function is called
 
-A function that runs inside of such a call already finds everything whole, and is called.
+A function that runs inside of such a call already finds everything whole, and is called. So does
+the module itself, where a function calls it.
 """
 
 from __future__ import annotations
@@ -68,9 +69,14 @@ def call_with(
         return function(*args, **kwargs)
     if _CALLED in module.__dict__:
         return function(*args, **kwargs)
+
+    def inside(*args: Any, **kwargs: Any) -> _Result:
+        with torch_internals.staying_whole(module):
+            return function(*args, **kwargs)
+
     module.__dict__[_CALLED] = True
     try:
-        with redirected(inner, function):
+        with redirected(inner, inside):
             result = module(*args, **kwargs)
     finally:
         del module.__dict__[_CALLED]

@@ -107,6 +107,31 @@ def is_idle(parameter: Tensor) -> bool:
     return False
 
 
+@contextmanager
+def staying_whole(module: nn.Module) -> Iterator[None]:
+    """Inside of its forward: calls of the module leave what it has whole, until the forward ends.
+
+    Otherwise each frees it for what comes after, which would read pieces: FSDP1's without an error.
+
+    Args:
+        module: Of FSDP2, or a wrapper of FSDP1's or DDP's.
+    """
+    changed: dict[str, Any]
+    if isinstance(module, FSDPModule):  # whose hooks do nothing where a backward recomputes
+        state: Any = module._get_fsdp_state()
+        attributes, changed = state.__dict__, {"_training_state": TrainingState.PRE_BACKWARD}
+    else:
+        attributes, changed = module.__dict__, {"forward": module.module}
+    before = {name: attributes[name] for name in changed if name in attributes}
+    attributes.update(changed)
+    try:
+        yield
+    finally:
+        for name in changed:
+            del attributes[name]
+        attributes.update(before)
+
+
 def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
     """The gradient of backwards without communication: in one of two places, by dtype."""
     accumulated: Tensor | None = fsdp_parameter.unsharded_accumulated_grad
