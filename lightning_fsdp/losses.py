@@ -16,6 +16,10 @@ Products are in the dtype of the operands; sums over positions, chunks and block
 fp64. The weight's gradient over several chunks is such a sum, of twice the bytes of a gradient in
 bf16. In one chunk each of its blocks is one product, which sums in fp32 by itself. So some more
 positions in bf16 than a chunk has are one chunk, as long as its logits take no more than that sum.
+
+In fp16 the smallest number is 6e-8, and a softmax has many that are smaller. A gradient scaler's
+factor comes too late for them. So both gradients are made times a power of two, as large as can
+overflow nowhere, and the backward divides by it.
 """
 
 from __future__ import annotations
@@ -188,12 +192,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_weight = torch.zeros_like(weight) if is_one else _zeros(weight)
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
         gradients = of_hidden, of_weight, of_bias
-        loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs)
+        is_half, factor = hidden.dtype is torch.float16, torch.ones((), device=hidden.device)
+        if is_half and any(gradient is not None for gradient in gradients):
+            factor = _factor(hidden, weight, counts, needs.chunk_size)
+        loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs, factor)
         # After the memory of the chunks has been freed, as this is another copy.
         if of_weight is not None and weight.dtype is torch.bfloat16:  # fp16 waits for a scaler
             of_weight = of_weight.to(weight.dtype)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.gradients = of_hidden, of_weight, of_bias
+        ctx.gradients, ctx.factor = (of_hidden, of_weight, of_bias), factor
         return loss
 
     @staticmethod
@@ -210,7 +217,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         # In place, and owned by nobody else: a second gradient of the weight would double the peak.
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = (None if g is None else g.mul_(of_loss) for g in gradients)
+        scaled = (None if g is None else g.mul_(of_loss / ctx.factor) for g in gradients)
         pairs = zip(scaled, ctx.dtypes, strict=True)
         return *(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None
 
@@ -223,8 +230,12 @@ def _sum_over_chunks(
     counts: Tensor,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     needs: _Needs,
+    factor: Tensor,
 ) -> Tensor:
-    """The sum of the losses; its gradients are written to hidden's, added to the others."""
+    """The sum of the losses.
+
+    Its gradients, times ``factor``, are written to hidden's and added to the others.
+    """
     of_hidden, of_weight, of_bias = gradients
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     num, vocabulary = min(needs.chunk_size, len(hidden)), len(weight)
@@ -274,6 +285,8 @@ def _sum_over_chunks(
             # takes as much memory as the block.
             is_here = (blocks_of_labels[part] == number).logical_and_(counts_here)[:, 0]
             block[rows, index.clamp(max=block.shape[1] - 1)] -= is_here.to(wide)
+            if hidden.dtype is torch.float16:
+                block *= factor
             if of_bias is not None:
                 of_bias[columns] += block.sum(0)
             if product.dtype is not wide:
@@ -283,6 +296,18 @@ def _sum_over_chunks(
         if of_hidden is not None:
             torch.mm(logits, weight, out=of_hidden[part])
     return loss
+
+
+def _factor(hidden: Tensor, weight: Tensor, counts: Tensor, chunk_size: int) -> Tensor:
+    """A power of two, times which no gradient of a chunk overflows, 0-d.
+
+    Of a position the softmax minus one-hot has absolute values of 1 at most, and of 2 in sum.
+    """
+    parts = list(_parts(len(hidden), chunk_size))
+    sums = [hidden[p].abs().where(counts[p], 0).sum(0, dtype=torch.float32).amax() for p in parts]
+    largest = torch.stack([*torch.aminmax(weight)]).float().abs().amax()
+    bound = torch.stack([*sums, 2 * largest, torch.ones_like(largest)]).amax()
+    return torch.exp2(torch.log2(torch.finfo(torch.float16).max / 2 / bound).floor())
 
 
 def _zeros(like: Tensor) -> Tensor:
