@@ -192,8 +192,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             of_weight = torch.zeros_like(weight) if is_one else _zeros(weight)
         of_bias = _zeros(bias) if needs.bias and bias is not None else None
         gradients = of_hidden, of_weight, of_bias
-        is_half, factor = hidden.dtype is torch.float16, torch.ones((), device=hidden.device)
-        if is_half and any(gradient is not None for gradient in gradients):
+        factor = None
+        if hidden.dtype is torch.float16 and any(gradient is not None for gradient in gradients):
             factor = _factor(hidden, weight, counts, needs.chunk_size)
         loss = _sum_over_chunks(hidden, weight, bias, labels, counts, gradients, needs, factor)
         # After the memory of the chunks has been freed, as this is another copy.
@@ -217,7 +217,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         # In place, and owned by nobody else: a second gradient of the weight would double the peak.
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = (None if g is None else g.mul_(of_loss / ctx.factor) for g in gradients)
+        by = of_loss if ctx.factor is None else of_loss / ctx.factor
+        scaled = (None if g is None else g.mul_(by) for g in gradients)
         pairs = zip(scaled, ctx.dtypes, strict=True)
         return *(None if g is None else g.to(dtype) for g, dtype in pairs), None, None, None
 
@@ -230,11 +231,11 @@ def _sum_over_chunks(
     counts: Tensor,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None],
     needs: _Needs,
-    factor: Tensor,
+    factor: Tensor | None,
 ) -> Tensor:
     """The sum of the losses.
 
-    Its gradients, times ``factor``, are written to hidden's and added to the others.
+    Its gradients, times ``factor`` if there is one, are written to hidden's, added to the others.
     """
     of_hidden, of_weight, of_bias = gradients
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -285,7 +286,7 @@ def _sum_over_chunks(
             # takes as much memory as the block.
             is_here = (blocks_of_labels[part] == number).logical_and_(counts_here)[:, 0]
             block[rows, index.clamp(max=block.shape[1] - 1)] -= is_here.to(wide)
-            if hidden.dtype is torch.float16:
+            if factor is not None:
                 block *= factor
             if of_bias is not None:
                 of_bias[columns] += block.sum(0)

@@ -179,14 +179,20 @@ def test_a_backward_that_failed_leaves_nothing_behind():
     run_on_ranks(fail_in_backward, 2)
 
 
-def fail_while_the_engine_keeps_its_callback(rank, world_size):
-    """As its threads for CUDA may, for a moment after the exception."""
+def sharded_and_plain():
+    """Two models of the same weights, the first of them sharded."""
     torch.manual_seed(0)
     model, plain = Layers(), Layers()
     plain.load_state_dict(model.state_dict())
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model, reshard_after_forward=True)
+    return model, plain
+
+
+def fail_while_the_engine_keeps_its_callback(rank, world_size):
+    """As its threads for CUDA may, for a moment after the exception."""
+    model, plain = sharded_and_plain()
     x, kept = torch.ones(2, 6), []
     call_at_end = torch_internals.call_at_end_of_backward
     torch_internals.call_at_end_of_backward = lambda call: (kept.append(call), call_at_end(call))
@@ -211,12 +217,7 @@ def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
 
 def fail_to_gather(rank, world_size):
     """Once there is no memory for a whole copy; the next call finds everything as it was."""
-    torch.manual_seed(0)
-    model, plain = Layers(), Layers()
-    plain.load_state_dict(model.state_dict())
-    for layer in model.layers:
-        fully_shard(layer)
-    fully_shard(model, reshard_after_forward=True)
+    model, plain = sharded_and_plain()
     x, allocate = torch.ones(2, 6), FlatBuffer.allocate
     for number in range(5):  # the third whole copy of a pass is prefetched from the second one on
         calls = itertools.count()
