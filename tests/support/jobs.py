@@ -19,6 +19,7 @@ from tests.support.standing import where_they_stand
 _PAUSE_S = 0.05
 _STACKS_S = 5.0  # for writing Python's stacks
 _LEFT_S = 5.0  # for what ends after the last output
+_KILLED_S = 30.0  # for what was told to end
 
 
 def mind_interrupts() -> None:
@@ -144,9 +145,13 @@ class Job:
                 time.sleep(_PAUSE_S)
 
     def _kill(self) -> None:
-        for pid in self._members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """Return when none is left: the kernel takes its time to end what was told to end."""
+        deadline_s = time.monotonic() + _KILLED_S
+        while (left := self._members()) and time.monotonic() < deadline_s:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_PAUSE_S)
 
     def _members(self) -> list[int]:
         members = []
