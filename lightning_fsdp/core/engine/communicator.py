@@ -276,7 +276,7 @@ class Communicator:
 
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         group, shard_numel = self.group, whole.numel() // self.world_size
-        mine = whole.narrow(0, self.rank * shard_numel, shard_numel)
+        mine = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel]
         with collective(what, "every rank"):
             work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
         return [(work, "every rank")]

@@ -115,7 +115,7 @@ class ModuleHooks:
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
             args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
         if torch.is_grad_enabled() and is_outermost:
-            args, kwargs = self._announce_end_of_backward(unit, (args, kwargs))
+            args, kwargs = self._announce_end_of_backward(unit, args, kwargs)
         return args, kwargs
 
     @torch_internals.not_compiled
@@ -134,7 +134,7 @@ class ModuleHooks:
         if current_backward() < 0:  # a backward ends what a recomputation began
             if torch.is_grad_enabled():
                 beside = self.outputs_beside() if self.outputs_beside is not None else ()
-                self._announce_backward([output, beside])
+                self._announce_backward(output, beside)
             self.schedule.post_forward(unit, module, failed=False)
         return output
 
@@ -143,8 +143,8 @@ class ModuleHooks:
         if current_backward() < 0:
             self.schedule.post_forward(self.unit, module, failed=True)
 
-    def _announce_end_of_backward(self, unit: Unit, inputs: Any) -> Any:
-        marked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+    def _announce_end_of_backward(self, unit: Unit, *inputs: Any) -> Any:
+        marked = [tensor for tensor in tensors_in(*inputs) if tensor.requires_grad]
         if not marked:
             return inputs
         # A recomputation is not counted: it may have no backward.
@@ -152,9 +152,9 @@ class ModuleHooks:
         passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
-    def _announce_backward(self, output: Any) -> None:
+    def _announce_backward(self, *outputs: Any) -> None:
         nodes = set()
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(*outputs):
             if tensor.grad_fn is None:
                 continue
             nodes.add(tensor.grad_fn)

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_in(structure: Any) -> list[Tensor]:
+def tensors_in(*structures: Any) -> list[Tensor]:
     """The tensors of nested tuples, lists, mappings and dataclasses, in order."""
-    if isinstance(structure, Tensor):
-        return [structure]
-    _, values = _parts(structure)
-    return [t for v in values for t in ((v,) if isinstance(v, Tensor) else tensors_in(v))]
+    found: list[Tensor] = []
+    for structure in structures:
+        found += [structure] if isinstance(structure, Tensor) else tensors_in(*_parts(structure)[1])
+    return found
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -34,10 +34,10 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
-    """What a structure holds, by index, key or field; nothing where it is none."""
+    """Keys or fields, and what the structure holds there; nothing where it is none."""
     if isinstance(structure, (list, tuple)):  # asked first: hooks meet tuples most often
-        return range(len(structure)), structure
-    if isinstance(structure, Mapping):
+        return (), structure
+    if isinstance(structure, (dict, Mapping)):  # an abstract class takes longer to ask for
         return structure.keys(), list(structure.values())
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         names = [field.name for field in dataclasses.fields(structure)]

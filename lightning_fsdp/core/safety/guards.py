@@ -60,13 +60,13 @@ class _FreedLeaf(nn.Parameter):
 
 
 _UNKNOWN = object()
+_FLAGS = "_lightning_fsdp_access_flags"  # attribute of a flat buffer's tensor
 
 
 class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
     def __init__(self) -> None:
-        self._flags: weakref.WeakKeyDictionary[FlatBuffer, Any] = weakref.WeakKeyDictionary()
         # Those whose memory numpy holds, which was said once.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
 
@@ -105,9 +105,10 @@ class FreedMemory(Watcher):
             )
 
     def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
-        flags = self._flags.get(buffer, _UNKNOWN)
+        flags: Any = getattr(buffer.flat, _FLAGS, _UNKNOWN)
         if flags is _UNKNOWN:
-            flags = self._flags[buffer] = torch_internals.access_flags(buffer.flat)
+            flags = torch_internals.access_flags(buffer.flat)
+            setattr(buffer.flat, _FLAGS, flags)
         if flags is not None:
             flags[0] = flags[2] = refused
 
