@@ -1,4 +1,5 @@
-"""What is written to parameters between micro-batches is what the next forward computes with.
+"""What is written to parameters between micro-batches is what the next forward computes with; to
+gradients, what backwards add to.
 
 ZeRO-2 keeps whole copies from one micro-batch to the next, so each way of writing must make them
 stale. The unsharded model beside it is written to in the same way.
@@ -13,6 +14,7 @@ from lightning_fsdp import load_full_state_dict, shard_model
 from tests.support import ranks
 from tests.support.models import TASKS, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import wholes
+from tests.support.optimizers import Normed
 from tests.support.parity import OPTIMIZERS, PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
@@ -247,3 +249,49 @@ def _swap_in_averages(rank, world_size, plan):
 @pytest.mark.parametrize("plan", PLANS)
 def test_data_that_was_kept_outlives_its_replacement(plan):
     run_on_ranks(_swap_in_averages, 2, plan)
+
+
+def _set_gradients(model, seed):
+    """``p.grad = whole``, as code does that keeps gradients, or starts a sum with zeros."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = value = torch.rand(parameter.shape)
+        value -= 0.5  # memory is shared
+
+
+def _train_from_gradients_set_by_hand(rank, world_size, plan, accumulation, make_optimizer):
+    models = model, reference = shard_model(tied_lm(), PLANS[plan]), tied_lm()
+    optimizers = [make_optimizer(each.parameters()) for each in models]
+    for step in range(2):
+        for each in models:
+            _set_gradients(each, seed=step)
+        for micro_batch in range(2):
+            model.set_requires_gradient_sync(micro_batch == 1 or accumulation == "sum")
+            lm_loss(model, token_batch(step, micro_batch, rank)).backward()
+            for r in range(world_size):
+                (lm_loss(reference, token_batch(step, micro_batch, r)) / world_size).backward()
+        assert_same_tensors(*map(_gradients_of, models), atol=5e-6, what="gradient")
+        if step == 1:  # which are stepped as they are
+            for each in models:
+                _set_gradients(each, seed=2)
+        norms = model.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        torch.testing.assert_close(*norms)
+        for optimizer in optimizers:
+            optimizer.step()
+        _validate(model, reference)
+
+
+@pytest.mark.parametrize(
+    ("plan", "accumulation", "make_optimizer"),
+    [
+        ("zero2", "local", OPTIMIZERS["sgd"]),
+        ("zero2", "sum", Normed),
+        ("zero3", "local", Normed),
+        ("zero3", "sum", OPTIMIZERS["sgd"]),
+    ],
+)
+def test_a_whole_gradient_that_is_set_by_hand_is_as_one_of_a_backward(
+    plan, accumulation, make_optimizer
+):
+    args = plan, accumulation, make_optimizer
+    run_on_ranks(_train_from_gradients_set_by_hand, 2, *args)

@@ -28,6 +28,7 @@ from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 Hook = TypeVar("Hook")
+_GRAD: Any = Tensor.grad  # the property
 
 
 def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
@@ -118,6 +119,19 @@ class ShardedTensor(Sharded, FlatChunks):
             move(communicator, parts, what)
             whole = home.to_host(whole, may_pin=False).wait()
         return whole.view(slot.shape)
+
+    def _set_grad(self, value: Any) -> None:
+        """Of a whole plain tensor this rank's slice is taken, sharing memory, as by ``copy_``.
+
+        It is to be the same on every rank. Anything else is up to torch.
+        """
+        is_plain = isinstance(value, Tensor) and not isinstance(value, Sharded)
+        if is_plain and value.shape == self.shape:
+            value = ShardedTensor(self.spec.slice_of(value), self.spec)
+        _GRAD.__set__(self, value)
+
+    # Read by torch's own function, without a call in Python.
+    grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
 
     @property
     def data(self) -> Tensor:
