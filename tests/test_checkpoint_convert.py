@@ -34,6 +34,7 @@ class _Run(GPT2):
         checkpoint["note"] = {"of mine": torch.arange(3)}
 
     def on_train_end(self):
+        self.trainer.optimizers[0].state["own"] = {"of": "no parameter", "seen": torch.ones(2)}
         self.trainer.save_checkpoint(self.path)  # it is sharded now
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no public name; st
 from typing_extensions import override
 
 from lightning_fsdp.callbacks.torch_internals import is_fake
+from lightning_fsdp.core.optimizers.whole_state import map_leaves
 
 # c10d operation -> kind of collective and the position of the tensor(s) that this rank sends
 _COLLECTIVES = {
@@ -230,12 +231,11 @@ def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str | None, list[Tensor]]
 
 def resting_tensors(module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
     """What stays between steps on this rank: parameters, gradients, buffers, optimizer state."""
-    tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-    tensors += [p.grad for p in module.parameters() if p.grad is not None]
+    leaves: list[Any] = [*module.parameters(), *module.buffers()]
+    leaves += [p.grad for p in module.parameters()]
     for optimizer in optimizers:
-        for values in optimizer.state.values():
-            tensors += [value for value in values.values() if isinstance(value, Tensor)]
-    return [local_part(tensor) for tensor in tensors]
+        map_leaves(leaves.append, list(optimizer.state.values()))
+    return [local_part(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:

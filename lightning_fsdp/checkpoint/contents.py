@@ -28,6 +28,7 @@ from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
 from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
+from lightning_fsdp.engines.sharded_state import by_owner
 
 FORMS = ("full", "sharded", "safetensors")
 LEFT_OUT = "parameters_left_out"
@@ -172,7 +173,8 @@ def _by_name(
         flat = [name for group in names for name in group]
         slices: dict[str, dict[str, Any]] = {}
         others: dict[str, dict[str, Any]] = {}
-        for number, values in state["state"].items():
+        of_parameters, own = by_owner(state["state"])
+        for number, values in of_parameters.items():
             name = flat[number]
             shape = _shape_of(name, file["state_dict"])
             for key, value in values.items():
@@ -186,6 +188,7 @@ def _by_name(
             {
                 "slices": slices,
                 "state": others,
+                "own": own,
                 "param_groups": [{**group, "params": list(mine)} for group, mine in groups],
             }
         )

@@ -169,7 +169,7 @@ def _by_number(
     """As ``optimizer.state_dict()`` has it."""
     if "slices" not in state:
         return state
-    by_number: dict[int, dict[str, Any]] = {}
+    by_number: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for group in state["param_groups"]:
         names, first = group["params"], sum(len(other["params"]) for other in groups)
@@ -180,7 +180,7 @@ def _by_number(
                 values[key] = tensors[f"optimizer.{index}.{name}.{key}"]
             if values:
                 by_number[number] = values
-    return {"state": by_number, "param_groups": groups}
+    return {"state": by_number | state.get("own", {}), "param_groups": groups}
 
 
 # -- to sharded ------------------------------------------------------------------------------------

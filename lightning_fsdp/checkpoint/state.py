@@ -4,7 +4,8 @@
     tensor "optimizer.<i>.<name>.<key>"    state of a parameter's shape, of the i-th optimizer
     tensor "<other>.<name>"                of another state dict of slices (an average of weights)
     extra["tensors_of"]["state_dict"]      name in the state dict -> name in the folder
-    extra["optimizer_states"][i]           groups, and all other state of parameters, by name
+    extra["optimizer_states"][i]           groups, and all other state of parameters, by name;
+                                           what is the optimizer's own, as it is
     extra[...]                             everything else, as it was given
 
 Everything goes by original names, so that whoever reads may shard in another way. Tied parameters
@@ -19,7 +20,7 @@ Reading is the same backwards: :func:`read_extra`, hooks, :func:`read_module` an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -36,7 +37,7 @@ from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
-from lightning_fsdp.engines.sharded_state import ShardedState, names_in
+from lightning_fsdp.engines.sharded_state import ShardedState, by_owner, names_in
 
 TENSORS_OF = "tensors_of"
 # Of names in the folder; other state dicts have their own name. No two are the same, whatever a
@@ -58,7 +59,8 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
 
     Returns:
         ``slices``: per parameter, live tensors of its shape. ``state``: per parameter, the rest.
-        ``param_groups``: as torch has them, with names for ``params``.
+        ``own``: entries of no parameter. ``param_groups``: as torch has them, with names for
+        ``params``.
 
     Raises:
         ValueError: It holds a parameter that is not in the module.
@@ -71,7 +73,8 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
     owned = owned_places(optimizer)
     slices: dict[str, dict[str, Tensor]] = {}
     others: dict[str, dict[str, Any]] = {}
-    for number, values in packed["state"].items():
+    of_parameters, own = by_owner(packed["state"])
+    for number, values in of_parameters.items():
         for key, value in values.items():
             is_whole = number in owned
             part = _all_of(value) if is_whole else state.slice_of(names[number], key, value)
@@ -82,6 +85,7 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
     return {
         "slices": slices,
         "state": others,
+        "own": own,
         "param_groups": [
             {**group, "params": group_names}
             for group, group_names in zip(packed["param_groups"], groups, strict=True)
@@ -304,7 +308,7 @@ def read_optimizers(
                     target = _all_of(values[key])
                 assert target is not None, "it was made like what was saved"
                 to_read.setdefault(opened, {})[place] = target
-        to_load.append((optimizer, _packed(groups, entries, of_saved["param_groups"])))
+        to_load.append((optimizer, _packed(groups, entries, of_saved)))
     for opened, tensors in to_read.items():
         opened.read(tensors, partial=True)
     for optimizer, packed in to_load:
@@ -391,15 +395,16 @@ def _all_of(value: Any) -> Tensor | None:
 def _packed(
     groups: list[list[str]],
     entries: Mapping[str, Any],
-    saved_groups: Iterable[Mapping[str, Any]],
+    saved: Mapping[str, Any],
 ) -> dict[str, Any]:
     """A state dict as torch has it, by the places of parameters in this optimizer."""
     place_of = {name: place for place, name in enumerate(n for group in groups for n in group)}
+    of_parameters = {place: entries[name] for name, place in place_of.items() if name in entries}
     return {
-        "state": {place: entries[name] for name, place in place_of.items() if name in entries},
+        "state": {**of_parameters, **saved.get("own", {})},
         "param_groups": [
-            {**saved, "params": [place_of[name] for name in group]}
-            for saved, group in zip(saved_groups, groups, strict=True)
+            {**of_saved, "params": [place_of[name] for name in group]}
+            for of_saved, group in zip(saved["param_groups"], groups, strict=True)
         ],
     }
 

@@ -5,6 +5,7 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from lightning_fsdp.core.optimizers.whole_state import (
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
+from lightning_fsdp.engines.sharded_state import by_owner
 
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
 
@@ -163,7 +165,7 @@ def gatherable_optimizer_state_dict(
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
     owned = owned_places(optimizer)
-    of_all = state_of_all(optimizer, state_dict["state"])
+    of_all, own = by_owner(state_of_all(optimizer, state_dict["state"]))
     state: dict[int, dict[str, Any]] = {
         index: map_leaves(_of_owner, values) for index, values in of_all.items() if index in owned
     }
@@ -178,7 +180,8 @@ def gatherable_optimizer_state_dict(
             # Nobody steps what has no element on this rank, so that it may have no state.
             none = engine.parameters[name].new_empty(0, dtype=dtype)
             state[index][key] = _gatherable(engine, name, mine.get(key, none), dtype)
-    return {**state_dict, "state": dict(sorted(state.items()))}
+    own = map_leaves(_of_owner, own)
+    return {**state_dict, "state": dict(sorted(state.items())) | own}
 
 
 def _of_owner(value: Any) -> Any:
@@ -222,11 +225,12 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Every rank keeps its pieces of a state that every rank brings."""
     owned = owned_places(optimizer)
-    mine: dict[Any, Any] = kept_by_owners(optimizer, state["state"])
+    mine = kept_by_owners(optimizer, state["state"])
     for index, values in state["state"].items():
-        if index in owned:
-            continue
-        mine[index] = {key: cut_state(engine, names[index], v) for key, v in values.items()}
+        if not isinstance(index, int):  # of no parameter
+            mine[index] = copy.deepcopy(values)
+        elif index not in owned:
+            mine[index] = {key: cut_state(engine, names[index], v) for key, v in values.items()}
     optimizer.load_state_dict({**state, "state": mine})
 
 

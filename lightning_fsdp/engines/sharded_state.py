@@ -112,6 +112,12 @@ def names_in(state: ShardedState, optimizer: Optimizer, index: int) -> list[list
     return names
 
 
+def by_owner(state: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+    """State of parameters, by place, and the optimizer's own (``self.state["count"] = 1``)."""
+    of_parameters = {place: values for place, values in state.items() if isinstance(place, int)}
+    return of_parameters, {k: state[k] for k in state if k not in of_parameters}
+
+
 def with_ties(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The same state, one object under all names of a tied parameter."""
     first_of: dict[int, str] = {}

@@ -51,7 +51,7 @@ class Model(nn.Module):
 
 
 def make_optimizers(module):
-    """Two groups, of which one holds a frozen parameter; and an optimizer that has no state."""
+    """Two groups, of which one holds a frozen parameter; one without state of parameters."""
     named = dict(module.named_parameters())
     scales = [p for n, p in named.items() if n.endswith("scale")]
     matrices = [p for n, p in named.items() if n.endswith("weight") and "norm" not in n]
@@ -104,6 +104,9 @@ class Run:
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+            own = self.optimizers[1].state  # entries of no parameter, as some optimizers count
+            own["num_steps"] = own.get("num_steps", 0) + 1
+            own["seen"] = {"tokens": tokens[0].float()}
 
     def whole(self):
         """Everything, in the form of plain torch."""

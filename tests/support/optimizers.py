@@ -11,7 +11,7 @@ class Normed(torch.optim.Optimizer):
     """Divides by the norm of a tensor's moment, but in groups that are elementwise.
 
     Counts in its groups, in itself and in its state, where there are tensors of other shapes than
-    the parameter's, and lists.
+    the parameter's, lists, and an entry of no parameter.
     """
 
     def __init__(self, parameters: Any, lr: float = 0.1, beta: float = 0.9) -> None:
@@ -25,6 +25,7 @@ class Normed(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.num_steps += 1
+        self.state["calls"] = {"number": torch.tensor(self.num_steps), "of": "no parameter"}
         for group in self.param_groups:
             group["steps"] += 1
             for parameter in group["params"]:
@@ -59,7 +60,7 @@ def assert_same_state(ours: Any, theirs: Any, where: str = "") -> None:
         assert type(ours) is torch.Tensor, where
         assert torch.equal(ours, theirs), where
     elif isinstance(theirs, dict):
-        assert sorted(ours) == sorted(theirs), where
+        assert sorted(ours, key=str) == sorted(theirs, key=str), where
         for key, value in theirs.items():
             assert_same_state(ours[key], value, f"{where}.{key}")
     elif isinstance(theirs, (list, tuple)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,14 +62,14 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
     parameters, owned = parameters_of(optimizer), owned_places(optimizer)
     state = kept_by_owners(optimizer, state_dict["state"])
     for index, values in state_dict["state"].items():
-        if index in owned:
-            continue
-        parameter = parameters[index] if isinstance(index, int) else None
-        state[index] = {key: slice_state(parameter, key, value) for key, value in values.items()}
+        if not isinstance(index, int):  # of no parameter
+            state[index] = copy.deepcopy(values)
+        elif index not in owned:
+            state[index] = {k: slice_state(parameters[index], k, v) for k, v in values.items()}
     optimizer.load_state_dict({**state_dict, "state": state})
 
 
-def slice_state(parameter: Tensor | None, key: str, value: Any) -> Any:
+def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
     """One entry of optimizer state as this rank keeps it: whole tensors become slices.
 
     Args:

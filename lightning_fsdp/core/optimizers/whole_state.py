@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
     return {place: pieces[id(p)] for place, p in places if id(p) in pieces}
 
 
-def state_of_all(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """State of all ranks, an :class:`Owned` for each tensor that an owner has.
 
     Collective where there are owners. Numbers, and tensors without dimensions, are the owners'.
@@ -99,10 +100,10 @@ def state_of_all(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, An
         if place in of_owner:
             values = state[place] if piece.is_here else of_owner[place]
             every[place] = map_leaves(functools.partial(_owned, piece), values)
-    return dict(sorted(every.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+    return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
-def kept_by_owners(optimizer: Optimizer, state: Mapping[int, Any]) -> dict[int, Any]:
+def kept_by_owners(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Of a whole state that every rank brings, what this one owns, in memory of its own."""
     return {
         place: map_leaves(functools.partial(_copied_to, piece.local.device), state[place])
