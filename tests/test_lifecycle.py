@@ -62,7 +62,7 @@ def _interrupt_before_the_wait(rank, world_size):
         flat_param.reshard("a holder")
     storage = flat_param.buffer.flat.untyped_storage()
     states = [(flat_param.copy, storage.nbytes() > 0)]
-    flat_param.abandon(drops_gradients=True)
+    flat_param.abandon("a holder", drops_gradients=True)
     return [*states, (flat_param.copy, storage.nbytes() > 0)]
 
 

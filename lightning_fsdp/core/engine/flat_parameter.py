@@ -318,13 +318,16 @@ class FlatParameter:
             slot, part = self._arrived.popitem()
             let_wait(self.parameters[slot], self.make_waiting).part = part.to(self._reduce_dtype)
 
-    def abandon(self, *, drops_gradients: bool) -> None:
+    def abandon(self, holder: object, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, and free the whole copy.
+
+        Args:
+            holder: Who does not need it any more; others may.
+            drops_gradients: Whether those that wait to be reduced are of no use.
 
         Raises:
             RuntimeError: What was in flight has failed; everything is freed all the same.
         """
-        self.holders.clear()
         if drops_gradients:
             self._take_local()
         reduction, self._reduction, self._stages = self._reduction, None, []
@@ -332,7 +335,7 @@ class FlatParameter:
             if reduction is not None:
                 reduction.join()
         finally:
-            self._free()
+            self.reshard(holder)
 
     def _take_local(self) -> dict[int, Tensor]:
         """Take this rank's own gradients, by slot, out of here and out of ``.grad``."""

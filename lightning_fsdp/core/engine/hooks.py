@@ -109,7 +109,7 @@ class ModuleHooks:
         if current_backward() >= 0:
             self.schedule.recompute(unit)
         else:
-            self.schedule.pre_forward(unit)
+            self.schedule.pre_forward(unit, module)
         if unit is None:
             return args, kwargs
         if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
@@ -139,8 +139,8 @@ class ModuleHooks:
         return output
 
     def on_failure(self, module: nn.Module) -> None:
-        """An exception has ended the module's forward."""
-        if current_backward() < 0:
+        """An exception has ended the module's forward, or a user's hook before it began."""
+        if current_backward() < 0 and module in self.schedule.calls[-1:]:
             self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, *inputs: Any) -> Any:

@@ -73,6 +73,7 @@ class Schedule(Runner):
         watchers: Called at the events of this schedule.
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
+        calls: Those into sharded modules that have not returned.
         num_calls: By unit, its calls in this pass that a backward will leave through their inputs.
     """
 
@@ -83,7 +84,7 @@ class Schedule(Runner):
         self._new_watchers = new_watchers
         self.watchers = Watchers(new_watchers())
         self.units: list[Unit] = []
-        self._depth = 0  # calls into sharded modules that have not returned
+        self.calls: list[nn.Module] = []
         self._running: dict[Unit, _Running] = {}
         self._backward: _Backward | None = None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
@@ -98,7 +99,7 @@ class Schedule(Runner):
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward is running."""
-        return self._depth > 0 or self._backward is not None
+        return bool(self.calls) or self._backward is not None
 
     @property
     def flat_params(self) -> Iterable[FlatParameter]:
@@ -116,20 +117,21 @@ class Schedule(Runner):
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit | None) -> None:
+    def pre_forward(self, unit: Unit | None, module: nn.Module) -> None:
         """A call into a sharded module begins; the outermost one opens a pass.
 
         Args:
             unit: The module's unit, if it has one. The first of its modules makes it whole.
+            module: The module.
         """
-        if self._depth == 0:
+        if not self.calls:
             if self._backward is not None:  # it failed, and a thread of the engine has not ended
-                self._recover("a backward")
+                self._recover()
             self._order_in_forward.begin()
             self.num_calls.clear()
             for call in self.watchers.on_pass:
                 call()
-        self._depth += 1
+        self.calls.append(module)
         if unit is None:
             return
         if (running := self._running.get(unit)) is not None:
@@ -150,23 +152,24 @@ class Schedule(Runner):
             module: The module.
             failed: Whether an exception ends it.
         """
+        del self.calls[-1:]  # none, where a Ctrl-C inside was caught
         if unit is not None and (running := self._running.get(unit)) is not None:
             running.depth -= 1
             running.waiting_for.discard(module)
             if running.depth <= 0 and not running.waiting_for:
                 self._end_forward(unit)
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and failed:
-            self._recover("a forward")
-        elif self._depth == 0:
+        if not self.calls and failed:
+            self._recover()
+        elif not self.calls:
             for left in list(self._running):  # units of which not all modules ran
                 self._end_forward(left)
             self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
         """A forward was ended by an exception after which torch calls no hooks (Ctrl-C)."""
-        if self._depth > 0 and torch_internals.current_backward() < 0:
-            self._recover("a forward")
+        if self.calls and torch_internals.current_backward() < 0:
+            self.calls.clear()
+            self._recover()
 
     def is_running(self, unit: Unit) -> bool:
         """Whether the unit is in its forward: from its first module's to its last one's."""
@@ -286,7 +289,7 @@ class Schedule(Runner):
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
         close = functools.partial(self._close_backward)
-        self._backward = _Backward(weakref.ref(close, lambda _: self._recover("a backward")))
+        self._backward = _Backward(weakref.ref(close, lambda _: self._recover()))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
@@ -353,10 +356,13 @@ class Schedule(Runner):
             else:
                 unit.reshard()
 
-    def _recover(self, what: str) -> None:
-        """After an exception: forget what ran. A watcher ends what is in flight."""
-        in_backward = self._backward is not None
-        self._depth, self._running, self._backward = 0, {}, None
+    def _recover(self) -> None:
+        """After an exception: forget what ran. A watcher ends what is in flight.
+
+        A forward goes on around a backward that failed, whose error the user may catch.
+        """
+        in_backward, self._backward = self._backward is not None, None
+        self._running = self._running if self.calls else {}
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         for call in self.watchers.on_failure:
-            call(self.units, what, in_backward=in_backward)
+            call({u: u in self._running for u in self.units}, in_backward=in_backward)

@@ -90,6 +90,7 @@ class Unit:
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
             gradients (``create_graph=True``) may read it; until the copy is freed.
+        hold: Stands for the unit among holders, and does not refer to it.
     """
 
     name: str
@@ -105,8 +106,7 @@ class Unit:
     averages_replicas: bool = field(default=True, init=False)
     has_leaves_installed: bool = field(default=False, init=False)
     is_kept_for_graph: bool = field(default=False, init=False)
-    # Stands for the unit among holders, and does not refer to it.
-    _hold: object = field(default_factory=object, init=False)
+    hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {', '.join(f.copy.value for f in self.sites)})"
@@ -143,7 +143,7 @@ class Unit:
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
         for flat_param in self.sites:
-            return self._hold in flat_param.holders  # all are held together
+            return self.hold in flat_param.holders  # all are held together
         return False
 
     @property
@@ -168,7 +168,7 @@ class Unit:
         with torch_internals.profiled("unshard", self.name):
             try:
                 for flat_param in self.sites:
-                    flat_param.unshard(self._hold)
+                    flat_param.unshard(self.hold)
             except BaseException:  # all are held together, or none
                 self.reshard()
                 raise
@@ -189,7 +189,7 @@ class Unit:
         """
         self.is_kept_for_graph = False
         for flat_param in self.sites:
-            flat_param.reshard(self._hold, is_stale=is_stale)
+            flat_param.reshard(self.hold, is_stale=is_stale)
 
     def install_leaves(self) -> None:
         """Put the leaves into the modules.

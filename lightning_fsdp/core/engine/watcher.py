@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -52,8 +52,13 @@ class Watcher:
     def on_step(self) -> None:
         """An optimizer has stepped some of the parameters."""
 
-    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
-        """An exception ended a forward or a backward; the schedule has forgotten it."""
+    def on_failure(self, units: Mapping[Unit, bool], *, in_backward: bool) -> None:
+        """An exception ended a forward or a backward; the schedule has forgotten it.
+
+        Args:
+            units: By unit, whether it computes in a forward that goes on, around the backward.
+            in_backward: Whether a backward has ended.
+        """
 
 
 class Watchers:

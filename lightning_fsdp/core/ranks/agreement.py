@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Flags, alive
-from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
@@ -99,7 +98,7 @@ class RecordedOrder(Watcher):
             trail.continuations.clear()
         trail.continuations[before] = trail.events
 
-    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
+    def on_failure(self, *_: object, **__: object) -> None:
         """So does the first event after a failure."""
         self._begins = True
 

@@ -91,12 +91,12 @@ class ReplicatedFlatParameter(FlatParameter):
                     local.of_replica = part if before is None else before.add_(part)
                     local.is_used |= is_used
 
-    def abandon(self, *, drops_gradients: bool) -> None:
+    def abandon(self, holder: object, *, drops_gradients: bool) -> None:
         """See :meth:`FlatParameter.abandon`."""
         self._used = []
         if drops_gradients:
             self._take_of_replica([False] * len(self.parameters))
-        super().abandon(drops_gradients=drops_gradients)
+        super().abandon(holder, drops_gradients=drops_gradients)
 
     def _take_along(self, reduction: Pending, has_one: list[bool]) -> None:
         """Let a reduction add what had stayed here, before the mean over replicas begins."""

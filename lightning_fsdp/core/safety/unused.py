@@ -13,7 +13,6 @@ from typing import cast
 
 from lightning_fsdp.core.engine.communicator import Flags
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
@@ -74,6 +73,6 @@ class UnusedParameters(Watcher):
             for hook in tuple((parameter.gradient_hooks or {}).values()):
                 hook(parameter)
 
-    def on_failure(self, units: Sequence[Unit], what: str, *, in_backward: bool) -> None:
+    def on_failure(self, *_: object, **__: object) -> None:
         """Forget all."""
         self._usage, self._answer, self._landed = {}, None, []
