@@ -216,6 +216,40 @@ def test_parameters_that_overlap_in_memory_are_refused():
     run_on_ranks(_shared, 2)
 
 
+class _Marked(_Net):
+    """Reads what was set on a parameter, and sets something itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale.factor, self.scale.num_uses = 2.0, 0
+
+    def forward(self, x):
+        self.scale.num_uses += 1
+        return super().forward(x) * self.scale.factor
+
+
+def _read_marks(rank, world_size, plan):
+    plain, model = _Marked(), shard_model(_Marked(), PLANS[plan], units=["Linear"])
+    for step in range(4):
+        x = torch.full((2, 5), 1.0 + step)
+        for each in (plain, model):
+            each.scale.factor += step
+            if step == 2:
+                each.double()
+        x = x.to(model.scale.dtype)
+        losses = [each(x).square().sum() for each in (plain, model)]
+        torch.testing.assert_close(*losses)
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(gradients(model)["scale"].full(), plain.scale.grad)
+        assert model.scale.num_uses == plain.scale.num_uses == step + 1
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_set_on_a_parameter_is_there_inside_of_its_forward_and_after_it(plan):
+    run_on_ranks(_read_marks, 2, plan)
+
+
 # --- errors that a forward catches ---
 
 

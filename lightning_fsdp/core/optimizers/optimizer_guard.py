@@ -30,7 +30,7 @@ from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, parameter_of_leaf
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
 from lightning_fsdp.core.tensors.slices import slices_beside
 from lightning_fsdp.core.tensors.unreduced_gradient import (
     UnreducedGradient,
@@ -114,9 +114,9 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
         RuntimeError: Names the parameter.
     """
     for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
-        if (sharded := parameter_of_leaf(parameter)) is not None:
+        if (spec := spec_of_leaf(parameter)) is not None:
             raise RuntimeError(
-                f"optimizer step: expected the sharded parameter {sharded.spec.name!r}, got the "
+                f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
                 "whole copy that is there inside of a forward, which nobody reads. Build the "
                 "optimizer outside of the forward."
             )

@@ -20,7 +20,6 @@ from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.engine.watcher import Watcher
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ _ABOUT_NO_VALUE = {
 
 
 class _FreedLeaf(nn.Parameter):
-    _parameter: ShardedTensor
+    spec: ShardSpec
 
     @classmethod
     def __torch_function__(
@@ -49,8 +48,7 @@ class _FreedLeaf(nn.Parameter):
             with torch_internals.without_torch_function():
                 return func(*args, **(kwargs or {}))
         leaf = next(t for t in tensors_in((args, kwargs)) if isinstance(t, cls))
-        spec = leaf._parameter.spec
-        where = f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank})"
+        where = f"parameter {leaf.spec.name!r} (rank {leaf.spec.communicator.mesh_rank})"
         raise RuntimeError(
             f"{where}: expected {name} inside the forward or backward of its unit, got it outside: "
             "somebody kept the weight that the module held in its forward, and its whole values "
@@ -87,7 +85,7 @@ class FreedMemory(Watcher):
             if type(leaf) is nn.Parameter:  # one of another class (a fake tensor) has no memory
                 if leaf.untyped_storage().nbytes() > 0:
                     self._explain_memory(flat_param, parameter.spec)
-                leaf._parameter = parameter  # type: ignore[attr-defined]
+                leaf.__dict__ = parameter.__dict__  # what a user sets on either, both have
                 leaf.__class__ = _FreedLeaf
         self._set_access(flat_param.buffer, refused=True)
 

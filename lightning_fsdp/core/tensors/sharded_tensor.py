@@ -31,10 +31,10 @@ Hook = TypeVar("Hook")
 _GRAD: Any = Tensor.grad  # the property
 
 
-def parameter_of_leaf(tensor: Tensor) -> ShardedTensor | None:
+def spec_of_leaf(tensor: Tensor) -> ShardSpec | None:
     """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
-    parameter: ShardedTensor | None = tensor.__dict__.get("_parameter")  # see safety/guards.py
-    return parameter
+    spec = None if isinstance(tensor, Sharded) else tensor.__dict__.get("spec")  # see guards.py
+    return spec if isinstance(spec, ShardSpec) else None
 
 
 def _without_values(what: str) -> Any:
