@@ -15,6 +15,7 @@ from lightning_fsdp import (
     gradients,
     register_forward_method,
     shard_model,
+    weights,
 )
 from tests.support.models import causal_lm, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
@@ -103,6 +104,13 @@ def _convert_in_forward():
     model(mlp_batch(0, 0, 0)["inputs"])
 
 
+def _registered_later(read, is_others=False):
+    model, other = fully_shard(mlp()), fully_shard(mlp())
+    model.later = other.mix if is_others else nn.Parameter(model.mix.detach())
+    assert (weights(model)["later"].full() == full_state_dict(model)["mix"]).all()
+    list(read(model))
+
+
 MISUSES = {
     "outer module first": (_outer_first, "bottom-up"),
     "DDP": (
@@ -165,6 +173,14 @@ MISUSES = {
     "method of a plain module": (
         lambda: register_forward_method(mlp(), "forward"),
         "Call fully_shard first",
+    ),
+    "weights of a parameter that came after sharding": (
+        lambda: _registered_later(lambda model: weights(model).full()),
+        "'later': expected a parameter of the module's units",
+    ),
+    "hook of gradients of another model's parameter": (
+        lambda: _registered_later(lambda model: gradients(model).on_local(print), is_others=True),
+        "Register it before fully_shard",
     ),
     "unknown name": (lambda: gradients(fully_shard(mlp()))["second.weigth"], "second.weight"),
 }

@@ -49,9 +49,18 @@ class ByName:
         return self.parameters[name]
 
     def flat_params(self) -> dict[FlatParameter, list[str]]:
-        """The names of each flat parameter, in order."""
+        """The names of each flat parameter, in order.
+
+        Raises:
+            ValueError: A parameter is of no unit in the module, as it was put there later.
+        """
         flat_params: dict[FlatParameter, list[str]] = {}
         for name, parameter in self.parameters.items():
+            if parameter not in self._flat_param_of:
+                raise ValueError(
+                    f"{name!r}: expected a parameter of the module's units, got one that was "
+                    "registered after sharding. Register it before fully_shard, or remove it."
+                )
             flat_params.setdefault(self._flat_param_of[parameter], []).append(name)
         return flat_params
 
@@ -64,15 +73,14 @@ class ByName:
             present = [name for name in names if name in shards]
             if not present:
                 continue
-            layout, communicator = flat_param.layout, flat_param.communicator
-            home = flat_param.home
+            layout, home = flat_param.layout, flat_param.home
             region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
             for name in present:
                 spec = self.parameters[name].spec
                 place = spec.slot.offset + spec.slice.start
                 home.to_device(shards[name].detach(), region[place:][: spec.slice.numel])
             region = home.to_host(
-                communicator.gather(region, flat_param.name).wait(), may_pin=False
+                flat_param.communicator.gather(region, flat_param.name).wait(), may_pin=False
             ).wait()
             slots = {name: self.parameters[name].spec.slot for name in present}
             wholes = {
