@@ -78,6 +78,68 @@ def test_what_is_frozen_inside_of_a_forward_can_be_thawed_outside():
     run_on_ranks(_freeze_inside, 2)
 
 
+def _frozen_as_the_optimizer_has_them(model, own, x):
+    """As ``toggle_optimizer``: each of two optimizers has a backward for itself."""
+    rest = list(model.layers.parameters())
+    for frozen in (own, rest):
+        _set_requires_grad(frozen, False)
+        model(x).square().sum().backward()
+        _set_requires_grad(frozen, True)
+
+
+def _frozen_as_the_module_has_them(model, own, x):
+    _frozen_as_the_optimizer_has_them(model, [model.scale], x)
+
+
+def _frozen_for_one_of_two_graphs(model, own, x):
+    _set_requires_grad(own, False)
+    first = model(x).square().sum()
+    _set_requires_grad(own, True)
+    (first + model(2 * x).square().sum()).backward()
+
+
+def _thawed(model, own, x):
+    model.scale.requires_grad_(True)
+    model(x).square().sum().backward()
+
+
+def _frozen_for_good(model, own, x):
+    model.scale.requires_grad_(False)
+    model(x).square().sum().backward()
+
+
+def _set_requires_grad(parameters, value):
+    for parameter in parameters:
+        parameter.requires_grad = value
+
+
+def _freeze_and_thaw(rank, world_size, step):
+    plain, model = _Net(), _sharded()
+    for each in (plain, model):
+        each.scale.requires_grad_(step is not _thawed)
+    own, whole = [model.scale], call_with(model, lambda: model.scale)
+    for scale in (1.0, 3.0):
+        inputs = [torch.full((2, 5), scale + r) for r in range(world_size)]
+        for x in inputs:
+            step(plain, [plain.scale], x)
+        call_with(model, lambda x: step(model, own, x), inputs[rank])
+        assert model.scale.requires_grad == plain.scale.requires_grad == whole.requires_grad
+    for each in (plain, model):  # and what was frozen inside trains again
+        each.requires_grad_(True)
+    for x in inputs:
+        plain(x).sum().backward()
+    model(inputs[rank]).sum().backward()
+    for name, parameter in plain.named_parameters():
+        found = model.get_parameter(name).grad.full_tensor()
+        torch.testing.assert_close(found * world_size, parameter.grad, msg=name)
+
+
+def test_what_is_frozen_or_thawed_inside_of_a_forward_is_so_from_there_on():
+    steps = (_frozen_as_the_optimizer_has_them, _frozen_as_the_module_has_them)
+    steps += (_frozen_for_one_of_two_graphs, _thawed, _frozen_for_good)
+    each_on_ranks(_freeze_and_thaw, 2, steps)
+
+
 def _build_inside(rank, world_size):
     model = _sharded()
     optimizer = call_with(model, lambda: torch.optim.SGD(model.parameters(), lr=0.1))

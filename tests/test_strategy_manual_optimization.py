@@ -157,3 +157,37 @@ def _owns_by_hand(strategy, folder, rank):
 def test_accumulation_by_hand_is_that_of_ddp(tmp_path):
     scenarios = [_by_hand, _owns_by_hand]
     assert_each_like_ddp(scenarios, tmp_path)
+
+
+class _OwnsToggled(ScaledRegressor):
+    """One of its two optimizers has the module's own parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.3, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+            self.losses.append(loss.detach())
+
+    def configure_optimizers(self):
+        others = [self.scale, *self.inlet.parameters(), *self.head.parameters()]
+        return [torch.optim.SGD(p, lr=0.05) for p in (self.blocks.parameters(), others)]
+
+
+@not_under("fsdp1", "fsdp2", reason="refuse own parameters with manual optimization")
+def _owns_toggled(strategy, folder, rank):
+    strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    _, model = fit(strategy, folder, seeded(_OwnsToggled))
+    return {"weights": weights_of(model), "losses": model.losses}
+
+
+def test_toggling_holds_for_parameters_of_the_module_itself(tmp_path):
+    assert_like_ddp(_owns_toggled, tmp_path)

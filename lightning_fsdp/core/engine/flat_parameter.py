@@ -99,7 +99,7 @@ class FlatParameter:
         self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
-        self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf says
+        self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf said last
         self._trained = list(self._trains)  # and whether it did so since the last reduction
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
@@ -190,12 +190,12 @@ class FlatParameter:
         self.micro_batch = 0
         self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
-    def prepare_leaf(self, slot: int) -> None:
-        """A forward is about to use a leaf: it requires a gradient if its parameter does."""
-        leaf, trains = self.leaves[slot], self.parameters[slot].requires_grad
+    def note_use(self, slot: int) -> None:
+        """A forward uses a leaf. Frozen or thawed there, its parameter is so too from now on."""
+        trains = self.leaves[slot].requires_grad  # follows that of the parameter at once
         if trains != self._trains[slot]:
-            leaf.requires_grad_(trains)
             self._trains[slot] = trains
+            self.parameters[slot].requires_grad_(trains)
         self._trained[slot] |= trains
 
     # -- gradients -------------------------------------------------------------------------------
@@ -349,13 +349,14 @@ class FlatParameter:
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
-        """A view of its place in the buffer, original shape; does not require a gradient yet."""
+        """A view of its place in the buffer, original shape."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
         # Registered once and for all, while it requires a gradient: others take no hook.
         # Refers to this weakly: this owns the leaf, which owns the hook.
         hook = functools.partial(_take_over, weakref.ref(self), slot)
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        leaf.requires_grad_(False)
+        self.parameters[slot].leaf = weakref.ref(leaf)
+        leaf.requires_grad = self.parameters[slot].requires_grad
         return leaf
 
     def _free(self) -> None:
@@ -391,8 +392,7 @@ _NOBODY = Runner()
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
     """Move the gradient of a leaf out of its ``.grad`` as soon as it is complete."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
-    # A parameter that was frozen after its forward gets none, as in torch.
-    if owner is not None and gradient is not None and owner.parameters[slot].requires_grad:
+    if owner is not None and gradient is not None:
         with torch_internals.unrecorded():
             # With create_graph=True it has a graph, which the reduction would keep alive.
             owner.receive(slot, gradient.detach() if gradient.requires_grad else gradient)

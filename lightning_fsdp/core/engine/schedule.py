@@ -288,6 +288,8 @@ class Schedule(Runner):
             # Even if this rank has no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
+        for unit in self._running:  # as in a training step that calls backward itself
+            unit.install_leaves()  # it may have thawed some
         close = functools.partial(self._close_backward)
         self._backward = _Backward(weakref.ref(close, lambda _: self._recover()))
         self._order_in_backward.begin()

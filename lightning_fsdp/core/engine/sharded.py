@@ -72,6 +72,8 @@ class Sharded(Tensor):
 
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
     spec: ShardSpec
+    # Of a parameter: gives the leaf that computes in its place, while there is one.
+    leaf: Callable[[], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> Self:  # noqa: D102

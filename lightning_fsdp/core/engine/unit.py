@@ -157,11 +157,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to after it was gathered for this unit."""
-        if self.is_held:
-            for flat_param in self.sites:
-                if flat_param.is_stale:
-                    return True
-        return False
+        return self.is_held and any(flat_param.is_stale for flat_param in self.sites)
 
     def unshard(self) -> None:
         """Start the all-gather of every flat parameter that is not whole, or stale."""
@@ -204,7 +200,7 @@ class Unit:
                 for site in sites:
                     if not site.replace(parameter, leaf):
                         raise RuntimeError(self._describe_replaced(parameter, site))
-                flat_param.prepare_leaf(slot)
+                flat_param.note_use(slot)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
@@ -213,6 +209,7 @@ class Unit:
             for slot, sites in slots.items():
                 for site in sites:
                     site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
+                flat_param.note_use(slot)
 
     def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (

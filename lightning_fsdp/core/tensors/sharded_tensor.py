@@ -14,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -163,6 +163,15 @@ class ShardedTensor(Sharded, FlatChunks):
                     alias._local = old
                 self._aliases = None
             self.copy_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As ``Tensor.requires_grad_``; it holds at once, inside of a forward as well."""
+        super().requires_grad_(requires_grad)
+        if self.leaf is not None and (leaf := self.leaf()) is not None:
+            leaf.requires_grad = requires_grad
+        return self
+
+    requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """``tensor[mask] = scalar``; other indices name places in the whole tensor."""
