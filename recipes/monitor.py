@@ -12,6 +12,7 @@ from typing import Any
 import lightning as L
 import psutil
 import torch
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
@@ -110,6 +111,38 @@ class Throughput(L.Callback):
             self.resumed_at = None
 
 
+class BatchProgressBar(RichProgressBar):
+    """Lightning's bar, with the batches that the run reads of an epoch as its total.
+
+    Lightning's total is the number of steps that are left, but its count is that of batches since
+    the beginning of the epoch: a run that is resumed inside of one ends at 6 of 1, and one that
+    accumulates two batches in a step at 12 of 6.
+
+    Attributes:
+        num_batches: That the run reads of the current epoch.
+    """
+
+    num_batches: int | float = 0
+
+    @property
+    @override
+    def total_train_batches(self) -> int | float:
+        return self.num_batches
+
+    @override
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the total."""
+        self.num_batches = batches_of_epoch(trainer, 0)
+        super().on_train_epoch_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Find the total of a run that is resumed inside of an epoch, which has no start then."""
+        self.num_batches = batches_of_epoch(trainer, batch_idx)
+
+
 class GracefulStop(L.Callback):
     """Ctrl-C ends the run after the current optimizer step, with a checkpoint to go on from.
 
@@ -197,6 +230,20 @@ def is_step_complete(trainer: L.Trainer, batch_idx: int) -> bool:
     """
     is_last = batch_idx + 1 == trainer.num_training_batches
     return is_last or (batch_idx + 1) % trainer.accumulate_grad_batches == 0
+
+
+def batches_of_epoch(trainer: L.Trainer, batch_idx: int) -> int | float:
+    """How many batches of the current epoch are read by its end, or by that of the run.
+
+    Args:
+        trainer: In ``on_train_epoch_start`` or ``on_train_batch_start``.
+        batch_idx: Of the next micro-batch, in its epoch.
+    """
+    if trainer.max_steps < 0:
+        return trainer.num_training_batches
+    per_step = trainer.accumulate_grad_batches
+    num_steps = batch_idx // per_step + trainer.max_steps - trainer.global_step
+    return min(trainer.num_training_batches, num_steps * per_step)
 
 
 def _settings(trainer: L.Trainer, model: L.LightningModule) -> dict[str, str | int | float]:

@@ -21,6 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
@@ -30,7 +31,7 @@ import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the s
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error, mistakes_in
-from recipes.monitor import GracefulStop, Settings, Throughput
+from recipes.monitor import BatchProgressBar, GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
 
 
@@ -67,7 +68,11 @@ class RecipeCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """What the Trainer refuses before it does anything is a mistake of the user."""
         with mistakes_in("--trainer", ValueError, TypeError, MisconfigurationException):
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
+        bar = trainer.progress_bar_callback
+        if type(bar) is RichProgressBar:  # with its options; any other is the user's own
+            bar.__class__ = BatchProgressBar
+        return trainer
 
     def before_fit(self) -> None:
         """Prepare the data; refuse what cannot work."""
