@@ -34,7 +34,7 @@ from lightning_fsdp.losses import body_and_head
 from recipes.answers import IGNORED
 from recipes.data import TextData
 from recipes.errors import RecipeError, agreed_mistakes, mistakes_in
-from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, lr_factor
+from recipes.optimizer import OptimizerConfig, build_adamw, build_muon, kinds_of, lr_factor
 from recipes.pretrained import load_model
 
 Batch = dict[str, Tensor]
@@ -93,6 +93,7 @@ class CausalLM(L.LightningModule):
         self.optimizer_config = optimizer
         self.model = None
         self._micro_batch_losses: list[Tensor] = []
+        self._saved_optimizers: list[str] = []  # of the checkpoint that a run goes on from
         # Not torchmetrics' Perplexity, which makes a softmax of all logits beside that of the loss.
         self.val_loss = MeanMetric()
 
@@ -191,6 +192,24 @@ class CausalLM(L.LightningModule):
             expected, got = "a checkpoint of this model", f"another, in which '{name}' {found}"
             cure = "Set --model to what it was saved with, or begin anew without it."
             raise RecipeError.at("--ckpt_path", expected, got, cure)
+        states = checkpoint.get("optimizer_states", ())
+        self._saved_optimizers = [kinds_of(state.get("param_groups", ())) for state in states]
+
+    @override
+    def on_fit_start(self) -> None:
+        """Refuse the checkpoint of another optimizer, which is there now and not loaded yet.
+
+        Raises:
+            RecipeError: Its groups are stepped by another one, or have other numbers of parameters.
+        """
+        saved, self._saved_optimizers = self._saved_optimizers, []
+        here = [kinds_of(optimizer.param_groups) for optimizer in self.trainer.optimizers]
+        if saved and saved != here:
+            expected = f"a checkpoint of this optimizer ({'; '.join(here)} parameters)"
+            got = f"one of another ({'; '.join(saved)} parameters)"
+            cure = "Set --model.optimizer.name to what it was saved with."
+            with agreed_mistakes(self.trainer.strategy):
+                raise RecipeError.at("--ckpt_path", expected, got, cure)
 
     def _require_a_strategy_that_computes_values(self) -> None:
         strategy = None if self._trainer is None else self.trainer.strategy

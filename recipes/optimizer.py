@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -163,6 +163,16 @@ def build_muon(model: nn.Module, config: OptimizerConfig) -> MuonAndAdamW:
     chosen = set(map(id, matrices))
     others = [p for p in trainable if id(p) not in chosen]
     return MuonAndAdamW(matrices, decay_groups(others, config.weight_decay), config)
+
+
+def kinds_of(param_groups: Iterable[Mapping[str, Any]]) -> str:
+    """Which optimizer steps how many parameters, group by group: "muon 26, adamw 4".
+
+    Args:
+        param_groups: Of an optimizer, or of its state in a checkpoint.
+    """
+    kinds = (("muon" if "momentum" in g else "adamw", len(g["params"])) for g in param_groups)
+    return ", ".join(f"{name} {num}" for name, num in kinds)
 
 
 def lr_factor(step: int, *, num_steps: int, config: OptimizerConfig) -> float:

@@ -1,16 +1,25 @@
-"""A mistake that one rank finds ends all of them, and is told once."""
+"""A mistake that ranks find in a run ends all of them, and is told once."""
 
 import re
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from recipes.errors import RecipeError
 from recipes.gpt2 import GPT2
+from recipes.optimizer import OptimizerConfig
 from tests.support.ranks import errors_on_ranks
-from tests.support.recipe_models import SEQ_LEN, VOCAB_SIZE
-from tests.support.trainer import as_torchrun, make_loader, make_trainer
+from tests.support.recipe_models import SEQ_LEN, VOCAB_SIZE, text_data
+from tests.support.texts import write_folder
+from tests.support.trainer import (
+    as_torchrun,
+    make_loader,
+    make_trainer,
+    on_trainer_ranks,
+    with_options,
+)
 
 _SHOWN = "size: expected one that fits"
 
@@ -44,3 +53,38 @@ def test_what_one_rank_cannot_build_ends_the_others_at_once(
     for error, message in zip(errors, told, strict=True):
         assert error is not None
         assert re.search(message, f"{error.type_name}: {error.message}"), errors
+
+
+def _resumes(rank: int, world_size: int, folder: Path) -> None:
+    """With each optimizer from a checkpoint of the other, and of its own."""
+    kinds = {
+        "full": lambda: "scratch_fsdp",
+        "sharded": lambda: with_options("scratch_fsdp", checkpoint="sharded"),
+        "fsdp1": lambda: "fsdp1_zero3",
+        "ddp": lambda: "ddp",
+    }
+
+    def run(kind: str, name: str, lr: float, command: str, ckpt_path: Path | None = None) -> Any:
+        data = text_data(folder / "corpus", folder / "cache")
+        optimizer = OptimizerConfig(name=name, lr=lr)  # type: ignore[arg-type]
+        model = GPT2(size="nano", vocab_size=VOCAB_SIZE, optimizer=optimizer)
+        options = {"max_steps": 2, "limit_val_batches": 1, "num_sanity_val_steps": 0}
+        trainer = make_trainer(kinds[kind](), folder, **options)
+        getattr(trainer, command)(model, data, ckpt_path=ckpt_path)
+        return trainer
+
+    for kind in kinds:
+        path = folder / f"{kind}.ckpt"
+        run(kind, "adamw", 0.01, "fit").save_checkpoint(path)
+        expected = r"--ckpt_path: expected a checkpoint of this optimizer \(muon 16, adamw 2, "
+        cure = r".*\(adamw 18, adamw 34 parameters\)\. Set --model\.optimizer\.name to what"
+        with pytest.raises(RecipeError, match=expected + cure) as caught:
+            run(kind, "muon", 0.01, "fit", path)
+        assert caught.value.is_shown_elsewhere == (rank > 0), kind
+        run(kind, "muon", 0.01, "validate", path)
+        assert run(kind, "adamw", 0.02, "fit", path).global_step == 2
+
+
+def test_the_checkpoint_of_another_optimizer_is_told_once(tmp_path: Path) -> None:
+    write_folder(tmp_path / "corpus")
+    on_trainer_ranks(_resumes, 2, tmp_path)
