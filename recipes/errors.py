@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Self
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -38,6 +42,23 @@ def find_recipe_error(error: BaseException) -> RecipeError | None:
     while cause is not None and not isinstance(cause, RecipeError):
         cause = cause.__cause__
     return cause
+
+
+def is_said_first(message: str) -> bool:
+    """Whether no other rank has said this, where torchrun has started all of them.
+
+    Each of them parses the options, before there is a process group in which they could agree. So
+    they ask torchrun's own store. What only one of them finds is said by that one.
+    """
+    found = os.environ
+    if found.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    host, port = found["MASTER_ADDR"], int(found["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2))
+        return store.add(f"{found.get('TORCHELASTIC_RESTART_COUNT')} {message}", 1) == 1
+    except RuntimeError:  # it has ended
+        return True
 
 
 @contextmanager

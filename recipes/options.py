@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from lightning_fsdp.strategies.registry import NAMES
 from recipes.choices import classes_of, close_to, first_unknown, of_this_project, options_of
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, is_said_first
 
 _COMMAND = "python -m recipes.train"
 _CONFIG = "--config recipes/gpt2_zero3.yaml"
@@ -58,7 +58,8 @@ class OptionParser(LightningArgumentParser):
             message = broken
         given = [parser for name, parser in self.subcommands.items() if name in self.args]
         known = chain.from_iterable(parser.get_defaults().keys() for parser in given or [self])
-        self.exit(2, f"error: {in_one_line(message, list(known))}\n")
+        said = f"error: {in_one_line(message, list(known))}\n"
+        self.exit(2, said if is_said_first(said) else None)
 
 
 class _Help(DefaultHelpFormatter):

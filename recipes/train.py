@@ -30,7 +30,7 @@ from typing_extensions import override
 import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
-from recipes.errors import RecipeError, find_recipe_error, mistakes_in
+from recipes.errors import RecipeError, find_recipe_error, is_said_first, mistakes_in
 from recipes.monitor import BatchProgressBar, GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
 
@@ -179,7 +179,7 @@ def main() -> None:
         mistake = found or _refused_by_lightning(error)
         if mistake is None:
             raise
-        if found is not None and found.is_shown_elsewhere:
+        if (found is not None and found.is_shown_elsewhere) or not is_said_first(str(mistake)):
             sys.exit(1)
         rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
         sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")

@@ -1,4 +1,4 @@
-"""A mistake that ranks find in a run ends all of them, and is told once."""
+"""A mistake that ranks find ends all of them, and is told once."""
 
 import re
 from pathlib import Path
@@ -6,11 +6,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch.distributed import TCPStore
 
 from recipes.errors import RecipeError
 from recipes.gpt2 import GPT2
 from recipes.optimizer import OptimizerConfig
 from tests.support.ranks import errors_on_ranks
+from tests.support.recipe_commands import command_line_in, short_run
 from tests.support.recipe_models import SEQ_LEN, VOCAB_SIZE, text_data
 from tests.support.texts import write_folder
 from tests.support.trainer import (
@@ -88,3 +90,35 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
 def test_the_checkpoint_of_another_optimizer_is_told_once(tmp_path: Path) -> None:
     write_folder(tmp_path / "corpus")
     on_trainer_ranks(_resumes, 2, tmp_path)
+
+
+# LightningCLI calls names that jsonargparse has renamed.
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")
+def test_what_each_rank_of_torchrun_finds_in_the_options_is_told_by_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    told = {"ADDR": "localhost", "PORT": str(store.port)}
+    for name, value in told.items():
+        monkeypatch.setenv(f"MASTER_{name}", value)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    run, fit = command_line_in(tmp_path, monkeypatch), short_run(write_folder(tmp_path / "corpus"))
+
+    def said(mistake: str, attempt: int = 0) -> str:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        with pytest.raises(SystemExit) as stopped:
+            run([*fit, mistake])
+        assert stopped.value.code not in (None, 0)
+        return str(stopped.value.code) + capsys.readouterr().err
+
+    for mistake, message in (
+        ("--data.batchsize=3", "--data.batchsize: expected one of batch_size"),  # the parser
+        ("--data.batch_size=0", "batch_size: expected 1 or more, got 0"),  # what it builds
+        ("--data.val_fraction=0.9999", "training data: expected at least"),  # what reads the corpus
+    ):
+        assert message in said(mistake)
+        assert message not in said(mistake), "by another rank"
+        assert message in said(mistake, attempt=1), "after a restart"
+    assert "batch_size: expected 1 or more, got -1" in said("--data.batch_size=-1")
+    del store
+    assert "batch_size: expected 1 or more, got -1" in said("--data.batch_size=-1")
