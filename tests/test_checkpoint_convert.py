@@ -188,6 +188,46 @@ def test_optimizer_state_of_a_file_without_names_is_left_out_and_told(trained, t
     assert any(key.startswith("optimizer") for key in folder.read_shapes(tmp_path / "named"))
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda names: names[0][1].pop(),
+        lambda names: names[0][0].append("another"),
+        lambda names: names[0].pop(),
+        lambda names: names.append([]),
+        lambda names: names[0][1].__setitem__(0, names[0][0][0]),  # twice, another one never
+        lambda names: names[0].reverse(),
+    ],
+    ids=[
+        "one too few",
+        "one too many",
+        "a group too few",
+        "an optimizer too many",
+        "twice",
+        "exchanged",
+    ],
+)
+@pytest.mark.parametrize("to", ["sharded", "safetensors"])
+def test_names_that_are_not_those_of_the_parameters_are_refused(full, tmp_path, capsys, edit, to):
+    edited, path = load_plainly(full), tmp_path / "edited.ckpt"
+    edit(edited[NAMES])
+    torch.save(edited, path)
+    assert main([str(path), str(tmp_path / "out"), "--to", to]) == 1
+    (said,) = capsys.readouterr().err.splitlines()
+    (state,) = edited["optimizer_states"]
+    sizes = re.escape(str([[len(group["params"]) for group in state["param_groups"]]]))
+    expected = rf"error: {path}: expected a name for each parameter in '{NAMES}', .* {sizes}, got "
+    assert re.match(expected, said), said
+    assert said.endswith(
+        f"Correct them, or take '{NAMES}' out of the file to convert it without optimizer state."
+    )
+    assert [*tmp_path.iterdir()] == [path]
+    del edited[NAMES]
+    torch.save(edited, path)
+    left_out = convert(path, tmp_path / "out", to=to)
+    assert any(told.startswith("optimizer state") for told in left_out)
+
+
 def test_an_error_of_the_command_stands_alone(tmp_path, capsys):
     source = tmp_path / "nothing"
     assert main([str(source), str(tmp_path / "target"), "--to", "full"]) == 1

@@ -113,7 +113,7 @@ def _open_full(path: Path) -> Contents:
         for part, entries in file.items()
         if isinstance(entries, dict) and set(entries) == set(state)
     }
-    optimizers, missing = _by_name(file, tensors)
+    optimizers, missing = _by_name(path, file, tensors)
     not_extra = {*state_dicts, "optimizer_states", NAMES}
     extra = {k: v for k, v in file.items() if k not in not_extra}
     outlines = {key: Outline(tuple(t.shape), t.dtype) for key, t in tensors.items()}
@@ -152,7 +152,7 @@ def _identity(tensor: Tensor, name: str) -> Any:
 
 
 def _by_name(
-    file: Mapping[str, Any], tensors: dict[str, Tensor]
+    path: Path, file: Mapping[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """Optimizer states with names for numbers; their tensors are added to ``tensors``."""
     states = file.get("optimizer_states")
@@ -165,6 +165,7 @@ def _by_name(
             "that the strategies of lightning_fsdp write have both"
         )
         return None, [reason]
+    _check_names(path, states, names_of)
     result = []
     for index, (state, names) in enumerate(zip(states, names_of, strict=True)):
         if "state" not in state:  # what Lightning puts where there is no optimizer
@@ -193,6 +194,23 @@ def _by_name(
             }
         )
     return result, []
+
+
+def _check_names(
+    path: Path, states: Sequence[Mapping[str, Any]], names_of: Sequence[Sequence[Sequence[str]]]
+) -> None:
+    """Refuse names that are not one for each parameter, which would be given another's state."""
+    expected = [[len(g["params"]) for g in state.get("param_groups", ())] for state in states]
+    got = [
+        [len({*group}.difference(*groups[:place])) for place, group in enumerate(groups)]
+        for groups in names_of
+    ]
+    if got != expected:
+        raise ValueError(
+            f"{path}: expected a name for each parameter in {NAMES!r}, by optimizer and group "
+            f"{expected}, got {got} different ones. Correct them, or take {NAMES!r} out of the "
+            "file to convert it without optimizer state."
+        )
 
 
 def _names_by_torch(state: Mapping[str, Any]) -> list[list[str]] | None:
