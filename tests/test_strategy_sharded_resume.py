@@ -85,6 +85,43 @@ def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path):
     assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
 
 
+def _resume_in(precision, saved_in):
+    def scenario(strategy, folder, rank):
+        path = folder / "run.ckpt"
+        trainer = sharded_trainer(strategy, folder, precision=saved_in)
+        trainer.fit(seeded(Adamw), make_loader())
+        trainer.save_checkpoint(path)
+        saved = weights_of(trainer.lightning_module)
+
+        def resumed(max_epochs):
+            model = seeded(Adamw, seed=9)
+            trainer = sharded_trainer(strategy, folder, precision=precision, max_epochs=max_epochs)
+            trainer.fit(model, make_loader(), ckpt_path=path)
+            return model
+
+        dtype = {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
+        expected = {n: v.to(dtype if v.is_floating_point() else v.dtype) for n, v in saved.items()}
+        assert saved["head.weight"].dtype != dtype
+        assert_same_bits(weights_of(resumed(max_epochs=1)), expected)  # no step is left
+        model = resumed(max_epochs=2)
+        return {"weights": weights_of(model), "losses": model.losses}
+
+    return scenario
+
+
+def _resume_in_bf16(strategy, folder, rank):
+    return _resume_in("bf16-true", saved_in="32-true")(strategy, folder, rank)
+
+
+def _resume_in_fp32(strategy, folder, rank):
+    return _resume_in("32-true", saved_in="bf16-true")(strategy, folder, rank)
+
+
+def test_weights_of_another_dtype_are_converted_as_ddp_does(tmp_path):
+    scenarios = [_resume_in_bf16, _resume_in_fp32]
+    assert_each_like_ddp(scenarios, tmp_path, atol=2e-2, rtol=2e-2)
+
+
 def _count_verified(rank, world_size, folder):
     path = folder / "run.ckpt"
     trainer = sharded_trainer(SHARDED[0], folder)

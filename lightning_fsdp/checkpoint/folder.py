@@ -159,8 +159,14 @@ class OpenCheckpoint:
         """Shape and dtype of every tensor. Needs no other rank; raises as ``read``."""
         return self._reader.shapes()
 
-    def read(self, state: Mapping[str, Any], *, partial: bool = False) -> None:
-        """Fill the tensors of ``state`` in place; see :func:`load`. Collective."""
+    def read(self, state: Mapping[str, Any], *, partial: bool = False, cast: bool = False) -> None:
+        """Fill the tensors of ``state`` in place; see :func:`load`. Collective.
+
+        Args:
+            state: Tensors by name.
+            partial: Leave alone what the checkpoint holds beyond ``state``.
+            cast: Convert where the dtypes differ, as ``copy_`` does.
+        """
         ranks = Ranks()
         seen = ranks.on_each(self._doing, lambda: self._verify(ranks))
         if any((name, sums) != (self._folder.name, self._sums) for name, sums, _ in seen):
@@ -171,7 +177,8 @@ class OpenCheckpoint:
         _, _, self._verified = seen[ranks.rank]
         planned: list[Callable[[], None]] = []
         ranks.on_each(
-            self._doing, lambda: planned.append(plan_load(self._reader, state, partial=partial))
+            self._doing,
+            lambda: planned.append(plan_load(self._reader, state, partial=partial, cast=cast)),
         )
         ranks.on_each(self._doing, planned[0])
 

@@ -69,7 +69,8 @@ def load_sharded(
 ) -> dict[str, Any]:
     """Fill module and optimizers from a folder, each rank its slices. Collective.
 
-    Whoever wrote it, with whatever number of ranks. No tensor is ever whole.
+    Whoever wrote it, with whatever number of ranks. No tensor is ever whole. Weights of another
+    dtype than the module's are converted.
 
     Args:
         path: Of the folder.

@@ -219,6 +219,8 @@ def is_stand_in(value: Any) -> bool:
 def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -> dict[str, Any]:
     """Fill a module from a folder. Collective.
 
+    Other dtypes are converted, as ``load_state_dict`` does.
+
     Args:
         state: Of the module.
         entries: Stand-ins by the names that tensors have in the module; other values are returned.
@@ -269,7 +271,7 @@ def read_module(state: ShardedState, entries: Mapping[str, Any], strict: bool) -
     for opened, by_key in to_read.items():
         while any(by_key.values()):  # once, unless a tied tensor goes into several
             batch = {key: targets.popitem()[1] for key, targets in by_key.items() if targets}
-            opened.read(batch, partial=True)
+            opened.read(batch, partial=True, cast=True)
     note_writing(targets.values())
     return state.take_copies({n: v for n, v in targets.items() if n in entries}) | others
 

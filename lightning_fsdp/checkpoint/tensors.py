@@ -195,8 +195,8 @@ class SliceReader(FileSystemReader):
         window = _Window(file, info.offset, info.length)
         start = _start_of_elements(window, math.prod(sizes) * dtype.itemsize)
         # Where the box lies in one piece on both sides, without a copy in between.
-        is_one_piece = last - first + 1 == target.numel()
-        is_direct = is_one_piece and target.is_cpu and target.is_contiguous()
+        is_one_piece = last - first + 1 == target.numel() and target.is_contiguous()
+        is_direct = is_one_piece and target.is_cpu and target.dtype == dtype
         stretch = (
             target.view(-1)
             if is_direct
@@ -210,16 +210,16 @@ class SliceReader(FileSystemReader):
 
 
 def plan_load(
-    reader: SliceReader, state: Mapping[str, Any], *, partial: bool
+    reader: SliceReader, state: Mapping[str, Any], *, partial: bool, cast: bool
 ) -> Callable[[], None]:
     """Compare the state with the checkpoint; what this returns reads this rank's slices.
 
     Raises:
-        ValueError: A name, shape or dtype differs.
+        ValueError: A name or shape differs; a dtype, unless ``cast``.
         TypeError: A value is no tensor.
     """
     _check_values(state)
-    _check_same(reader.shapes(), state, partial=partial)
+    _check_same(reader.shapes(), state, partial=partial, cast=cast)
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), reader.metadata)
     plan = planner.create_local_plan()
@@ -249,6 +249,7 @@ def _check_same(
     state: Mapping[str, Tensor],
     *,
     partial: bool,
+    cast: bool,
 ) -> None:
     differences = [f"{n!r} is not in the checkpoint" for n in state if n not in stored]
     if not partial:
@@ -260,7 +261,7 @@ def _check_same(
                 f"{name!r} has the shape {tuple(ours.size())} here and {tuple(shape)} in the "
                 "checkpoint"
             )
-        elif ours.dtype != dtype:
+        elif ours.dtype != dtype and not cast:
             differences.append(f"{name!r} is {ours.dtype} here and {dtype} in the checkpoint")
     if differences:
         shown = "; ".join(sorted(differences)[:_MAX_SHOWN])
