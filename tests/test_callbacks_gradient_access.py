@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.data import DataLoader, Subset
 
 from lightning_fsdp import GradientAccessProbe
+from lightning_fsdp.callbacks.plain_access import gradients_of
 from tests.support.trainer import (
     STRATEGIES,
     Regressor,
@@ -140,6 +141,65 @@ def _poisoned(rank, world_size, strategy, folder):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nan_and_infinity_on_one_rank_are_named_on_all(tmp_path, strategy):
     on_trainer_ranks(_poisoned, 2, strategy, str(tmp_path))
+
+
+class _Thaws(Regressor):
+    """Its head is trained from the second step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.requires_grad_(False)
+        self.arrived = []
+
+    def on_train_start(self):
+        def note(name, gradient, micro_batch):
+            self.arrived.append((name, gradient.norm().item()))
+
+        gradients_of(self.trainer, self).on_local(note, edits=False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.arrived.clear()
+        self.head.requires_grad_(batch_idx > 0)
+
+
+def _thaws(rank, world_size, strategy, folder):
+    probe, model = GradientAccessProbe(steps=1), seeded(_Thaws)
+    loader = DataLoader(Subset(make_data(), range(rank, 32, world_size)), batch_size=4)
+    options = {"devices": world_size, "limit_train_batches": 2, "use_distributed_sampler": False}
+    make_trainer(strategy, Path(folder), callbacks=[probe], **options).fit(model, loader)
+    seen = [record for record in probe.records if record.moment == "before_step"]
+    return [record.states for record in seen], [record.norms for record in seen], model.arrived
+
+
+def _plainly():
+    """Norms in the second step, of one process."""
+    model = seeded(_Thaws)
+    optimizer = model.configure_optimizers()
+    for index, batch in zip(range(2), DataLoader(make_data(), batch_size=4), strict=False):
+        model.on_train_batch_start(batch, index)
+        optimizer.zero_grad()
+        model.loss(batch).backward()
+        norms = {n: p.grad.norm().item() for n, p in model.named_parameters() if p.requires_grad}
+        optimizer.step()
+    return norms
+
+
+def test_what_is_thawed_while_it_trains_is_seen_on_a_single_device(tmp_path):
+    ((states, norms, arrived),) = on_trainer_ranks(_thaws, 1, "auto", str(tmp_path))
+    expected = _plainly()
+    assert {"head.weight", "head.bias"} == states[1].keys() - states[0].keys()
+    assert set(states[1].values()) == {"reduced"}
+    assert norms[1] == pytest.approx(expected)
+    assert dict(arrived) == pytest.approx(expected)
+
+
+def test_ddp_does_not_reduce_what_is_thawed_after_it_was_made(tmp_path):
+    for states, _, arrived in on_trainer_ranks(_thaws, 2, "ddp", str(tmp_path)):
+        assert {n for n, state in states[1].items() if state == "local"} == {
+            "head.weight",
+            "head.bias",
+        }
+        assert len(arrived) == len(states[1])
 
 
 def test_manual_optimization_is_refused(tmp_path):

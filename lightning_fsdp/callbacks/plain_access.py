@@ -13,6 +13,7 @@ from typing import Protocol
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
@@ -47,9 +48,11 @@ class PlainGradient:
     @property
     def state(self) -> GradientState:
         """``none``; ``local``: of a backward that did not reduce; ``reduced``."""
-        if self._owner.parameters[self.name].grad is None:
+        owner = self._owner
+        if owner.parameters[self.name].grad is None:
             return "none"
-        return "local" if self.name in self._owner.unreduced else "reduced"
+        is_local = self.name in owner.unreduced or self.name in owner.never_reduced
+        return "local" if is_local else "reduced"
 
     def local(self) -> Tensor:
         """This rank's own gradient.
@@ -96,23 +99,24 @@ class PlainGradients:
     """Gradients of a module that is whole on every rank.
 
     Attributes:
-        parameters: Trainable ones, by name.
+        parameters: All that can have one, by name; some may be frozen.
         unreduced: Names of gradients that the last backward left on this rank.
+        never_reduced: Names of those that DDP does not know: it looks once what is frozen.
     """
 
     def __init__(self, trainer: pl.Trainer, module: nn.Module) -> None:
-        self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        named = module.named_parameters()
+        self.parameters = {n: p for n, p in named if p.is_floating_point() or p.is_complex()}
         self.unreduced: set[str] = set()
         self.rank, self.world_size = trainer.global_rank, trainer.world_size
+        frozen = {name for name, p in self.parameters.items() if not p.requires_grad}
+        self.never_reduced = frozen if self.world_size > 1 else set()
         self._wrapper = trainer.strategy.model
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._noting(name))  # type: ignore[no-untyped-call]
-            for name, parameter in self.parameters.items()
-        ]
+        self._handles = self._hooked(Parameter.register_post_accumulate_grad_hook, self._noting)
 
     def names(self) -> list[str]:
         """Names of all trainable parameters."""
-        return list(self.parameters)
+        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
 
     def __getitem__(self, name: str) -> PlainGradient:
         return PlainGradient(self, name)
@@ -133,15 +137,25 @@ class PlainGradients:
 
             return hook
 
-        handles = [
-            parameter.register_hook(calling(name))  # type: ignore[no-untyped-call]
-            for name, parameter in self.parameters.items()
-        ]
-        return _Handles(handles)
+        return _Handles(self._hooked(Parameter.register_hook, calling))
 
     def close(self) -> None:
         """Take all hooks off."""
         _Handles(self._handles).remove()
+
+    def _hooked(
+        self,
+        register: Callable[[Parameter, Callable[[Tensor], None]], RemovableHandle],
+        hook_of: Callable[[str], Callable[[Tensor], None]],
+    ) -> list[RemovableHandle]:
+        """Hooks on all parameters; those that are frozen call them once they are thawed."""
+        handles = []
+        for name, parameter in self.parameters.items():
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # torch refuses a hook on one that is frozen
+            handles.append(register(parameter, hook_of(name)))
+            parameter.requires_grad_(is_trained)
+        return handles
 
     def _noting(self, name: str) -> Callable[[Tensor], None]:
         def hook(_parameter: Tensor) -> None:
