@@ -43,10 +43,10 @@ class Throughput(L.Callback):
     """Logs tokens per second of all ranks together, and every rank's memory.
 
     ``throughput/tokens_per_s`` (in the progress bar ``tokens/s``) counts positions of ``input_ids``
-    (the data has no padding) over the wall time of training since the last log: with the data,
-    without validation. ``memory/rank{r}_GiB`` is on CUDA the peak of allocated device memory since
-    the last log, on CPU the resident size of the process. Both are logged in the steps that the
-    Trainer logs.
+    over the wall time of training since the last log: with the data, without validation. Packed
+    text has no padding; of prompts with answers, what fills a sequence up counts as well.
+    ``memory/rank{r}_GiB`` is on CUDA the peak of allocated device memory since the last log, on CPU
+    the resident size of the process. Both are logged in the steps that the Trainer logs.
 
     Attributes:
         num_tokens: Of this rank, since the last log.
