@@ -25,12 +25,12 @@ def case(engine, **changes):
     return Case(**{"engine": engine, "zero_stage": 3, "dtype": "fp32", "model": "mlp", **changes})
 
 
-def cell(engine, world_size=2, status="passed", row="synced", right=None, **changes):
-    right = (10 if status == "passed" else 0) if right is None else right
+def cell(engine, world_size=2, status="passed", row="synced", right=None, total=10, **changes):
+    right = (total if status == "passed" else 0) if right is None else right
     reason = "" if status == "passed" else "rank 0: inlet.bias: missing"
     return Cell(
         case=case(engine, **changes), world_size=world_size, row=row, status=status, right=right,
-        total=10, reason=reason,
+        total=total, reason=reason,
     )  # fmt: skip
 
 
@@ -83,6 +83,13 @@ def test_ratios_count_items_and_a_crash_counts_none():
     ]
     ratios = ratios_of(cells)
     assert (ratios.parameters, ratios.gradients, ratios.micro_batches) == (0.75, 0.0, None)
+
+
+def test_only_all_is_shown_as_100_per_cent_and_only_none_as_0():
+    for right, shown in ((2000, 100), (1997, 99), (1500, 75), (3, 1), (0, 0)):
+        text = format_report(_report([cell("fsdp1", right=right, total=2000)]))
+        (row,) = re.findall(r"^\| fsdp1 .*\|$", text, re.MULTILINE)
+        assert row.split("|")[6].strip() == str(shown), right
 
 
 KNOWN = [{"engine": "fsdp2", "row": "synced", "dtype": "bf16", "why": "for this test"}]

@@ -258,4 +258,8 @@ def _numbers(cells: Sequence[Cell]) -> str:
 
 
 def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{100 * ratio:.0f}"
+    """Rounded, but 100 is all and 0 is none."""
+    if ratio is None:
+        return "-"
+    percent = round(100 * ratio)
+    return str(min(max(percent, 1), 99) if 0 < ratio < 1 else percent)
