@@ -116,6 +116,8 @@ def test_a_container_of_parameters_belongs_to_the_module_that_reads_it():
     assert units["embed"] == ["embed.inner.weight", "embed.more.a"]
     assert units[""] == ["scale", "scales.0"], "it encloses blocks, and has them as its own"
     assert "embed.more" not in dict(find_units(model, 30)), "by size as well"
+    chosen = dict(find_units(model, lambda module: module is not model))
+    assert chosen.keys() & {"blocks", "scales", "embed.more", "embed"} == {"embed"}
 
 
 def test_classes_a_callable_and_a_size_choose_units():
@@ -163,7 +165,8 @@ def test_parameters_of_two_dtypes_are_separate_flat_params():
 @pytest.mark.parametrize(
     ("selector", "error", "message"),
     [
-        (["Block", "Linear"], ValueError, r"expected classes that occur in LM, got \['Block'\]"),
+        (["Block", "Linear"], ValueError, r"occur in LM and have a forward, got \['Block'\]"),
+        (["ModuleList"], ValueError, r"and have a forward, got \['ModuleList'\]. Choose from"),
         ("Linear", TypeError, "expected a list of class names"),
         (0, ValueError, "expected a positive number of parameters, got 0"),
         (True, TypeError, "expected class names, a callable or an int, got True"),

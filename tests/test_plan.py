@@ -102,11 +102,12 @@ def test_units_of_given_classes_or_sizes_are_gathered(folder, capsys):
     ):
         assert main([*words, "--units", *units]) == 0
         assert f", units: {expected}\n" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main([*words, "--units", "Nothing"])
-    assert "units: expected classes that occur in GPT2LMHeadModel, got ['Nothing']" in (
-        capsys.readouterr().err
-    )
+    for name in ("Nothing", "ModuleList"):  # which has no forward to be gathered for
+        with pytest.raises(SystemExit):
+            main([*words, "--units", name])
+        (says,) = capsys.readouterr().err.splitlines()
+        assert says.startswith("error: --units: expected classes that occur in GPT2LMHeadModel and")
+        assert f"got ['{name}']. Choose from ['Conv1D', 'Embedding', 'GPT2Attention'" in says
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,11 @@ from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Site
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
-"""Class names, a predicate on modules, a minimum number of parameters, or automatic."""
+"""Class names, a predicate on modules, a minimum number of parameters, or automatic.
+
+Chosen are modules with a forward: a predicate that answers True for an ``nn.ModuleList`` or another
+container chooses nothing by it.
+"""
 
 
 @dataclass(eq=False)
@@ -139,6 +143,11 @@ def is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ParameterDict | nn.ParameterList)
 
 
+def _has_forward(module: nn.Module) -> bool:
+    """Whether there is a moment at which this could be gathered by itself."""
+    return not (isinstance(module, nn.ModuleList | nn.ModuleDict) or is_container(module))
+
+
 def reads_weights_in_backward(module: nn.Module) -> bool:
     """Whether a module may; a plain embedding does not, unless its weight is computed."""
     is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
@@ -166,7 +175,7 @@ def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
 
 
 def _select(root: nn.Module, selector: UnitSelector) -> dict[str, nn.Module]:
-    named = [(name, module) for name, module in root.named_modules() if _numel(module)]
+    named = [(name, m) for name, m in root.named_modules() if _numel(m) and _has_forward(m)]
     if isinstance(selector, bool) or selector is None:
         raise TypeError(f"units: expected class names, a callable or an int, got {selector!r}.")
     if isinstance(selector, int):
@@ -188,8 +197,8 @@ def _select(root: nn.Module, selector: UnitSelector) -> dict[str, nn.Module]:
         if missing:
             present = sorted({type(module).__name__ for _, module in named})
             raise ValueError(
-                f"units: expected classes that occur in {type(root).__name__}, got "
-                f"{sorted(missing)}. Choose from {present}."
+                f"units: expected classes that occur in {type(root).__name__} and have a forward, "
+                f"got {sorted(missing)}. Choose from {present}."
             )
     return dict(reversed(chosen.items()))  # inner modules come later in named_modules
 
@@ -203,8 +212,7 @@ def _select_by_size(root: nn.Module, minimum: int) -> dict[str, nn.Module]:
         remaining = sum(p.numel() for p in module.parameters(recurse=False))
         for name, child in module.named_children():
             remaining += visit(f"{prefix}.{name}" if prefix else name, child)
-        has_no_forward = isinstance(module, nn.ModuleList | nn.ModuleDict) or is_container(module)
-        if remaining >= minimum and not has_no_forward:
+        if remaining >= minimum and _has_forward(module):
             chosen[prefix] = module
             return 0
         return remaining
