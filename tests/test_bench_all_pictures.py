@@ -30,7 +30,7 @@ def one_arm():
 
 def all_failed():
     reason = "exit code 1: ModuleNotFoundError: No module named 'recipes' anywhere"
-    failures = {arm.name: (None, reason) for arm in arms_of(accums=[1])}
+    failures = {arm.name: ("error", reason) for arm in arms_of(accums=[1])}
     return document_of(**{**SMALL, "accums": [1]}, failures=failures)
 
 
@@ -111,7 +111,7 @@ def test_every_picture_comes_out_and_no_text_lies_on_another(drawn, case):
     ("case", "sentence"),
     [
         ("no arms", "There are no arms in these results."),
-        ("only failed arms", "Failed: single_b1_a1, ddp_b1_a1, scratch_zero2_b1_a1, scratch"),
+        ("only failed arms", "Failed (error): single_b1_a1, ddp_b1_a1, scratch_zero2_b1_a1"),
         ("only failed arms", "fsdp2_zero2_b1_a1, fsdp2_zero3_b1_a1 and 6 more."),
         (
             "failed arms and arms that are not there",
@@ -128,7 +128,7 @@ def test_every_picture_says_what_is_missing(drawn, case, sentence):
 def test_pictures_of_older_results_say_which_figures_they_lack(drawn):
     figures = drawn("an older version")
     for name, what in {
-        "communication": "Exposed time", "utilization": "Utilization",
+        "communication": "Exposed communication", "utilization": "Utilization",
         "time_breakdown": "Parts of a step", "memory_at_peak": "Memory by owner",
         "memory_over_time": "Memory over time", "memory": "Peak of the process (RSS)",
     }.items():  # fmt: skip
@@ -159,7 +159,7 @@ def test_pictures_come_out_whatever_fields_are_null(seed):
 
 def test_engines_stages_and_parts_differ_without_colour():
     results = results_of()
-    styles = [line_style(kind, results.kinds) for kind in results.kinds]
+    styles = [line_style(kind) for kind in results.kinds]
     looks = [(s["marker"], s["markerfacecolor"] == "white", str(s["linestyle"])) for s in styles]
     assert len(set(looks)) == len(looks)
 

@@ -38,7 +38,11 @@ MISSING = object()
             "4",
             'rows[1, ddp_b2_a1].batch_size (input should be a valid integer, got "4")',
         ),
-        (("rows", 1, "grad_accum"), 0, "rows[1, ddp_b2_a1].grad_accum (at least 1, got 0)"),
+        (
+            ("rows", 1, "grad_accum"),
+            0,
+            "rows[1, ddp_b2_a1].grad_accum (input should be greater than or equal to 1, got 0)",
+        ),
         (
             ("rows", 1, "engine"),
             3,
@@ -84,7 +88,7 @@ MISSING = object()
         (
             (*RANK, "step_s"),
             [0.1, 0.0, 0.1],
-            f"{OF_RANK}.step_s[1] (a finite time of more than 0 seconds, got 0.0)",
+            f"{OF_RANK}.step_s[1] (input should be greater than 0, got 0.0)",
         ),
         (
             (*RANK, "step_s"),
@@ -127,7 +131,7 @@ def test_results_without_timed_steps_are_refused(tmp_path, capsys):
     for rank in results["runs"][2]["ranks"]:
         rank.update(step_s=[], step_tokens=[])
     assert output.redraw(folder_of(results, tmp_path)) == 1
-    expected = "runs[2, ddp_b2_a1].ranks[0].step_s (without a timed step)"
+    expected = "runs[2, ddp_b2_a1].ranks[0].step_s (list should have at least 1 item"
     assert expected in capsys.readouterr().err
 
 

@@ -27,7 +27,7 @@ def test_the_report_tells_failures_limits_and_what_is_missing():
         "* `scratch_zero3_b2_a1`: exit code 1: DefaultCPUAllocator: no memory (out of memory)"
     )
     missing = section(report, "What is missing")
-    assert "CUDA memory: not measured for any arm." in missing
+    assert "CUDA peak, reserved: not measured for any arm." in missing
     assert "Failed (out of memory): scratch_zero3_b2_a1." in missing
     assert "Utilization" not in missing
     assert "scratch_zero3" not in section(report, "Distance to the limits")

@@ -9,34 +9,27 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+)
 
 _MOST_SHOWN = 40  # characters of a value
 
 T = TypeVar("T")
 
 
-def _holds(is_right: Callable[[Any], object], expected: str, kind: str = "expected") -> Any:
-    """A condition on a value; of kind ``missing``, the value is not worth showing."""
-
-    def check(value: T) -> T:
-        if not is_right(value):
-            raise PydanticCustomError(kind, expected)
-        return value
-
-    return AfterValidator(check)
-
-
-Count = Annotated[int, _holds(lambda number: number >= 1, "at least 1")]
-Seconds = Annotated[
-    float, _holds(lambda s: 0 < s < math.inf, "a finite time of more than 0 seconds")
-]
-Steps = Annotated[list[Seconds], _holds(len, "without a timed step", "missing")]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Steps = Annotated[list[Seconds], Field(min_length=1)]
 Loss = Annotated[float, BeforeValidator(lambda loss: math.nan if loss is None else loss)]
 """JSON has no NaN: a loss that was no number is null there."""
 Figure = Annotated[

@@ -88,16 +88,8 @@ class Measure(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin.
-
-        Raises:
-            ValueError: A snapshot is asked for, and the arm does not train on CUDA.
-        """
+        """Begin."""
         self._device = trainer.strategy.root_device
-        if self.writes_snapshots and self._device.type != "cuda":
-            raise ValueError(
-                f"--snapshot: expected training on CUDA, got device {str(self._device)!r}."
-            )
         if self.writes_snapshots and trainer.is_global_zero:
             self._snapshot.step = self.first_timed - 1
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])

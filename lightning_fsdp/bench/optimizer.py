@@ -130,7 +130,7 @@ def format_table(
 ) -> str:
     """The table that a person reads, in Markdown."""
 
-    def per_rank(of: Callable[[Outcome], float], form: str) -> Callable[[str], str]:
+    def per_rank(of: Callable[[Outcome], float | None], form: str) -> Callable[[str], str]:
         return lambda arm: " ".join(number(of(o), form, 1e6) for o in outcomes[arm])
 
     columns: dict[str, Callable[[str], str]] = {

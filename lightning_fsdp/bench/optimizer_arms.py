@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,11 +34,11 @@ from lightning_fsdp.bench import documents
 from lightning_fsdp.callbacks.storages import Observer
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
+from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.harness.gpt2 import build_gpt2
 
 _STRATEGIES = {"fsdp2": "fsdp2_zero3", "scratch": "scratch_fsdp_zero3"}
 _SHARDERS: dict[str, Callable[..., Any]] = {"fsdp2": fsdp.fully_shard, "scratch": fully_shard}
-_OPERATIONS_PER_SAMPLE = 32  # of the resident size
 
 
 @dataclass
@@ -49,12 +48,10 @@ class Phase:
     Attributes:
         name: ``build``, ``shard``, ``step 1``, ...
         live_bytes: Of tensors, after each operation on them.
-        rss_bytes: The process's resident size, now and then.
     """
 
     name: str
     live_bytes: list[int] = field(default_factory=list)
-    rss_bytes: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -70,7 +67,7 @@ class Outcome:
         phases: Memory over time.
         resting_bytes: Of tensors after the last step.
         peak_bytes: Most bytes of tensors alive at once.
-        rss_bytes: Largest resident size seen.
+        rss_bytes: Most bytes that the process had in memory.
     """
 
     arm: str
@@ -81,14 +78,13 @@ class Outcome:
     num_entries: int
     num_held: int
     phases: list[Phase]
+    rss_bytes: int | None = None
     resting_bytes: int = field(init=False)
     peak_bytes: int = field(init=False)
-    rss_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.resting_bytes = self.phases[-1].live_bytes[-1] if self.phases else 0
         self.peak_bytes = max((n for phase in self.phases for n in phase.live_bytes), default=0)
-        self.rss_bytes = max((n for phase in self.phases for n in phase.rss_bytes), default=0)
 
 
 class Timeline(Observer):  # type: ignore[no-untyped-call]
@@ -97,13 +93,12 @@ class Timeline(Observer):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__([])
         self.phases: list[Phase] = []
-        self._process = psutil.Process()
 
     def begin(self, name: str) -> None:
         """A phase; it ends with the next one."""
         if self.phases:
             self._measure()
-        self.phases.append(Phase(name, rss_bytes=[self._process.memory_info().rss]))
+        self.phases.append(Phase(name))
 
     def finish(self) -> None:
         """Stop watching, with a last look at what rests."""
@@ -113,10 +108,7 @@ class Timeline(Observer):  # type: ignore[no-untyped-call]
     @override
     def _measure(self) -> None:
         if self.phases:
-            phase = self.phases[-1]
-            phase.live_bytes.append(self.live_bytes)
-            if len(phase.live_bytes) % _OPERATIONS_PER_SAMPLE == 0:
-                phase.rss_bytes.append(self._process.memory_info().rss)
+            self.phases[-1].live_bytes.append(self.live_bytes)
 
 
 def build_model() -> nn.Module:
@@ -144,13 +136,8 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def run_arm(arm: str, rank: int, num_steps: int) -> Outcome:
-    """Run one arm on this rank, in the default process group. Collective."""
-    return _Rank(arm, rank, num_steps).run()
-
-
-class _Rank:
-    """One rank of an arm."""
+class ArmRank:
+    """One rank of an arm, in the default process group."""
 
     def __init__(self, arm: str, rank: int, num_steps: int) -> None:
         self.arm, self.rank, self.num_steps = arm, rank, num_steps
@@ -159,6 +146,7 @@ class _Rank:
         self.timeline = Timeline()
 
     def run(self) -> Outcome:
+        """Train, and look at what was trained. Collective."""
         self.timeline.start()
         try:
             self.timeline.begin("build")
@@ -183,6 +171,7 @@ class _Rank:
             weights={name: _digest(whole) for name, whole in wholes.items()},
             trained=[name for name, whole in wholes.items() if not whole.equal(self.start[name])],
             num_entries=len(entries), num_held=sum(id(p) in mine for p in entries),
+            rss_bytes=process_bytes("VmHWM"),
         )  # fmt: skip
 
     def _train(self, model: Any) -> Outcome:
@@ -281,4 +270,4 @@ def write_outcome(rank: int, arm: str, num_steps: int, folder: str) -> None:
         GROUP_RANK="0", TORCHELASTIC_RUN_ID="bench",
         MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
     )  # fmt: skip
-    documents.write(Path(folder) / f"rank{rank}.json", run_arm(arm, rank, num_steps))
+    documents.write(Path(folder) / f"rank{rank}.json", ArmRank(arm, rank, num_steps).run())

@@ -6,9 +6,8 @@ picture lacks stands below it.
 
 from __future__ import annotations
 
-import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from lightning_fsdp.bench.records import Kind
-from lightning_fsdp.bench.results import ArmResult, Results, kind_label, missing
+from lightning_fsdp.bench.results import Results, kind_label, missing
 
 _ENGINES = {  # from dark to light: colour, marker
     "single": ("#000000", "x"),
@@ -26,7 +25,7 @@ _ENGINES = {  # from dark to light: colour, marker
     "ddp": ("#a9a9a9", "D"),
 }
 _STAGES = {2: (0, (4, 2)), 3: "-", None: (0, (1, 1.5))}
-_OTHERS = (("#7b4f9d", "v"), ("#c98a2b", "P"), ("#3f8fa8", "*"))  # of whatever name
+_OTHER = ("#7b4f9d", "v")  # of whatever name
 
 PARTS = {  # of a stacked bar: colour, hatch
     "data": ("#d9d9d9", "..."),
@@ -40,11 +39,10 @@ SMALL = 8
 """Points, of what is read last."""
 
 
-def line_style(kind: Kind, kinds: Sequence[Kind]) -> dict[str, Any]:
-    """Colour, marker and dashes of an engine at a stage, one of ``kinds`` in the picture."""
+def line_style(kind: Kind) -> dict[str, Any]:
+    """Colour, marker and dashes of an engine at a stage."""
     engine, stage = kind
-    others = dict.fromkeys(name for name, _ in kinds if name not in _ENGINES)
-    color, marker = (_ENGINES | dict(zip(others, itertools.cycle(_OTHERS), strict=False)))[engine]
+    color, marker = _ENGINES.get(engine, _OTHER)
     # Stage 2 is hollow, so that the stages differ even where there is no line.
     face = "white" if stage == 2 and marker != "x" else color
     return {
@@ -93,8 +91,8 @@ def legend(figure: Figure, axes: Iterable[Any], **options: Any) -> None:
     """One entry per label of all the axes, beside them."""
     entries: dict[str, Any] = {}
     for each in axes:
-        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
+        handles, labels = each.get_legend_handles_labels()
+        entries |= zip(labels, handles, strict=True)
     look = {"loc": "outside right upper", "fontsize": SMALL + 1, "handlelength": 3.2, **options}
     if entries:
         figure.legend(list(entries.values()), list(entries), frameon=False, **look)
@@ -103,7 +101,7 @@ def legend(figure: Figure, axes: Iterable[Any], **options: Any) -> None:
 def finish(
     figure: Figure,
     results: Results,
-    asked: Mapping[str, Callable[[ArmResult], object]],
+    names: Iterable[str],
     *,
     notes: Sequence[str] = (),
     named: Iterable[Any] = (),
@@ -113,11 +111,11 @@ def finish(
     Args:
         figure: With all that is drawn.
         results: Of the folder.
-        asked: As of :func:`~lightning_fsdp.bench.results.missing`.
+        names: Of what it shows; see :func:`~lightning_fsdp.bench.results.missing`.
         notes: Sentences before what is missing.
         named: Axes with a legend.
     """
-    footnote(figure, [*notes, *missing(results, asked)])
+    footnote(figure, [*notes, *missing(results, names)])
     legend(figure, named)
     return figure
 

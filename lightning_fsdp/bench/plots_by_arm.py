@@ -83,14 +83,8 @@ def communication(results: Results) -> Figure:
     for axes in rows:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=SMALL)
-    asked = {
-        "Calls": lambda arm: sum_of(arm.figures.collectives),
-        "Bytes sent": lambda arm: arm.figures.sent_bytes,
-        "Exposed time": lambda arm: arm.parts_ms.get("exposed_ms"),
-        "Bandwidth": lambda arm: arm.figures.communication_limit_ms,
-        "Calls demanded by theory": lambda arm: sum_of(arm.theory.collectives),
-    }
-    return plot_style.finish(figure, results, asked)
+    names = ("Calls", "Bytes sent", "Exposed communication", "Limit of communication")
+    return plot_style.finish(figure, results, [*names, "Calls demanded by theory"])
 
 
 def time_breakdown(results: Results) -> Figure:
@@ -121,28 +115,21 @@ def time_breakdown(results: Results) -> Figure:
             axes.barh(row + 0.39, hidden, height=0.14, color="#e8e8e8", edgecolor="black",
                       hatch="\\\\\\\\", linewidth=0.5,
                       label="communication hidden behind compute")  # fmt: skip
-    asked = {
-        "Parts of a step": lambda arm: arm.parts_ms,
-        "Limit": lambda arm: arm.figures.compute_limit_ms,
-    }
-    return plot_style.finish(figure, results, asked, named=[axes])
+    names = ("Parts of a step", "Limit of compute")
+    return plot_style.finish(figure, results, names, named=[axes])
 
 
 def memory_at_peak(results: Results) -> Figure:
     """What rank 0's memory is for at the moment when there is most of it."""
-
-    def owners(arm: ArmResult) -> Mapping[str, int]:
-        return (arm.first_rank and arm.first_rank.peak_by_kind) or {}
-
-    unit, suffix = plot_style.byte_unit(sum(owners(arm).values()) for arm in results.arms)
-    names = list(dict.fromkeys(owner for arm in results.arms for owner in owners(arm)))
+    unit, suffix = plot_style.byte_unit(sum(a.peak_by_owner.values()) for a in results.arms)
+    names = list(dict.fromkeys(owner for arm in results.arms for owner in arm.peak_by_owner))
     panel = _Panel(
         title=suffix,
-        stack=lambda arm: {name: n / unit for name, n in owners(arm).items()} or None,
+        stack=lambda arm: {name: n / unit for name, n in arm.peak_by_owner.items()} or None,
         looks=_hatched(names, (OWNERS.get(name, "#ffffff") for name in names)),
     )
     figure, named = _bars(results, "Memory at its peak by owner, rank 0", [panel])
-    return plot_style.finish(figure, results, {"Memory by owner": owners}, named=named)
+    return plot_style.finish(figure, results, ["Memory by owner"], named=named)
 
 
 def utilization(results: Results) -> Figure:
@@ -160,8 +147,8 @@ def utilization(results: Results) -> Figure:
             _draw_heat_map(axes, results, device)
     else:
         figure, _ = _bars(results, title, [_utilization_bars(device) for device in devices])
-    asked = {"Utilization": lambda arm: arm.utilization}
-    return plot_style.finish(figure, results, asked, notes=["Mean of all samples of all ranks."])
+    notes = ["Mean of all samples of all ranks."]
+    return plot_style.finish(figure, results, ["Utilization"], notes=notes)
 
 
 def _utilization_bars(device: str) -> _Panel:
@@ -239,15 +226,10 @@ def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
         is_known = stack is not None and None not in stack.values()
         axes.text(
             np.fmax(ends, marks)[row] + 0.03 * longest, row,
-            panel.form(ends[row]) if is_known else _why_not(arm),
+            panel.form(ends[row]) if is_known else arm.failure or "not measured",
             va="center", style="normal" if is_known else "italic", fontsize=SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)
-
-
-def _why_not(arm: ArmResult) -> str:
-    why_not = arm.failure or "not measured"
-    return why_not if len(why_not) <= 24 else "failed"
 
 
 def _hatched(labels: Sequence[str], colors: Iterable[str]) -> dict[str, tuple[str, str]]:

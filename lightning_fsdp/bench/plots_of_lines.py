@@ -18,20 +18,12 @@ from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.plot_style import SMALL
-from lightning_fsdp.bench.records import worst
-from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
+from lightning_fsdp.bench.results import MEMORY, ArmResult, Results, kind_label, shape_label
 from lightning_fsdp.harness.tables import three_digits
 
 Value = Callable[[ArmResult], float | None]
 Point = Callable[[ArmResult], tuple[float | None, Sequence[float]]]
 """How high an arm is, and what a whisker reaches over there."""
-_VIEWS: dict[str, Value] = {
-    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
-    "Tensors between steps": lambda arm: worst(arm.figures.resting_bytes),
-    "Peak of the process (RSS)": lambda arm: worst(arm.figures.peak_rss_bytes),
-    "CUDA peak, allocated": lambda arm: worst(arm.figures.cuda_peak_allocated_bytes),
-    "CUDA peak, reserved": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
-}
 _MOST_COLUMNS = 3
 _OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
 _OF_TIME = "The number is the peak. Seconds are left out: watching slows steps down."
@@ -41,28 +33,24 @@ def tokens_per_s(results: Results) -> Figure:
     """Throughput; whiskers from the slowest repeat to the fastest."""
 
     def point(arm: ArmResult) -> tuple[float | None, Sequence[float]]:
-        """Of all repeats, as the whiskers are; rows of older versions have another average."""
-        known, rates = arm.figures.tokens_per_s, [rate for run in arm.runs for rate in run.rates]
-        median = known if known is None or not rates else statistics.median(rates)
-        return median, [statistics.median(run.rates) for run in arm.runs]
+        return arm.figures.tokens_per_s, [statistics.median(run.rates) for run in arm.runs]
 
     figure, grid = _against_batch(results, "Throughput", {"tokens/s of all ranks": point})
-    asked = {"Tokens/s": lambda arm: arm.figures.tokens_per_s}
     notes = ["Whiskers: slowest and fastest repeat."]
-    return plot_style.finish(figure, results, asked, notes=notes, named=grid.flat)
+    return plot_style.finish(figure, results, ["Tokens/s"], notes=notes, named=grid.flat)
 
 
 def memory(results: Results) -> Figure:
     """Memory of the rank that takes most, a row per way of looking at it."""
     rows: dict[str, Point] = {}
-    for title, view in _VIEWS.items():
+    for title, view in MEMORY.items():
         figures = [view(arm) for arm in results.arms]
         unit, suffix = plot_style.byte_unit(figures)
         if any(figure is not None for figure in figures):
             rows[f"{title}, {suffix}"] = partial(_in_unit, view, unit)
     rows = rows or {"Peak of tensors, MB": lambda _: (None, ())}
     figure, grid = _against_batch(results, "Memory per rank (largest rank)", rows)
-    return plot_style.finish(figure, results, _VIEWS, named=grid.flat)
+    return plot_style.finish(figure, results, MEMORY, named=grid.flat)
 
 
 def _against_batch(results: Results, title: str, rows: Mapping[str, Point]) -> tuple[Figure, Any]:
@@ -102,7 +90,7 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
                     x, y, yerr=[[max(0.0, y - min(seen))], [max(0.0, max(seen) - y)]], fmt="none",
                     ecolor="#555555", elinewidth=0.8, capsize=2,
                 )  # fmt: skip
-        axes.plot(xs, ys, **plot_style.line_style(kind, kinds), linewidth=1.2)
+        axes.plot(xs, ys, **plot_style.line_style(kind), linewidth=1.2)
     if not axes.lines:
         plot_style.say(axes, "not measured")
     labels = [f"{size}\n({size * accum * results.num_ranks})" for size in sizes]
@@ -123,7 +111,7 @@ def memory_over_time(results: Results) -> Figure:
     their step, since watching slows each engine down by another factor.
     """
     kinds, shapes = results.kinds or [("", None)], results.shapes or [(1, 1)]
-    highest = max((nbytes for arm in results.arms for _, nbytes in _timeline(arm)), default=None)
+    highest = max((nbytes for arm in results.arms for _, nbytes in arm.timeline), default=None)
     unit, suffix = plot_style.byte_unit([highest])
     title = f"Memory over one optimizer step, rank 0: tensors alive, {suffix}"
     width = max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results)
@@ -141,24 +129,20 @@ def memory_over_time(results: Results) -> Figure:
         top.set_title(f"batch {shape_label(shape)}", fontsize=10)
         bottom.set_xlabel("percent of the step", fontsize=SMALL)
     notes = [f"{_OF_TIME} {_OF_BATCH}"]
-    return plot_style.finish(figure, results, {"Memory over time": _timeline}, notes=notes)
-
-
-def _timeline(arm: ArmResult) -> list[tuple[float, int]]:
-    return (arm.first_rank and arm.first_rank.timeline) or []
+    return plot_style.finish(figure, results, ["Memory over time"], notes=notes)
 
 
 def _draw_memory(axes: Any, arm: ArmResult, unit: float) -> None:
     plot_style.rule(axes)
     axes.tick_params(labelsize=SMALL - 1)
     axes.locator_params(nbins=3)
-    if not (timeline := _timeline(arm)):
+    if not (timeline := arm.timeline):
         why_not = "failed" if arm.failure else "not measured"
         plot_style.say(axes, why_not, style="italic", fontsize=SMALL - 1)
         return
     xs = [100 * second / (timeline[-1][0] or 1.0) for second, _ in timeline]
     ys = [nbytes / unit for _, nbytes in timeline]
-    color = plot_style.line_style(arm.row.kind, [arm.row.kind])["color"]
+    color = plot_style.line_style(arm.row.kind)["color"]
     axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
     axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
     axes.text(0.98, 0.93, three_digits(max(ys)), ha="right", va="top", transform=axes.transAxes,
@@ -185,7 +169,7 @@ def losses(results: Results) -> Figure:
             # each has its few markers at places of its own.
             stride = max(1, len(ys) // 6)
             axes.plot(
-                range(1, len(ys) + 1), ys, **plot_style.line_style(kind, results.kinds),
+                range(1, len(ys) + 1), ys, **plot_style.line_style(kind),
                 linewidth=1.0 + 0.4 * (len(results.kinds) - 1 - index),
                 markevery=(index * stride // len(results.kinds), stride),
             )  # fmt: skip
@@ -196,5 +180,4 @@ def losses(results: Results) -> Figure:
         plot_style.rule(axes)
     for axes in shown[::columns]:
         axes.set_ylabel("loss, nats per token")
-    asked = {"Losses": lambda arm: arm.step_losses}
-    return plot_style.finish(figure, results, asked, notes=[_OF_BATCH], named=shown)
+    return plot_style.finish(figure, results, ["Losses"], notes=[_OF_BATCH], named=shown)

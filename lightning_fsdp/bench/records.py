@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, TypeVar
@@ -28,21 +28,54 @@ FailureKind = Literal[
 """Why a run gave nothing."""
 
 
+@dataclass(kw_only=True)
+class Observed:
+    """What a rank finds out of an optimizer step, and a row has of rank 0.
+
+    Attributes:
+        grad_norm: Of the first step's gradients before they are clipped; ``None`` without warm-up.
+        utilization_of: ``gpu``, or ``cpu``: CPU seconds of this process per second.
+        peak_by_kind: Bytes by owner, when there are most of them; ``None`` where something is
+            compiled.
+        flops_per_token: Of forward and backward; what is recomputed counts once.
+        collectives: Calls per observed optimizer step, by kind, as torch's dispatcher sees them.
+        collective_bytes: Bytes that the rank passed to them, by kind.
+        payload_bytes: Of all kinds together; engines that hand over more may send less.
+        data_collectives: Calls that move parameters or gradients, a set of pairs as the one
+            collective that it stands for; only of this project's core.
+        comm: How data moves: ``direct`` (ranks read each other's memory), ``pairs``, or by the
+            collectives of a backend, by its name; ``None``: one rank.
+    """
+
+    grad_norm: Figure = None
+    utilization_of: str | None = None
+    peak_by_kind: dict[str, int] | None = None
+    flops_per_token: Figure = None
+    collectives: dict[str, PerStep] | None = None
+    collective_bytes: dict[str, PerStep] | None = None
+    payload_bytes: PerStep | None = None
+    data_collectives: dict[str, PerStep] | None = None
+    comm: str | None = None
+
+    def take_over(self, seen: Observed) -> None:
+        """Of another rank or row, all of this."""
+        for of in fields(Observed):
+            setattr(self, of.name, getattr(seen, of.name))
+
+
 @dataclass
-class RankMeasurement:
+class RankMeasurement(Observed):
     """What one rank measured of a run.
 
     Attributes:
         losses: Training loss of every micro-batch, from the first on.
         step_s: Seconds per timed optimizer step, data loading and logging included.
         step_tokens: Tokens of this rank per timed optimizer step; padding is not counted.
-        grad_norm: Of the first step's gradients before they are clipped; ``None`` without warm-up.
         host_s: Seconds of CPU that this process used per timed optimizer step.
         fit_s: From the moment before the model is built to the end of the timed steps.
         resting_bytes: Parameters, gradients, buffers and optimizer state between two steps.
         peak_bytes: Most bytes of tensors alive at once on the device, resting ones included.
             ``None``, as the next three, where something is compiled: watched, it runs uncompiled.
-        peak_by_kind: Those by owner.
         mean_bytes: Bytes of tensors over an observed step, each for as long as it was alive.
         timeline: Seconds since the start of an observed step, bytes alive.
         peak_rss_bytes: Most bytes that the process had in memory, from its start to the end of the
@@ -50,16 +83,7 @@ class RankMeasurement:
         cuda_peak_allocated_bytes: Over the timed steps, by torch's allocator.
         cuda_peak_reserved_bytes: What that took from the device.
         utilization: Seconds since the first timed step's start, percent.
-        utilization_of: ``gpu``, or ``cpu``: CPU seconds of this process per second.
         parts: Of each profiled optimizer step.
-        flops_per_token: Of forward and backward; what is recomputed counts once.
-        collectives: Calls per observed optimizer step, by kind, as torch's dispatcher sees them.
-        collective_bytes: Bytes that this rank passed to them, by kind.
-        payload_bytes: Of all kinds together.
-        data_collectives: Calls that move parameters or gradients, a set of pairs as the one
-            collective that it stands for.
-        comm: How data moves: ``direct`` (ranks read each other's memory), ``pairs``, or by the
-            collectives of a backend, by its name; ``None``: one rank.
         units: Of the module; ``None`` where an engine has sharded it.
         simulated: On a simulated network, what a timed step took of it. The collectives above are
             real ones only.
@@ -70,26 +94,17 @@ class RankMeasurement:
     losses: list[Loss]
     step_s: Steps
     step_tokens: list[int]
-    grad_norm: float | None = None
     host_s: Listed[float] = field(default_factory=list)
     fit_s: float | None = None
     resting_bytes: int | None = None
     peak_bytes: int | None = None
-    peak_by_kind: dict[str, int] | None = None
     mean_bytes: PerStep | None = None
     timeline: list[tuple[float, int]] | None = None
     peak_rss_bytes: int | None = None
     cuda_peak_allocated_bytes: int | None = None
     cuda_peak_reserved_bytes: int | None = None
     utilization: list[tuple[float, float]] | None = None
-    utilization_of: str | None = None
     parts: list[Parts] = field(default_factory=list)
-    flops_per_token: float | None = None
-    collectives: dict[str, PerStep] | None = None
-    collective_bytes: dict[str, PerStep] | None = None
-    payload_bytes: PerStep | None = None
-    data_collectives: dict[str, PerStep] | None = None
-    comm: str | None = None
     units: list[UnitFacts] | None = None
     simulated: StepUsage | None = None
 
@@ -173,14 +188,13 @@ class OfArm:
 
 
 @dataclass
-class Row(OfArm):
+class Row(Observed, OfArm):
     """One arm over all its repeats. Times are medians; bytes are exact and per rank.
 
     Attributes:
         loss_first: Mean over ranks of the first micro-batch's loss.
         loss_last: Likewise of the last one's.
         loss_gap: Largest difference of a mean loss from that of the reference arm.
-        grad_norm: Of the first step's gradients, before they are clipped.
         tokens_per_s: Median of the steps, of all ranks together.
         step_ms: Median seconds of an optimizer step, in milliseconds.
         step_ms_q1: First quartile.
@@ -188,26 +202,17 @@ class Row(OfArm):
         peak_bytes: Per rank.
         mean_bytes: Per rank, over a step.
         resting_bytes: Per rank, between two optimizer steps.
-        collectives: Calls per optimizer step of rank 0, by kind.
-        collective_bytes: Bytes that rank 0 passes to them per optimizer step, by kind.
-        payload_bytes: Of all kinds together; engines that hand over more may send less.
-        data_collectives: Calls that move parameters and gradients, pairs taken together as the
-            collective that they stand for; only of this project's core.
-        comm: How rank 0's data moves; see :class:`RankMeasurement`.
         sent_bytes: Bytes that have to leave rank 0 for them; what tables and pictures show.
         theory: What the stage and the engine demand; ``None``: nobody says.
         parts_ms: Medians of rank 0's profiled steps, in milliseconds; ``None`` in it: not
             measurable.
         host_ms: Median CPU time of rank 0's process per step.
-        flops_per_token: Of forward and backward; what is recomputed counts once.
         peak_flops: Assumed of one process, per second.
         mfu: ``flops_per_token * tokens_per_s / (peak_flops * num_processes)``.
-        peak_by_kind: Bytes of rank 0 by owner, at its peak.
         peak_rss_bytes: Per rank, of the process, the highest of the repeats.
         cuda_peak_allocated_bytes: Likewise, of torch's allocator.
         cuda_peak_reserved_bytes: Likewise, what that took from the device.
         utilization_percent: Mean of all samples of all ranks.
-        utilization_of: Of what.
         end_to_end_s: Median seconds from building the model to the end of the timed steps.
         compute_limit_ms: The single process's step, divided by the ranks.
         communication_limit_ms: Bytes over measured bandwidth.
@@ -221,7 +226,6 @@ class Row(OfArm):
     loss_first: Figure = None
     loss_last: Figure = None
     loss_gap: Figure = None
-    grad_norm: Figure = None
     tokens_per_s: Figure = None
     step_ms: Figure = None
     step_ms_q1: Figure = None
@@ -229,24 +233,16 @@ class Row(OfArm):
     peak_bytes: Listed[int | None] = field(default_factory=list)
     mean_bytes: Listed[PerStep | None] = field(default_factory=list)
     resting_bytes: Listed[int | None] = field(default_factory=list)
-    collectives: dict[str, PerStep] | None = None
-    collective_bytes: dict[str, PerStep] | None = None
-    payload_bytes: PerStep | None = None
-    data_collectives: dict[str, PerStep] | None = None
-    comm: str | None = None
     sent_bytes: PerStep | None = None
     theory: Demand | None = None
     parts_ms: dict[str, float | None] | None = None
     host_ms: Figure = None
-    flops_per_token: Figure = None
     peak_flops: Figure = None
     mfu: Figure = None
-    peak_by_kind: dict[str, int] | None = None
     peak_rss_bytes: Listed[int | None] = field(default_factory=list)
     cuda_peak_allocated_bytes: Listed[int | None] = field(default_factory=list)
     cuda_peak_reserved_bytes: Listed[int | None] = field(default_factory=list)
     utilization_percent: Figure = None
-    utilization_of: str | None = None
     end_to_end_s: Figure = None
     compute_limit_ms: Figure = None
     communication_limit_ms: Figure = None

@@ -81,13 +81,10 @@ def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
     quartiles = statistics.quantiles([step for run in runs for step in run.slowest_s], n=4)
     row.step_ms_q1, row.step_ms, row.step_ms_q3 = (1e3 * second for second in quartiles)
     row.tokens_per_s = statistics.median(rate for run in runs for rate in run.rates)
-    row.grad_norm = first.grad_norm
     row.peak_bytes = [rank.peak_bytes for rank in ranks]
     row.mean_bytes = [rank.mean_bytes for rank in ranks]
     row.resting_bytes = [rank.resting_bytes for rank in ranks]
-    row.collectives, row.collective_bytes = first.collectives, first.collective_bytes
-    row.payload_bytes, row.data_collectives = first.payload_bytes, first.data_collectives
-    row.comm = first.comm
+    row.take_over(first)
     if (nbytes := first.collective_bytes) is not None:
         row.sent_bytes = sent_bytes(nbytes, first.world_size, shard_size=num_shards)
     parts = [step for rank in firsts for step in rank.parts]
@@ -96,12 +93,10 @@ def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
         seconds = {name: [getattr(step, f"{name}_s") for step in parts] for name in names}
         row.parts_ms = {f"{name}_ms": in_ms(statistics.median, of) for name, of in seconds.items()}
     row.host_ms = in_ms(statistics.median, [second for rank in firsts for second in rank.host_s])
-    row.flops_per_token, row.peak_by_kind = first.flops_per_token, first.peak_by_kind
     row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
     row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
     row.cuda_peak_reserved_bytes = _highest(runs, lambda rank: rank.cuda_peak_reserved_bytes)
     row.utilization_percent = utilization_of(runs).get(first.utilization_of or "cpu")
-    row.utilization_of = first.utilization_of
     row.end_to_end_s = of_all(statistics.median, [rank.fit_s for rank in firsts])
 
 

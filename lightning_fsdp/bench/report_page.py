@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_fsdp.bench.arms import notes_on
-from lightning_fsdp.bench.records import Row, listed, sum_of, worst
+from lightning_fsdp.bench.records import Row, listed, sum_of
 from lightning_fsdp.bench.results import ArmResult, Results, missing
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import UNKNOWN, number, table_of, three_digits
@@ -59,24 +59,6 @@ _MFU: dict[str, Cell] = {
     "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
     "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
 }
-_ASKED: dict[str, Callable[[ArmResult], object]] = {
-    "Tokens/s": lambda arm: arm.figures.tokens_per_s,
-    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
-    "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
-    "Peak of the process": lambda arm: worst(arm.figures.peak_rss_bytes),
-    "CUDA memory": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
-    "Memory by owner": lambda arm: arm.first_rank and arm.first_rank.peak_by_kind,
-    "Memory over time": lambda arm: arm.first_rank and arm.first_rank.timeline,
-    "Parts of a step": lambda arm: arm.parts_ms.get("whole_ms"),
-    "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
-    "Utilization": lambda arm: arm.utilization,
-    "Host time": lambda arm: arm.figures.host_ms,
-    "End-to-end time": lambda arm: arm.figures.end_to_end_s,
-    "MFU": lambda arm: arm.figures.mfu,
-    "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
-    "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
-    "Demanded collectives": lambda arm: sum_of(arm.theory.collectives),
-}
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
 Utilization is the mean of all samples of all ranks; end to end goes from building the model to
@@ -96,12 +78,8 @@ FLOPs are those of forward and backward; what is recomputed counts once."""
 
 def format_table(rows: Sequence[Row]) -> str:
     """The table that a person reads, in Markdown."""
-
-    def has_run(row: Row) -> bool:
-        return row.tokens_per_s is not None
-
     columns: dict[str, Callable[[Row], str]] = {
-        "arm": lambda row: f"{row.arm} WRONG" if row.failure and has_run(row) else row.arm,
+        "arm": lambda row: f"{row.arm} WRONG" if row.failure and row.tokens_per_s else row.arm,
         "ranks": lambda row: str(row.num_processes),
         "loss first": lambda row: number(row.loss_first, ".4f"),
         "loss last": lambda row: number(row.loss_last, ".4f"),
@@ -118,7 +96,7 @@ def format_table(rows: Sequence[Row]) -> str:
         "MB sent per step": lambda row: number(row.sent_bytes, ".1f", unit=1e6),
         "by": lambda row: row.comm or (listed({}) if row.collectives == {} else UNKNOWN),
     }
-    return table_of(rows, columns, has_failed=lambda row: not has_run(row), num_names=2)
+    return table_of(rows, columns, has_failed=lambda row: row.tokens_per_s is None, num_names=2)
 
 
 def page(results: Results, pictures: Iterable[str] = ()) -> str:
@@ -128,11 +106,12 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
         results: Of the folder.
         pictures: Names of those in it.
     """
-    lacking = missing(results, _ASKED, is_short=False)
+    lacking = missing(results, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
     links = [f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures]
+    notes = notes_on(results.workload.get("precision", ""))
     sections = [
-        describe(vars(results)), format_table(results.rows), *notes_on(results.precision),
+        describe(vars(results)), format_table(results.rows), *notes,
         "## Where a step's time goes (rank 0)", table_of(good, _TIMES), _OF_TIMES,
         "## Distance to the limits", table_of(good, _LIMITS), _OF_LIMITS,
         "## Memory", table_of(good, _MEMORY), _OF_MEMORY,
@@ -154,8 +133,7 @@ def _mfu(arms: Sequence[ArmResult]) -> str:
 
 def _failures(results: Results) -> str:
     lines = [
-        f"* `{arm.name}`: {arm.row.failure}"
-        + (f" ({arm.failure})" if arm.failure != arm.row.failure else "")
+        f"* `{arm.name}`: {arm.row.failure} ({arm.failure})"
         for arm in results.arms
         if arm.failure is not None
     ]

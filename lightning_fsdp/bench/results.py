@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.limits import Limits
-from lightning_fsdp.bench.records import Kind, RankMeasurement, Row, Run, Shape
+from lightning_fsdp.bench.records import Kind, Row, Run, Shape, sum_of, worst
 from lightning_fsdp.bench.report import utilization_of
 from lightning_fsdp.bench.theory import Demand
 
@@ -56,7 +56,7 @@ class ArmResult:
     @property
     def failure(self) -> str | None:
         """In a few words; the whole reason is in the row."""
-        return self.row.failure and (self.row.failure_kind or self.row.failure)
+        return self.row.failure and (self.row.failure_kind or "error")
 
     @property
     def parts_ms(self) -> Mapping[str, float | None]:
@@ -69,9 +69,15 @@ class ArmResult:
         return self.figures.theory or Demand()
 
     @property
-    def first_rank(self) -> RankMeasurement | None:
-        """Rank 0 of the first repeat, of an arm that did not fail."""
-        return self.runs[0].ranks[0] if self.runs and self.failure is None else None
+    def peak_by_owner(self) -> Mapping[str, int]:
+        """Bytes of rank 0 when there are most of them, of an arm that did not fail."""
+        return self.figures.peak_by_kind or {}
+
+    @property
+    def timeline(self) -> Sequence[tuple[float, int]]:
+        """Of rank 0 in the first repeat, of an arm that did not fail: seconds, bytes."""
+        runs = self.runs if self.failure is None else ()
+        return next((run.ranks[0].timeline or [] for run in runs), [])
 
     @property
     def utilization(self) -> dict[str, float]:
@@ -155,11 +161,6 @@ class Results:
         most = max((row.num_processes for row in self.rows), default=1)
         return self.workload.get("num_ranks") or most
 
-    @property
-    def precision(self) -> str:
-        """Of the Trainer; empty where the results do not say."""
-        return self.workload.get("precision", "")
-
 
 def read(out: Path) -> Results:
     """The results in a folder.
@@ -182,30 +183,59 @@ def kind_label(kind: Kind) -> str:
     return engine if stage is None else f"{engine} ZeRO-{stage}"
 
 
+MEMORY: dict[str, Callable[[ArmResult], float | None]] = {
+    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
+    "Tensors between steps": lambda arm: worst(arm.figures.resting_bytes),
+    "Peak of the process (RSS)": lambda arm: worst(arm.figures.peak_rss_bytes),
+    "CUDA peak, allocated": lambda arm: worst(arm.figures.cuda_peak_allocated_bytes),
+    "CUDA peak, reserved": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
+}
+"""Memory of the rank that takes most, in bytes."""
+FIGURES: dict[str, Callable[[ArmResult], object]] = {
+    **MEMORY,
+    "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
+    "Memory by owner": lambda arm: arm.peak_by_owner,
+    "Memory over time": lambda arm: arm.timeline,
+    "Tokens/s": lambda arm: arm.figures.tokens_per_s,
+    "Losses": lambda arm: arm.step_losses,
+    "Parts of a step": lambda arm: arm.parts_ms,
+    "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
+    "Utilization": lambda arm: arm.utilization,
+    "Host time": lambda arm: arm.figures.host_ms,
+    "End-to-end time": lambda arm: arm.figures.end_to_end_s,
+    "MFU": lambda arm: arm.figures.mfu,
+    "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
+    "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
+    "Calls": lambda arm: sum_of(arm.figures.collectives),
+    "Calls demanded by theory": lambda arm: sum_of(arm.theory.collectives),
+    "Bytes sent": lambda arm: arm.figures.sent_bytes,
+}
+"""All that an arm may lack, by name; ``None`` or empty where it does."""
+
+
 def missing(
-    results: Results, asked: Mapping[str, Callable[[ArmResult], object]], *, is_short: bool = True
+    results: Results, names: Iterable[str] = FIGURES, *, is_short: bool = True
 ) -> list[str]:
     """Sentences about what is not there; none if all of it is.
 
     Args:
         results: Of the folder.
-        asked: What, in words -> an arm's figure; ``None`` or empty where it has none.
+        names: Of :data:`FIGURES`.
         is_short: Name a few arms only.
     """
     if not results.arms:
         return ["There are no arms in these results."]
     ran = [arm for arm in results.arms if arm.failure is None]
     sentences = []
-    for what, get in asked.items():
-        names = [arm.name for arm in ran if get(arm) in (None, {}, [])]
-        whose = "any arm" if len(names) == len(ran) else _listed(names, is_short=is_short)
-        if names:
-            sentences.append(f"{what}: not measured for {whose}.")
+    for name in names:
+        lacking = [arm.name for arm in ran if FIGURES[name](arm) in (None, {}, [])]
+        whose = "any arm" if len(lacking) == len(ran) else _listed(lacking, is_short=is_short)
+        if lacking:
+            sentences.append(f"{name}: not measured for {whose}.")
     reasons = defaultdict[str, list[str]](list)
     for arm in results.arms:
         if arm.failure is not None:
-            is_told = not is_short or len(arm.failure) <= 40
-            reasons[f"Failed ({arm.failure})" if is_told else "Failed"].append(arm.name)
+            reasons[f"Failed ({arm.failure})"].append(arm.name)
     for shape, kind in itertools.product(results.shapes, results.kinds):
         if not results.at(kind, shape).name:
             place = f"{kind_label(kind)} at {shape_label(shape)}"

@@ -239,7 +239,7 @@ def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
             known = [(p.world_size, y) for p in of if (y := value(p)) is not None]
             failed = [str(point.world_size) for point in of if point.failure is not None]
             label = kind_label(kind) + (f" (failed at {', '.join(failed)})" if failed else "")
-            style = {**plot_style.line_style(kind, list(of_kind)), "label": label}
+            style = {**plot_style.line_style(kind), "label": label}
             axes.plot([x for x, _ in known], [y for _, y in known], **style)
         axes.set_xscale("log", base=2)
         axes.set_xticks(world_sizes, [str(n) for n in world_sizes])

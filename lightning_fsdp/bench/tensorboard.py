@@ -38,7 +38,7 @@ def write_runs(folder: Path, results: Results, pictures: Mapping[str, Figure]) -
     metrics = {name: 0.0 for found in figures.values() for name in found}
     first_timed = results.workload.get("warmup_steps", 0)
     for arm in results.arms:
-        with SummaryWriter(str(folder / run_name(arm))) as writer:
+        with SummaryWriter(str(folder / arm.name)) as writer:
             _write_steps(writer, arm, first_timed)
             # Each run names the metrics of all, as TensorBoard takes its columns from any of them.
             for summary in hparams(_settings(arm), metrics):  # type: ignore[no-untyped-call]
@@ -48,13 +48,6 @@ def write_runs(folder: Path, results: Results, pictures: Mapping[str, Figure]) -
     with SummaryWriter(str(folder / "pictures")) as writer:
         for name, figure in pictures.items():
             writer.add_figure(f"pictures/{name}", figure, close=False)
-
-
-def run_name(arm: ArmResult) -> str:
-    """Short, as it stands in front of every curve: ``fsdp2-3_b4``, ``ddp_b4_a2``."""
-    (engine, stage), (batch_size, grad_accum) = arm.row.kind, arm.row.shape
-    kind = engine if stage is None else f"{engine}-{stage}"
-    return f"{kind}_b{batch_size}" + (f"_a{grad_accum}" if grad_accum > 1 else "")
 
 
 def _settings(arm: ArmResult) -> dict[str, str | int]:

@@ -80,9 +80,8 @@ def model_units(module: nn.Module) -> list[UnitFacts]:
     flat_params = grouping.cut_flat_params(plans)
     for flat_param in flat_params:
         together = {numbers[id(user)] for user in flat_param.users}
-        for key, number in numbers.items():
-            if number in together:
-                numbers[key] = min(together)
+        joined = dict.fromkeys(together, min(together))
+        numbers = {key: joined.get(number, number) for key, number in numbers.items()}
     order = {inner: position for position, inner in enumerate(module.modules())}
     last = max(plans, key=lambda plan: _end_of(plan, order), default=None)
     return [

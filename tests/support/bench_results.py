@@ -138,6 +138,14 @@ def new_fields(arm, work):
         },
         "compute_limit_ms": 0.6 * whole, "communication_limit_ms": 0.05 * whole,
         "times_limit": 1 / 0.6, "failure_kind": None,
+        "peak_by_kind": by_owner(peak_bytes(arm)),
+    }  # fmt: skip
+
+
+def by_owner(peak):
+    return {
+        "parameters": peak // 4, "gradients": peak // 8, "optimizer": peak // 4,
+        "activations": peak - 2 * (peak // 4) - peak // 8,
     }  # fmt: skip
 
 
@@ -158,15 +166,11 @@ def rank_of(arm, work, rank, repeat, *, is_old):
     }  # fmt: skip
     if is_old:
         return old
-    peak = peak_bytes(arm)
     return {
         **old, "timeline": timeline(arm), "host_s": [0.01] * 3, "fit_s": 12.5, "parts": [],
         "utilization": [[0.1 * i, 60 + 10 * rank + 5 * repeat] for i in range(4)],
         "utilization_of": "cpu", "peak_rss_bytes": 700 * MIB,
-        "peak_by_kind": {
-            "parameters": peak // 4, "gradients": peak // 8, "optimizer": peak // 4,
-            "activations": peak - 2 * (peak // 4) - peak // 8,
-        },
+        "peak_by_kind": by_owner(peak_bytes(arm)),
     }  # fmt: skip
 
 
