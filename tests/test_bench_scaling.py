@@ -51,13 +51,14 @@ def test_a_report_names_what_failed_and_what_it_assumes(tmp_path):
 
 def test_the_picture_of_a_scaling_study_is_drawn_again(tmp_path, capsys):
     point = Point(
-        arm="scratch_zero3_b4_a1", engine="scratch", zero_stage=3, batch_size=4, grad_accum=1,
+        arm="scratch_zero3_b4_a1", engine="scratch", zero_stage=3, batch_size=4, grad_accum=2,
         world_size=8, tokens_per_s_per_rank=80.0, efficiency=0.8, step_ms=6.0, sent_bytes=1e6,
     )  # fmt: skip
     (tmp_path / "scaling.json").write_text(json.dumps({"points": [asdict(point)]}))
     assert main(["plot", str(tmp_path)]) == 0
     assert "scaling.png" in capsys.readouterr().out
     drawn = (tmp_path / "scaling.svg").read_text()
+    assert "each rank: 4 x 2 sequences per step" in drawn
     assert "scratch ZeRO-3" in drawn
     assert "FSDP2" not in drawn
     fsdp2 = {**asdict(point), "engine": "fsdp2"}

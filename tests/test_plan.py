@@ -2,6 +2,7 @@
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.plan.report import format_plan
 from lightning_fsdp.plan.torch_internals import FakeTensors
-from tests.support.planned import SEQ_LEN, SHAPES, VOCABULARY, folder_with, planned
+from tests.support.planned import BATCH, SEQ_LEN, SHAPES, VOCABULARY, folder_with, planned
 
 
 @pytest.fixture
@@ -42,6 +43,8 @@ def test_replicas_hold_what_a_flat_mesh_of_their_ranks_holds(folder):
     assert with_replicas.phases == flat.phases
     assert planned(folder, world_size=8, shard_size=8).phases == flat.phases
     assert "32 ranks (4 replicas of 8)" in format_plan("model", with_replicas)
+    twice = replace(flat, run=replace(flat.run, grad_accum=2))
+    assert f"per rank {BATCH} x 2 sequences of {SEQ_LEN} tokens" in format_plan("model", twice)
     assert "replicas" not in format_plan("model", flat)
     for size in (0, 3):
         with pytest.raises(ValueError, match=f"a divisor of the 8 ranks, got {size}"):

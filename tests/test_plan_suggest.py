@@ -249,7 +249,7 @@ def test_the_command_prints_the_best_first_and_what_it_assumes(shallow, tmp_path
     first = document["suggestions"][0]
     run = first["run"]
     size = run["shard_size"] or 16
-    batches = f"{run['grad_accum']} x {run['batch_size']}"
+    batches = f"{run['batch_size']} x {run['grad_accum']}"
     memory = f"{first['peak_bytes'] / 1e6:.1f} MB"
     over = run["state_over"]
     assert rows[0] == (str(run["zero_stage"]), str(size), over, batches, memory)

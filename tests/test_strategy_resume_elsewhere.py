@@ -102,7 +102,7 @@ def _misaligned(rank, world_size, folder):
         enable_checkpointing=True,
         max_steps=3,
     )
-    message = r"24 samples of the epoch were read, and a step takes 4 x 2 on each of 2 ranks.*"
+    message = r"24 samples of the epoch were read, and a step takes 2 x 4 on each of 2 ranks.*"
     with pytest.warns(UserWarning, match=message) if rank == 0 else nullcontext():
         model = run_dropping(SHARDED[0], folder, ckpt_path=path, accumulate_grad_batches=4)
     assert len(model.losses) == 2

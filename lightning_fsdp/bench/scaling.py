@@ -22,7 +22,7 @@ from lightning_fsdp.bench import documents, plot_style
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms, notes_on
 from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, in_ms, listed
-from lightning_fsdp.bench.results import kind_label
+from lightning_fsdp.bench.results import kind_label, shape_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
 from lightning_fsdp.harness.environment import describe
@@ -211,7 +211,7 @@ def draw(points: Sequence[Point]) -> Figure:
     rows = figure.subplots(len(shapes), len(_PANELS), squeeze=False)
     for shape, panels in zip(shapes, rows, strict=True):
         _draw_row(panels, [point for point in points if point.shape == shape])
-        panels[1].set_title(f"each rank: {shape[1]} x {shape[0]} sequences per step")
+        panels[1].set_title(f"each rank: {shape_label(shape)} sequences per step")
     if any(point.engine == "fsdp2" for point in points):
         plot_style.footnote(figure, [_OF_PADDING])
     plot_style.legend(figure, rows[:, 0], loc="outside upper center", ncols=4)

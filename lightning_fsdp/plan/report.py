@@ -35,7 +35,7 @@ def format_plan(name: str, plan: Plan) -> str:
     return (
         f"{name}: {plan.num_parameters:,} parameters; ZeRO-{run.zero_stage} on {ranks} over "
         f"{run.backend}, {run.precision}, {OPTIMIZERS[run.optimizer]}; per rank "
-        f"{run.grad_accum} x {run.batch_size} x {run.seq_len} tokens{more}\n\n"
+        f"{run.batch_size} x {run.grad_accum} sequences of {run.seq_len} tokens{more}\n\n"
         f"{markdown_table(head, body)}{_balance(plan)}"
     )
 

@@ -14,7 +14,7 @@ from lightning_fsdp.plan.suggest import Suggestion, Suggestions, worth_trying
 from lightning_fsdp.simulate.network import Network
 
 _SUGGESTED = [
-    *("stage", "shard size", "state over", "units", "micro-batches", "recomputes"),
+    *("stage", "shard size", "state over", "units", "sequences", "recomputes"),
     *("memory", "step, s"),
     *("waits for the network, s", "tokens/s of a rank", "of one process alone"),
 ]
@@ -51,7 +51,7 @@ def _row(suggestion: Suggestion) -> list[str]:
     return [
         *(str(run.zero_stage), str(run.shard_size or run.world_size)),
         *("all" if run.shard_size is None else run.state_over, format_units(run)),
-        f"{run.grad_accum} x {run.batch_size}",
+        f"{run.batch_size} x {run.grad_accum}",
         "yes" if run.activation_checkpointing else "no",
         format_bytes(suggestion.plan.peak_bytes),
         *(f"{seconds:.3g}" for seconds in (timing.step_s, timing.waited_s)),

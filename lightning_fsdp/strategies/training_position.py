@@ -52,7 +52,7 @@ def count_in_own_batches(trainer: pl.Trainer) -> None:
         rank_zero_warn(
             "The checkpoint lies inside of an optimizer step of this run: "
             f"{loader.state_dict()['num_samples']} samples of the epoch were read, and a step "
-            f"takes {trainer.accumulate_grad_batches} x {loader.batch_size} on each of "
+            f"takes {loader.batch_size} x {trainer.accumulate_grad_batches} on each of "
             f"{trainer.world_size} ranks. The first step will take the rest only, without {inside} "
             "of its micro-batches. Save after an optimizer step, and keep the product of batch "
             "size, accumulate_grad_batches and ranks."
