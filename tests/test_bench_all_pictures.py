@@ -52,9 +52,10 @@ DOCUMENTS = {
     "one arm": one_arm,
     "no arms": lambda: without(one_arm(), "scratch_zero3_b4_a1"),
     # Which each add a line to every picture: with both there is least room.
-    "failed arms and arms that are not there": lambda: without(
-        document_of(**SMALL, failures=FAILURES), "single_b1_a1", "fsdp2_zero3_b2_a2"
-    ),
+    "failed arms and arms that are not there": lambda: {
+        **without(document_of(**SMALL, failures=FAILURES), "single_b1_a1", "fsdp2_zero3_b2_a2"),
+        "interrupted": "21 runs were not made; nothing of single_b1_a1, fsdp2_zero3_b2_a2",
+    },
     "only failed arms": all_failed,
     "an older version": lambda: document_of(**SMALL, is_old=True),
     # A name takes room in legends and beside bars, whatever else the panels hold.
@@ -118,6 +119,7 @@ def test_every_picture_comes_out_and_no_text_lies_on_another(drawn, case):
             "Not in these results: single at 1 x 1, fsdp2 ZeRO-3 at 2 x 2",
         ),
         ("failed arms and arms that are not there", "Failed (timed out): ddp_b2_a2."),
+        ("failed arms and arms that are not there", "Interrupted: 21 runs were not made."),
     ],
 )  # fmt: skip
 def test_every_picture_says_what_is_missing(drawn, case, sentence):

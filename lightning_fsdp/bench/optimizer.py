@@ -76,9 +76,8 @@ def compare(args: argparse.Namespace, document: dict[str, Any]) -> int:
     made, not_made = in_turns({arm: arm for arm in arms}, 1, run, "arms were not run")
     document["interrupted"] = not_made
     outcomes = {arm: found for arm, found in made if not isinstance(found, str)}
-    failures = {arm: found for arm, found in made if isinstance(found, str)}
-    failures |= dict.fromkeys(arms[len(made) :], "not run") | judge(outcomes)
-    table = format_table(arms, outcomes, failures)
+    failures = {arm: found for arm, found in made if isinstance(found, str)} | judge(outcomes)
+    table = format_table([arm for arm, _ in made], outcomes, failures)
     write(args.out / "results.json", {**document, "failures": failures, "arms": outcomes})
     (args.out / "report.md").write_text(f"{describe(document)}\n\n{table}\n")
     if outcomes:

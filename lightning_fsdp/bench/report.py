@@ -38,7 +38,7 @@ def summarize(
     """One row per arm, failed ones included; losses are compared with the arm's reference.
 
     Args:
-        arms: What was compared.
+        arms: What was compared; each has run.
         runs: All repeats of all arms.
         workload: What each did.
         limits: Of this machine.
@@ -51,7 +51,7 @@ def summarize(
     units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
     for arm, row in zip(arms, rows, strict=True):
         of_arm = [run for run in runs if run.arm == row.arm]
-        failed = [run for run in of_arm or [_NOT_RUN] if run.failure is not None]
+        failed = [run for run in of_arm if run.failure is not None]
         if failed:
             row.failure, row.failure_kind = failed[0].failure, failed[0].failure_kind
             continue
@@ -69,9 +69,6 @@ def summarize(
             row.theory = demand(arm, workload, units)
         _add_limits(row, single_ms.get(row.shape), bytes_per_s)
     return rows
-
-
-_NOT_RUN = Run("", failure="not run", failure_kind="no measurement")
 
 
 def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:

@@ -240,6 +240,8 @@ def missing(
         if not results.at(kind, shape).name:
             place = f"{kind_label(kind)} at {shape_label(shape)}"
             reasons["Not in these results"].append(place)
+    if results.interrupted is not None:
+        sentences.append(f"Interrupted: {results.interrupted.partition(';')[0]}.")
     told = (f"{reason}: {_listed(of, is_short=is_short)}." for reason, of in reasons.items())
     return [*sentences, *told]
 

@@ -26,13 +26,13 @@ def compare(args: argparse.Namespace, workload: Workload, document: dict[str, An
         return run_arm(arm, workload, repeat=repeat, out=folder, timeout_s=args.timeout)
 
     made, not_made = in_turns({arm.name: arm for arm in arms}, args.repeats, run)
-    runs = [done for _, done in made]
+    ran, runs = list(dict.fromkeys(arm for arm, _ in made)), [done for _, done in made]
     try:
         limits = None if not_made else measure_limits(workload, runs, args.out / "limits")
     except KeyboardInterrupt:  # what was trained is written without them
         limits, not_made = None, "the limits were not measured"
     peak_flops = args.peak_flops or (None if limits is None else limits.flops_per_s)
-    rows = summarize(arms, runs, workload, limits=limits, peak_flops=peak_flops)
+    rows = summarize(ran, runs, workload, limits=limits, peak_flops=peak_flops)
     results = Results(
         **document, interrupted=not_made, rows=rows, runs=runs, limits=limits,
         config=next((run.config for run in runs if run.config is not None), None),

@@ -42,8 +42,9 @@ def in_turns(
         not_made: What to say of runs that are missing, behind their number.
 
     Returns:
-        What was run, with its result; and after Ctrl-C, how many runs were not made, in words. One
-        that raises ``Interrupted`` is both: its part of a result comes last.
+        What was run, with its result; and after Ctrl-C, how many runs were not made, in words, and
+        what was not run at all. One that raises ``Interrupted`` is both: its part of a result comes
+        last.
 
     Raises:
         KeyboardInterrupt: None was made.
@@ -65,7 +66,9 @@ def in_turns(
             if not made:
                 raise
     num_missing = len(rounds) - len(made)
-    return made + parts, f"{num_missing} {not_made}" if num_missing else None
+    never = [name for repeat, name in rounds[len(made + parts) :] if repeat == 0]
+    names = f"; nothing of {', '.join(never)}" if never else ""
+    return made + parts, f"{num_missing} {not_made}{names}" if num_missing else None
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:

@@ -97,7 +97,7 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
     document["interrupted"] = not_made
     points: list[Point] = []
     alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
-    for world_size, arm in turns:
+    for world_size, arm in dict.fromkeys(turn for turn, _ in made):
         point = Point(arm=arm.name, **asdict(arm), world_size=world_size)
         runs = [done for turn, done in made if turn == (world_size, arm)]
         _fill_in(point, runs, alone_rate.get(point.shape))
@@ -123,8 +123,8 @@ def _among(workload: Workload, network: Network) -> Workload:
 def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
     """What the runs have shown; ``alone`` is the rate of the reference."""
     failures = [run.failure for run in runs if run.failure is not None]
-    if failures or not runs:
-        point.failure = failures[0] if failures else "not run"
+    if failures:
+        point.failure = failures[0]
         return
     rate = statistics.median(rate for run in runs for rate in run.rates)
     point.tokens_per_s_per_rank = rate
