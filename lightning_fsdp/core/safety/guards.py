@@ -34,13 +34,7 @@ class _FreedLeaf(nn.Parameter):
     spec: ShardSpec
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if name in ("__get__", "__set__"):  # of a property, which knows its name
             name = func.__self__.__name__

@@ -39,11 +39,7 @@ class FlatPiece(FlatChunks, Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func not in _COPIES:
             piece = next(arg for arg in args if isinstance(arg, FlatPiece))

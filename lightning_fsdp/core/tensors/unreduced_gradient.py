@@ -46,11 +46,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (aten.zero_.default, aten._foreach_zero_.default):
             tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
