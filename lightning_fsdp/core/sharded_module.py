@@ -245,11 +245,6 @@ class ShardedModule(nn.Module):
         with shards_in_place(self):
             super().zero_grad(set_to_none)
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As ``nn.Module.requires_grad_``, inside of a forward as well."""
-        with shards_in_place(self):
-            return super().requires_grad_(requires_grad)
-
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
         with shards_in_place(self):
