@@ -13,7 +13,7 @@ from lightning_fsdp import (
     weights,
 )
 from tests.support.cases import each_on_ranks
-from tests.support.parity import PLANS, assert_same_tensors
+from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
 
@@ -310,81 +310,3 @@ def _read_marks(rank, world_size, plan):
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_is_set_on_a_parameter_is_there_inside_of_its_forward_and_after_it(plan):
     run_on_ranks(_read_marks, 2, plan)
-
-
-# --- errors that a forward catches ---
-
-
-class _Caught(Exception):  # noqa: N818 (it is none of this package)
-    pass
-
-
-class _Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise _Caught
-
-
-class _Catching(_Net):
-    """Tries something that fails in every other call, in the middle of its forward."""
-
-    def __init__(self, fails_in):
-        super().__init__()
-        self.fails_in, self.num_calls = fails_in, 0
-        self.extra = nn.Linear(5, 5)
-
-    def forward(self, x):
-        self.num_calls += 1
-        before, after = self.layers
-        x = before(x) + self.scale
-        try:
-            if self.fails_in == "hook":
-                x = x + self.extra(x)
-            elif self.num_calls % 2 == 0:
-                (after(_Failing.apply(self.extra(x))) * self.scale).sum().backward()
-        except _Caught:
-            pass
-        return after(x * self.scale)
-
-    def raise_before_the_call(self, *_):
-        if self.num_calls % 2 == 0:
-            raise _Caught
-
-
-def _catch(rank, world_size, plan, fails_in):
-    plain = _Catching(fails_in)
-    model = shard_model(_Catching(fails_in), PLANS[plan], units=["Linear"])
-    for each in (plain, model):
-        # In front of the unit's own hook, which then does not run; torch calls what is to follow.
-        hook = each.raise_before_the_call if fails_in == "hook" else lambda *_: None
-        each.extra.register_forward_pre_hook(hook, prepend=True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    for step in range(4):
-        outputs = [model(torch.full((2, 5), 1.0 + step + rank))]
-        found = outputs[0].square().sum()
-        found.backward()
-        losses = []
-        for r in range(world_size):
-            plain.num_calls = step
-            output = plain(torch.full((2, 5), 1.0 + step + r))
-            plain.zero_grad()  # of the backward that failed; those of the other ranks are kept
-            losses.append(output.square().sum())
-        (sum(losses) / world_size).backward()
-        torch.testing.assert_close(found, losses[rank])
-        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
-        actual = dict(gradients(model).full())
-        assert_same_tensors({n: actual.pop(n) for n in expected}, expected, atol=1e-5)
-        assert not actual
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("fails_in", ["hook", "backward"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_forward_goes_on_after_an_error_that_it_catches(plan, fails_in):
-    run_on_ranks(_catch, 2, plan, fails_in)
