@@ -10,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp import (
     ZERO3,
+    call_with,
     full_state_dict,
     fully_shard,
     gradients,
@@ -111,6 +112,14 @@ def _registered_later(read, is_others=False):
     list(read(model))
 
 
+def _differentiate(model):
+    torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 7))
+
+
+def _call_with_a_parameter(model):
+    call_with(model, lambda x, weight: x @ weight, torch.ones(2, 7), model.weight)
+
+
 MISUSES = {
     "outer module first": (_outer_first, "bottom-up"),
     "DDP": (
@@ -181,6 +190,18 @@ MISUSES = {
     "hook of gradients of another model's parameter": (
         lambda: _registered_later(lambda model: gradients(model).on_local(print), is_others=True),
         "Register it before fully_shard",
+    ),
+    "transform of torch.func": (
+        lambda: _differentiate(fully_shard(mlp())),
+        "Use torch.autograd.grad",
+    ),
+    "map of torch.func": (
+        lambda: torch.func.vmap(fully_shard(mlp()))(torch.ones(2, 7)),
+        "vmap under torch.no_grad()",
+    ),
+    "parameter as an argument": (
+        lambda: _call_with_a_parameter(fully_shard(nn.Linear(7, 7))),
+        "from the module (self.weight), not from an argument",
     ),
     "unknown name": (lambda: gradients(fully_shard(mlp()))["second.weigth"], "second.weight"),
 }

@@ -47,6 +47,11 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
+def is_transforming() -> bool:
+    """Whether a transform of ``torch.func`` runs here (``grad``, ``vmap``). No public name."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Whether hooks of its gradient are registered on a leaf, of either kind."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
@@ -235,9 +240,7 @@ def likeness_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     fake = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # by torch's version
     likeness = dist.ProcessGroup(HashStore(), rank, world_size)
     likeness._register_backend(
-        torch.device("cpu"),
-        dist.ProcessGroup.BackendType.CUSTOM,
-        fake(rank, world_size),
+        torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake(rank, world_size)
     )
     likeness._set_group_name(group.group_name)
     return likeness

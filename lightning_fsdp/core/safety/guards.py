@@ -12,6 +12,7 @@ import logging
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_fsdp.core import torch_internals
@@ -61,6 +62,19 @@ class FreedMemory(Watcher):
     def __init__(self) -> None:
         # Those whose memory numpy holds, which was said once.
         self._warned: weakref.WeakSet[FlatParameter] = weakref.WeakSet()
+
+    def on_pass(self) -> None:
+        """A forward begins.
+
+        Raises:
+            NotImplementedError: A transform of ``torch.func`` is to see its gradients.
+        """
+        if torch_internals.is_transforming() and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "call of a sharded module: expected none inside of a transform of torch.func, got "
+                "one, which does not see that weights are gathered and gradients reduced. Use "
+                "torch.autograd.grad or torch.autograd.functional; vmap under torch.no_grad()."
+            )
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The memory comes back."""

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.layout import FlatSlice
-from lightning_fsdp.core.engine.torch_internals import (
-    disabled_torch_function,
-    wrap_without_storage,
-)
+from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 

@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.structures import tensors_in
-from lightning_fsdp.core.tensors.sharded_tensor import (
-    Handler,
-    ShardedTensor,
-    handle_others,
-    refuse,
-)
+from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, handle_others, refuse
 
 aten = torch.ops.aten
 
