@@ -3,6 +3,7 @@ once, in pieces, and on ranks that are late. Gradients are those of plain torch.
 """
 
 import gc
+import itertools
 import random
 import time
 
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_fsdp import fully_shard, shard_model
+from lightning_fsdp import fully_shard, gradients, shard_model
 from lightning_fsdp.core.engine.communicator import Communicator
 from tests.support.models import TASKS, causal_lm, lm_loss, tied_lm, token_batch
 from tests.support.one_exchange import train_on_rank
@@ -278,3 +279,64 @@ def test_ranks_that_are_late_change_no_value(plan, backend):
     expected = train_reference(tied_lm(), _batches_of_tied_lm(3), lm_loss, OPTIMIZERS["adamw"])
     assert_ranks_agree(traces)
     assert_traces_match(traces[0], expected, atol=5e-6)
+
+
+class _Judged(nn.Module):
+    """Layers with a parameter beside them, which is in the unit of the whole."""
+
+    def __init__(self, *sizes):
+        super().__init__()
+        torch.manual_seed(len(sizes))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in itertools.pairwise(sizes))
+        self.scale = nn.Parameter(torch.ones(sizes[-1]))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def _play(maker, judge, batches, divisor):
+    """One micro-batch: the judge's loss, and with it frozen, the maker's, whose graph is alive
+    while the judge is thawed and has its backward.
+    """
+    for noise, real in batches:
+        judge.requires_grad_(False)
+        made = maker(noise)
+        loss_of_maker = judge(made).square().mean()
+        judge.requires_grad_(True)
+        loss_of_judge = judge(real).mean() - judge(made.detach()).square().mean()
+        for loss in (loss_of_judge, loss_of_maker):
+            (loss / divisor).backward()
+
+
+def _train_a_pair(rank, world_size, plan, accumulation):
+    def batch(step, r):
+        values = torch.randn(3, 9, generator=torch.Generator().manual_seed(10 * step + r))
+        return values.split([4, 5], dim=1)
+
+    plain, sharded = ([_Judged(4, 6, 5), _Judged(5, 6, 6, 1)] for _ in range(2))
+    for model in sharded:
+        shard_model(model, PLANS[plan], units=["Linear"])
+    for step in range(4):
+        for model in sharded:
+            model.set_requires_gradient_sync(step % 2 == 1 or accumulation == "sum")
+        _play(*sharded, [batch(step, rank)], 1)
+        _play(*plain, [batch(step, r) for r in range(world_size)], world_size)
+        if step % 2 == 0:
+            continue
+        for ours, theirs in zip(sharded, plain, strict=True):
+            expected = {name: p.grad for name, p in theirs.named_parameters()}
+            found = dict(gradients(ours).full())
+            assert_same_tensors({name: found[name] for name in expected}, expected, atol=2e-6)
+            for each in (ours, theirs):
+                torch.optim.SGD(each.parameters(), lr=0.5).step()
+                each.zero_grad()
+
+
+@pytest.mark.parametrize("accumulation", ["local", "sum"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_that_is_frozen_in_the_graph_of_another_and_thawed_has_its_own_gradients(
+    plan, accumulation
+):
+    run_on_ranks(_train_a_pair, 2, plan, accumulation)
