@@ -269,3 +269,39 @@ def _saved_around(rank, world_size, folder):
 
 def test_a_checkpoint_of_a_validation_has_weights_and_average_in_their_places(tmp_path):
     on_trainer_ranks(_saved_around, 2, tmp_path)
+
+
+class _Fails(_Net):
+    """Inside of a forward of its second validation, once."""
+
+    fails_in = 2
+
+    def validation_step(self, batch, batch_idx):
+        self.fails_in -= 1  # the number of the validation
+        super().validation_step(batch, batch_idx)
+
+    def forward(self, x):
+        hidden = self.blocks[0](self.inlet(x))
+        if self.fails_in == 0 and not self.training:
+            self.fails_in = None
+            raise ZeroDivisionError("on every rank")
+        return self.head(self.blocks[1](hidden))
+
+
+def _after_a_failure(strategy, folder, rank):
+    """The run that goes on has the weights, which are those of a run without an average."""
+    model = seeded(_Fails)
+    averaging = [] if strategy == "ddp" else [ShardedEMA(decay=0.6)]
+    options = {"num_sanity_val_steps": 0, "limit_val_batches": 1}
+    trainer = make_trainer(strategy, folder, callbacks=averaging, max_epochs=3, **options)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(model, make_loader(), make_loader(8, seed=1))
+    assert trainer.global_step == 8
+    model.train()  # the Trainer leaves it as it was
+    trainer = make_trainer(strategy, folder, max_epochs=1, limit_val_batches=0)
+    trainer.fit(model, make_loader(seed=2), make_loader(8, seed=1))
+    return {"losses": model.losses[8:], "weights": weights_of(model)}
+
+
+def test_after_a_validation_that_fails_the_module_has_the_weights(tmp_path):
+    assert_like_ddp(_after_a_failure, tmp_path, sharded=SHARDED)

@@ -6,7 +6,7 @@ What Lightning's ``EMAWeightAveraging`` does with whole weights, this does with 
     validation          runs with the average, buffers being those of rank 0; the weights come back
                         after it
     a checkpoint        ``state_dict`` is the average, ``current_model_state`` the weights
-    end of training     the module has the average
+    end of training     the module has the average; after an exception the weights
 
 Only a checkpoint gathers. Files are those of Lightning's callback: either goes on from the other's.
 """
@@ -178,6 +178,13 @@ class ShardedEMA(EMAWeightAveraging):
     @override
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._average:
+            self._swap(trainer, pl_module)
+
+    @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if self._average and self._is_swapped:  # a validation has failed
             self._swap(trainer, pl_module)
 
     @override
