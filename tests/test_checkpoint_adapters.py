@@ -11,7 +11,16 @@ from torch.distributed import fsdp
 from transformers import AutoModelForCausalLM
 
 from lightning_fsdp import save_adapters, save_pretrained
-from tests.support.adapters import KINDS, Adapted, adapted, adapted_loader, loss_of, token_batch
+from tests.support.adapters import (
+    KINDS,
+    Adapted,
+    adapted,
+    adapted_loader,
+    loss_of,
+    qwen2,
+    token_batch,
+    trained,
+)
 from tests.support.cases import each_on_ranks
 from tests.support.pretrained import _core_zero3, _gpt2, logits_of, wholes
 from tests.support.ranks import run_on_ranks
@@ -83,6 +92,38 @@ def _save(rank, world_size, case, folder):
         tied = (found.config.tie_word_embeddings, merged.config.tie_word_embeddings)
         assert tied[0] == tied[1] == (kind in ("tied", "bf16 tied", "tied head", "gpt2")), kind
         assert found.config.architectures == [type(merged).__name__]
+
+
+_NEED_VALUES = {
+    "RandLoraConfig": {"r": 3},
+    "VBLoRAConfig": {"r": 3, "num_vectors": 16, "vector_length": 12},
+    "DeloraConfig": {"r": 3},
+}
+
+
+def _merge_with_values(rank, world_size, folder):
+    """Kinds of which peft computes something of values, also of those that are not the layer's."""
+    for name, options in _NEED_VALUES.items():
+        config = getattr(peft, name)(target_modules=["q_proj", "down_proj"], **options)
+
+        def build(config=config):
+            torch.manual_seed(0)
+            model = peft.get_peft_model(qwen2(), config)
+            for parameter in trained(model):
+                torch.nn.init.normal_(parameter, std=0.2)
+            return model
+
+        model = _core_zero3(build())
+        save_pretrained(model, Path(folder) / name, merge_adapters=True)
+        expected, plain = build().merge_and_unload().state_dict(), qwen2().state_dict()
+        found = AutoModelForCausalLM.from_pretrained(Path(folder) / name).state_dict()
+        torch.testing.assert_close(dict(found), dict(expected), atol=0, rtol=0)
+        key = "model.layers.0.self_attn.q_proj.weight"
+        assert not torch.allclose(found[key], plain[key]), "something was added"
+
+
+def test_adapters_whose_merge_needs_values_are_merged(tmp_path):
+    run_on_ranks(_merge_with_values, 2, str(tmp_path))
 
 
 def test_files_are_those_of_peft_and_adapters_are_merged_as_by_peft(tmp_path):

@@ -201,6 +201,20 @@ def as_plain(
         yield adapted.state_dict(keep_vars=True)
 
 
+def leave_values_out(adapted: nn.Module) -> None:
+    """Let ``merge_and_unload`` take adapters off a model that :func:`as_plain` shows, and no more.
+
+    To compute what they add several kinds need values (RandLora, VB-LoRA, DeLoRA).
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in adapted.modules():
+        # A layer with a way of its own makes parameters anew, by which it is refused.
+        has_own_way = hasattr(layer, "unload_and_optionally_merge_module")
+        if isinstance(layer, BaseTunerLayer) and not has_own_way:
+            layer.__dict__["merge"] = lambda *_, **__: None
+
+
 def own_class(module: nn.Module) -> type[Any]:
     """The class that a module was made of."""
     return next(c for c in type(module).__mro__ if not issubclass(c, ShardedModule | FSDPModule))

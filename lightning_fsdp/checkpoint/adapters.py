@@ -29,6 +29,7 @@ from lightning_fsdp.checkpoint.adapted import (
     adapted_model_in,
     as_plain,
     first_names,
+    leave_values_out,
     names_of,
     refuse_merged,
 )
@@ -305,6 +306,7 @@ def merged(root: nn.Module) -> Iterator[Merged]:
     weights = weights_in(adapted, root)
     with as_plain(adapted, root, weights) as outlines:
         layers = _layers_over(adapted, first_names(outlines))
+        leave_values_out(adapted)
         base = adapted.merge_and_unload()
         state = base.state_dict(keep_vars=True)
         found: dict[str, Weight] = {}
@@ -338,10 +340,11 @@ def _merge(
         return wholes[weights[name].identity]
     # Plain tensors, and sharded ones of a single rank, are the model's own, and peft adds in place.
     copies = {identity: whole.clone() for identity, whole in wholes.items()}
-    with as_plain(adapted, root, weights, copies) as values, torch.no_grad():
+    with as_plain(adapted, root, weights, copies), torch.no_grad():
         for layer in layers:
             adapted.get_submodule(layer).merge()
-        return values[name].detach()
+        result: Tensor = adapted.get_parameter(name)  # it may be a new one
+        return result.detach()
 
 
 def _are_untied(base: Any, state: Mapping[str, Tensor]) -> bool:
