@@ -1,6 +1,7 @@
 """The Trainer's features that users expect, each against DDP on the same run."""
 
 import logging
+import warnings
 
 import lightning.pytorch as pl
 import pytest
@@ -180,6 +181,33 @@ def test_accumulation_by_sum_is_that_of_ddp(tmp_path):
 
 
 # -- clipping --------------------------------------------------------------------------------------
+
+
+class _LeavesOut(Regressor):
+    """The last micro-batch of every second step."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx % 4 == 3 else super().training_step(batch, batch_idx)
+
+
+def _left_out(rank, world_size, folder):
+    def weights(strategy):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*`training_step` returned `None`")
+            model = seeded(_LeavesOut)
+            return weights_of(fit(strategy, folder, model, accumulate_grad_batches=2)[1])
+
+    expected = weights("ddp")
+    for strategy in SHARDED[::2]:
+        by_sum = weights(with_options(strategy, accumulation="sum"))
+        torch.testing.assert_close(by_sum, expected, atol=1e-6, rtol=1e-5)
+        with pytest.raises(RuntimeError, match=r"expected (a )?reduced gradient"):
+            weights(strategy)
+
+
+def test_a_step_whose_last_micro_batch_is_left_out_is_refused_or_that_of_ddp(tmp_path):
+    """On one rank: on more, Lightning refuses it."""
+    on_trainer_ranks(_left_out, 1, tmp_path)
 
 
 def _clip_by_value(strategy, folder, rank):
