@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from lightning_fsdp.checkpoint.background import join_last
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
+from lightning_fsdp.core.ranks.agreement import ranks_by_statement
 from lightning_fsdp.core.torch_internals import group_timeout
 
 _Result = TypeVar("_Result")
@@ -170,17 +171,11 @@ class Ranks:
             ) from error
 
     def _describe(self, doing: str, failures: dict[int, _Failure]) -> str:
-        by_message: dict[str, list[int]] = {}
-        for rank, failure in failures.items():
-            by_message.setdefault(failure.message, []).append(rank)
+        found = ranks_by_statement({rank: failure.message for rank, failure in failures.items()})
         if self.world_size == 1:
-            return f"{doing}: {'; '.join(by_message)}"
-        parts = []
-        for message, ranks in by_message.items():
-            noun = "rank" if len(ranks) == 1 else "ranks"
-            where = f"{noun} {', '.join(map(str, ranks))} of {self.world_size}"
-            parts.append(f"({where}): {message}")
-        return f"{doing} " + "; ".join(parts)
+            return f"{doing}: {'; '.join(found)}"
+        told = (f"({ranks} of {self.world_size}): {message}" for message, ranks in found.items())
+        return f"{doing} " + "; ".join(told)
 
 
 def refuse_different(doing: Sequence[str]) -> None:
@@ -192,11 +187,9 @@ def refuse_different(doing: Sequence[str]) -> None:
     Raises:
         ValueError: They differ, as where parts of the ranks have models of their own.
     """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, each in enumerate(doing):
-        ranks_of.setdefault(each, []).append(rank)
-    if len(ranks_of) > 1:
-        got = "; ".join(f"{each} (ranks {ranks})" for each, ranks in ranks_of.items())
+    found = ranks_by_statement(dict(enumerate(doing)))
+    if len(found) > 1:
+        got = "; ".join(f"{each} ({ranks})" for each, ranks in found.items())
         raise ValueError(
             f"checkpoints: expected all ranks of the default process group to save together, got "
             f"{got}. Give the same path on all. Of a model that only some of them train, save "

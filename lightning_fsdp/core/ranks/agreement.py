@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -251,14 +251,24 @@ class ControlGroup:
             ) from error
 
 
+def ranks_by_statement(statements: Mapping[int, str]) -> dict[str, str]:
+    """Who makes each statement, in words: "rank 0", "ranks 1, 2".
+
+    Args:
+        statements: By rank.
+    """
+    ranks_of: dict[str, list[str]] = {}
+    for rank, statement in statements.items():
+        ranks_of.setdefault(statement, []).append(str(rank))
+    return {
+        statement: f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+        for statement, ranks in ranks_of.items()
+    }
+
+
 def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
-    by_statement: dict[str, list[int]] = {}
-    for other, statement in enumerate(statements):
-        by_statement.setdefault(str(statement), []).append(other)
-    lines = [
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {statement}"
-        for statement, ranks in by_statement.items()
-    ]
+    by_statement = ranks_by_statement({r: str(each) for r, each in enumerate(statements)})
+    lines = [f"  {ranks}: {statement}" for statement, ranks in by_statement.items()]
     return (
         f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
         "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
