@@ -116,6 +116,7 @@ class CausalLM(L.LightningModule):
     @override
     def setup(self, stage: str) -> None:
         """Refuse data that does not fit the model."""
+        self._saved_optimizers = []
         data = getattr(self.trainer, "datamodule", None)
         if isinstance(data, TextData):
             self.require_fitting(data)
@@ -202,7 +203,7 @@ class CausalLM(L.LightningModule):
         Raises:
             RecipeError: Its groups are stepped by another one, or have other numbers of parameters.
         """
-        saved, self._saved_optimizers = self._saved_optimizers, []
+        saved = self._saved_optimizers
         here = [kinds_of(optimizer.param_groups) for optimizer in self.trainer.optimizers]
         if saved and saved != here:
             expected = f"a checkpoint of this optimizer ({'; '.join(here)} parameters)"

@@ -83,7 +83,10 @@ def _resumes(rank: int, world_size: int, folder: Path) -> None:
         with pytest.raises(RecipeError, match=expected + cure) as caught:
             run(kind, "muon", 0.01, "fit", path)
         assert caught.value.is_shown_elsewhere == (rank > 0), kind
-        run(kind, "muon", 0.01, "validate", path)
+        validated = run(kind, "muon", 0.01, "validate", path).lightning_module
+        make_trainer(kinds[kind](), folder, max_steps=1, limit_val_batches=0).fit(
+            validated, text_data(folder / "corpus", folder / "cache")
+        )
         assert run(kind, "adamw", 0.02, "fit", path).global_step == 2
 
 
