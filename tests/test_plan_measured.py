@@ -80,12 +80,13 @@ class _CausalLM(CausalLM):
         return []
 
 
-def _measured(rank, world_size, case, root, batch_size=BATCH):
+def _measured(rank, world_size, case, root, batch_size=BATCH, comm="auto"):
     name, stage, precision, grad_accum, checkpointing, optimizer = case
     module, folder = _CausalLM(f"{root}/{name}", optimizer), f"{root}/run"
     probe, tracks = MemoryProbe(steps=[1]), _Tracks()
     classes = block_classes(build(module.config)) if checkpointing else None
-    strategy = with_options(f"scratch_fsdp_zero{stage}", activation_checkpointing=classes)
+    options = {"activation_checkpointing": classes, "comm": comm}
+    strategy = with_options(f"scratch_fsdp_zero{stage}", **options)
     trainer = make_trainer(
         strategy,
         Path(folder),
@@ -153,12 +154,15 @@ def test_owners_of_what_others_hold_take_what_was_planned(tmp_path):
     plan = planned(tmp_path / "gpt2", world_size=4, **options)
     assert len({load.numel + load.copied for load in plan.owners}) > 1
     case = ("gpt2", 3, "32-true", 1, False, "muon")
-    kept = [
-        measured["step"].resting["optimizer"]
-        for measured, _ in on_trainer_ranks(_measured, 4, case, str(tmp_path))
-    ]
+    # Planned are pairs: of more than two ranks, those that read memory need less.
+    of_ranks = on_trainer_ranks(_measured, 4, case, str(tmp_path), BATCH, "pairs")
+    kept = [measured["step"].resting["optimizer"] for measured, _ in of_ranks]
     assert len(set(kept)) > 1
     assert plan.phases["step"].resting["optimizer"] == pytest.approx(max(kept), rel=TOLERANCE)
+    fullest, _ = of_ranks[kept.index(max(kept))]
+    for phase in PHASES:
+        peak, planned_peak = (sum(of[phase].peak.values()) for of in (fullest, plan.phases))
+        assert planned_peak == pytest.approx(peak, rel=TOLERANCE), phase
 
 
 def test_several_chunks_of_the_loss_take_what_was_planned(tmp_path):

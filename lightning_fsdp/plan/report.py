@@ -80,7 +80,9 @@ def format_rest(plan: Plan | None, at_start: int | None) -> str:
         f"On CPU a process holds at least {format_bytes(plan.peak_bytes + at_start)}: these "
         f"tensors, and {format_bytes(at_start)} that it has before it trains (Python, torch, "
         "Lightning, transformers; measured here). What lies free between blocks comes on top: up "
-        "to a tenth for GPT-2 medium (benchmarks/results/real_size)."
+        "to a tenth for GPT-2 medium (benchmarks/results/real_size). Over gloo, ranks are planned "
+        "to send to each other in pairs: those of one host that read each other's memory take less "
+        "for a reduction."
     )
 
 
