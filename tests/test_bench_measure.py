@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_fsdp.bench import memory
 from lightning_fsdp.bench.arms import Arm
 from lightning_fsdp.bench.documents import load
 from lightning_fsdp.bench.measure import Measure
@@ -223,6 +224,23 @@ def test_tensors_of_a_compiled_model_are_not_those_of_its_watched_steps(tmp_path
     assert measured.timeline is None
     assert measured.resting_bytes > 0
     assert measured.flops_per_token > 0
+
+
+def _fit_in_few_points(rank, world_size, folder):
+    most, memory._MOST_POINTS = memory._MOST_POINTS, 2
+    try:
+        return _fit(rank, world_size, "auto", 1, folder)
+    finally:
+        memory._MOST_POINTS = most
+
+
+def test_a_time_line_is_as_long_as_its_step_and_has_its_peak(tmp_path):
+    (measured,) = on_trainer_ranks(_fit_in_few_points, 1, tmp_path)
+    (start_s, at_start), *inner, (_, at_end) = measured.timeline
+    assert (start_s, len(inner)) == (0.0, 2)
+    assert max(nbytes for _, nbytes in inner) == measured.peak_bytes
+    assert at_start < measured.peak_bytes
+    assert at_end == pytest.approx(measured.resting_bytes, rel=0.01)
 
 
 def _fit_eight_batches(rank, world_size, folder):

@@ -72,7 +72,8 @@ class StepObserver:
             measured.peak_bytes = seen.peak_bytes
             measured.peak_by_kind = moments[totals.index(max(totals))]
             measured.mean_bytes = mean_over_time(line)
-            measured.timeline = thinned(line, _MOST_POINTS)
+            # Its ends stay, or it would begin late and be taken for shorter.
+            measured.timeline = [line[0], *thinned(line[1:-1], _MOST_POINTS), line[-1]]
         flops = self._counter.get_total_flops()
         if flops and self._num_tokens:
             measured.flops_per_token = flops / self._num_tokens
