@@ -123,7 +123,7 @@ def test_after_an_interrupt_the_attempts_so_far_are_written(tmp_path, monkeypatc
     monkeypatch.setattr(largest_batch, "run_arm", run_arm)
     given = ["--device-memory", "1GB", "--engines", "scratch", "--stages", "3"]
     assert main(["largest-batch", *given, "--out", str(tmp_path)]) == 130
-    assert "interrupted: 2 arms were not searched to the end" in capsys.readouterr().err
+    assert "interrupted: 2 of 2 arms were not searched to the end" in capsys.readouterr().err
     (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
     assert (ddp["arm"], ddp["largest"], ddp["limit"]) == ("ddp_a1", 4, "8: interrupted")
     tried = [(each["size"], each["failure"], each["peak_bytes"]) for each in ddp["tried"]]

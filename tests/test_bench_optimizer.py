@@ -159,7 +159,7 @@ def test_after_an_interrupt_the_arms_that_were_done_are_written(tmp_path, monkey
     document = {"command": "optimizer", **environment()}
     _stopped_in(monkeypatch, num_made=2)
     assert optimizer.compare(args, document) == 130
-    says = "2 arms were not run; nothing of scratch_before_not_fixed, scratch_lightning"
+    says = "2 of 4 arms were not run; nothing of scratch_before_not_fixed, scratch_lightning"
     assert capsys.readouterr().err == f"interrupted: {says}\n"
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["arms"]) == ["scratch_after", "scratch_before_fixed"]

@@ -129,7 +129,7 @@ def commands(monkeypatch):
 def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, capsys):
     options = ["--engines", "scratch", "--stages", "3", "--repeats", "1", "--out", str(tmp_path)]
     assert main(options) == 130
-    says = "1 runs were not made; nothing of scratch_zero3_b4_a1"
+    says = "1 of 3 runs were not made; nothing of scratch_zero3_b4_a1"
     assert f"interrupted: {says}\n" in capsys.readouterr().err
     report = (tmp_path / "report.md").read_text()
     assert f"\nInterrupted: {says}.\n" in report
@@ -192,16 +192,19 @@ def test_limits_that_were_measured_give_the_peak(measure, tmp_path, capsys):
 def test_a_scaling_study_and_a_search_are_written_after_an_interrupt(tmp_path, commands, capsys):
     arms = ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
     assert main([*SIMULATE, *arms, "--repeats", "1"]) == 130
-    says = "1 runs were not made; nothing of scratch_zero3_b4_a1 among 8"
+    says = "1 of 3 runs were not made; nothing of scratch_zero3_b4_a1 among 8"
     assert f"interrupted: {says}\n" in capsys.readouterr().err
     assert f"Interrupted: {says}." in (tmp_path / "scaling.md").read_text()
     points = json.loads((tmp_path / "scaling.json").read_text())["points"]
     assert [point["arm"] for point in points] == ["single_b4_a1", "ddp_b4_a1"]
     commands[:] = [None]  # DDP's search ends with the smallest batch, the next arm's is interrupted
     assert main([*SEARCH, *arms]) == 130
-    assert "interrupted: 1 arms were not searched" in capsys.readouterr().err
+    assert "interrupted: 1 of 2 arms were not searched" in capsys.readouterr().err
     told = (tmp_path / "largest_batch.md").read_text()
-    assert "Interrupted: 1 arms were not searched to the end; nothing of scratch_zero3_a1." in told
+    assert (
+        "Interrupted: 1 of 2 arms were not searched to the end; nothing of scratch_zero3_a1."
+        in told
+    )
     (ddp,) = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
     assert (ddp["arm"], ddp["largest"]) == ("ddp_a1", None)
     for options in (SIMULATE, SEARCH):

@@ -47,8 +47,8 @@ def test_after_an_interrupt_there_is_what_was_made_unless_there_is_nothing(scree
         return repeat
 
     made = [(9, 0), (1, 0), (9, 1)]
-    assert in_turns({"a": 9, "b": 1}, 2, run) == (made, "1 runs were not made")
-    assert in_turns({"a": 9, "b": 1}, 2, run, "arms are not") == (made, "1 arms are not")
+    assert in_turns({"a": 9, "b": 1}, 2, run) == (made, "1 of 4 runs were not made")
+    assert in_turns({"a": 9, "b": 1}, 2, run, "arms are not") == (made, "1 of 4 arms are not")
     with pytest.raises(KeyboardInterrupt):
         in_turns({"a": 0}, 2, run)
 
@@ -60,6 +60,6 @@ def test_a_part_of_a_result_that_an_interrupt_leaves_is_there_and_counts_as_not_
         return turn
 
     made = [("x", "x"), ("y", "half of y")]
-    expected = (made, "2 runs were not made; nothing of c")
+    expected = (made, "2 of 3 runs were not made; nothing of c")
     assert in_turns({"a": "x", "b": "y", "c": "z"}, 1, run) == expected
-    assert in_turns({"b": "y"}, 1, run) == (made[1:], "1 runs were not made")
+    assert in_turns({"b": "y"}, 1, run) == (made[1:], "1 of 1 runs were not made")

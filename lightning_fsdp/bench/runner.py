@@ -65,10 +65,10 @@ def in_turns(
         except KeyboardInterrupt:
             if not made:
                 raise
-    num_missing = len(rounds) - len(made)
     never = [name for repeat, name in rounds[len(made + parts) :] if repeat == 0]
     names = f"; nothing of {', '.join(never)}" if never else ""
-    return made + parts, f"{num_missing} {not_made}{names}" if num_missing else None
+    missing = f"{len(rounds) - len(made)} of {len(rounds)} {not_made}{names}"
+    return made + parts, missing if len(made) < len(rounds) else None
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
