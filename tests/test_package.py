@@ -179,7 +179,7 @@ for command in sys.argv[1:]:
 SHOWN = ["bench", "bench optimizer", "compare", "convert", "plan"]
 MISSING = {
     "bench": ("bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
-    "bench optimizer": ("bench", "matplotlib, psutil, pydantic, transformers"),
+    "bench optimizer": ("bench", "matplotlib, pydantic, tensorboard, transformers"),
     "bench plot .": ("bench", "matplotlib, pydantic, tensorboard"),
     "plan --model gpt2-nano --world 2": ("recipes", "transformers"),
 }

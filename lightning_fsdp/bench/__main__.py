@@ -13,7 +13,7 @@ from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness.command_line import exit_with, require_extra
 
 _OF_PICTURES = ("matplotlib", "pydantic", "tensorboard")
-_NEEDED = {"plot": _OF_PICTURES, "optimizer": ("matplotlib", "pydantic", "transformers")}
+_NEEDED = {"plot": _OF_PICTURES, "optimizer": (*_OF_PICTURES, "transformers")}
 _NEEDED_TO_TRAIN = (*_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
 
 
