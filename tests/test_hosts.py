@@ -151,7 +151,10 @@ def test_nothing_is_left_of_hosts_however_they_end(tmp_path, ending):
         assert len(names) == 3
         # One that is about to enter a namespace is in none, and goes on when that is deleted.
         words = ["-c", "import time; time.sleep(100)", "netns", "exec", names[0], str(tmp_path)]
-        with subprocess.Popen([sys.executable, *words]) as entering, Hosts():
-            assert entering.wait(LIMIT_S) == -signal.SIGKILL
+        with subprocess.Popen([sys.executable, *words]) as entering:
+            # A process that has just been started has no command to be found by yet.
+            _wait(lambda: entering.pid in processes_with(names[0]), [entering], tmp_path)
+            with Hosts():
+                assert entering.wait(LIMIT_S) == -signal.SIGKILL
     assert _namespaces(job.pid) == []
     assert processes_with(str(tmp_path)) == {}
