@@ -116,7 +116,7 @@ class BatchProgressBar(RichProgressBar):
 
     Lightning's total is the number of steps that are left, but its count is that of batches since
     the beginning of the epoch: a run that is resumed inside of one ends at 6 of 1, and one that
-    accumulates two batches in a step at 12 of 6.
+    accumulates two batches in a step at 12 of 6. Epochs are not counted to where steps end the run.
 
     Attributes:
         num_batches: That the run reads of the current epoch.
@@ -141,6 +141,13 @@ class BatchProgressBar(RichProgressBar):
     ) -> None:
         """Find the total of a run that is resumed inside of an epoch, which has no start then."""
         self.num_batches = batches_of_epoch(trainer, batch_idx)
+
+    @override
+    def _get_train_description(self, current_epoch: int) -> str:
+        if self.trainer.max_epochs != -1:
+            return super()._get_train_description(current_epoch)
+        # Where steps end the run, Lightning's would be "Epoch 0/-2".
+        return f"Epoch {current_epoch}".ljust(len(self.validation_description))
 
 
 class GracefulStop(L.Callback):

@@ -29,6 +29,8 @@ class _Look(pl.Callback):
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         bar = trainer.progress_bar_callback.train_progress_bar
         self.shown.append((trainer.current_epoch, bar.completed, bar.total))
+        of = f"/{trainer.max_epochs - 1}" if trainer.max_epochs > 0 else ""
+        assert bar.description == f"Epoch {trainer.current_epoch}{of}".ljust(10)
         if self.folder and is_step_complete(trainer, args[-1]):
             trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
