@@ -7,10 +7,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from recipes.data import TextData
-from recipes.gpt2 import GPT2
 from recipes.monitor import BatchProgressBar, is_step_complete
-from tests.support.recipe_commands import command_line_in, short_run
+from tests.support.recipe_commands import command_line_in, short_run, tiny_run
 from tests.support.texts import write_folder
 
 # LightningCLI calls names that jsonargparse has renamed.
@@ -36,26 +34,15 @@ class _Look(pl.Callback):
 
 
 def _shown(tmp_path: Path, folder: Path | None, ckpt_path: Path | None = None, **options: Any):
-    data = TextData(
-        path=tmp_path / "corpus",
-        vocab_size=300,
-        seq_len=16,
-        batch_size=2,
-        cache_dir=tmp_path / "cache",
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=tmp_path,
+    tiny_run(
+        tmp_path,
+        ckpt_path,
         callbacks=[BatchProgressBar(), look := _Look(folder)],
-        enable_checkpointing=False,
         limit_train_batches=5,
         limit_val_batches=0,
         logger=False,
-        enable_model_summary=False,
         **options,
     )
-    trainer.fit(GPT2(size="nano", vocab_size=300), data, ckpt_path=ckpt_path)
     return look.shown
 
 

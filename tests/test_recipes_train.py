@@ -15,8 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from lightning_fsdp import FSDP1Strategy, FSDP2Strategy, ScratchFSDPStrategy
-from recipes.data import TextData
-from recipes.gpt2 import GPT2
 from recipes.monitor import GracefulStop, Settings, Throughput, _engine, _stage, is_step_complete
 from recipes.optimizer import OptimizerConfig
 from tests.support.recipe_commands import (
@@ -26,6 +24,7 @@ from tests.support.recipe_commands import (
     rows_of,
     run_cold,
     short_run,
+    tiny_run,
 )
 from tests.support.texts import write_folder
 
@@ -64,25 +63,8 @@ class _Clock(pl.Callback):
 
 
 def _tiny_run(tmp_path: Path, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
-    data = TextData(
-        path=write_folder(tmp_path / "corpus"),
-        vocab_size=300,
-        seq_len=16,
-        batch_size=2,
-        cache_dir=tmp_path / "cache",
-    )
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        default_root_dir=tmp_path,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=list(callbacks),
-        **options,
-    )
-    trainer.fit(GPT2(size="nano", vocab_size=300), data)
-    return trainer
+    write_folder(tmp_path / "corpus")
+    return tiny_run(tmp_path, callbacks=list(callbacks), enable_progress_bar=False, **options)
 
 
 def test_throughput_counts_tokens_over_training_time(

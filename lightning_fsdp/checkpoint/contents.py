@@ -28,7 +28,7 @@ from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
 from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
-from lightning_fsdp.engines.sharded_state import by_owner
+from lightning_fsdp.engines.sharded_state import split_own_state
 
 FORMS = ("full", "sharded", "safetensors")
 LEFT_OUT = "parameters_left_out"
@@ -174,7 +174,7 @@ def _by_name(
         flat = [name for group in names for name in group]
         slices: dict[str, dict[str, Any]] = {}
         others: dict[str, dict[str, Any]] = {}
-        of_parameters, own = by_owner(state["state"])
+        of_parameters, own = split_own_state(state["state"])
         for number, values in of_parameters.items():
             name = flat[number]
             shape = _shape_of(name, file["state_dict"])

@@ -37,7 +37,7 @@ from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks, note_writing
-from lightning_fsdp.engines.sharded_state import ShardedState, by_owner, names_in
+from lightning_fsdp.engines.sharded_state import ShardedState, names_in, split_own_state
 
 TENSORS_OF = "tensors_of"
 # Of names in the folder; other state dicts have their own name. No two are the same, whatever a
@@ -73,7 +73,7 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
     owned = owned_places(optimizer)
     slices: dict[str, dict[str, Tensor]] = {}
     others: dict[str, dict[str, Any]] = {}
-    of_parameters, own = by_owner(packed["state"])
+    of_parameters, own = split_own_state(packed["state"])
     for number, values in of_parameters.items():
         for key, value in values.items():
             is_whole = number in owned

@@ -28,7 +28,7 @@ from lightning_fsdp.core.optimizers.whole_state import (
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
-from lightning_fsdp.engines.sharded_state import by_owner
+from lightning_fsdp.engines.sharded_state import split_own_state
 
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
 
@@ -165,7 +165,7 @@ def gatherable_optimizer_state_dict(
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
     owned = owned_places(optimizer)
-    of_all, own = by_owner(state_of_all(optimizer, state_dict["state"]))
+    of_all, own = split_own_state(state_of_all(optimizer, state_dict["state"]))
     state: dict[int, dict[str, Any]] = {
         index: map_leaves(_of_owner, values) for index, values in of_all.items() if index in owned
     }

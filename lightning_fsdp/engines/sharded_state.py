@@ -112,7 +112,7 @@ def names_in(state: ShardedState, optimizer: Optimizer, index: int) -> list[list
     return names
 
 
-def by_owner(state: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
+def split_own_state(state: Mapping[Any, Any]) -> tuple[dict[int, Any], dict[Any, Any]]:
     """State of parameters, by place, and the optimizer's own (``self.state["count"] = 1``)."""
     of_parameters = {place: values for place, values in state.items() if isinstance(place, int)}
     return of_parameters, {k: state[k] for k in state if k not in of_parameters}

@@ -8,9 +8,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 
+from recipes.data import TextData
+from recipes.gpt2 import GPT2
 from tests.support import warm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -33,6 +37,27 @@ def short_run(folder: Path, *more: str, config: str = "gpt2_zero3.yaml") -> list
         "--trainer.log_every_n_steps=1",
         *more,
     ]
+
+
+def tiny_run(folder: Path, ckpt_path: Path | None = None, **options: Any) -> pl.Trainer:
+    """A Trainer that has trained the smallest GPT-2 on the text in ``folder / "corpus"``."""
+    data = TextData(
+        path=folder / "corpus",
+        vocab_size=300,
+        seq_len=16,
+        batch_size=2,
+        cache_dir=folder / "cache",
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        default_root_dir=folder,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        **options,
+    )
+    trainer.fit(GPT2(size="nano", vocab_size=300), data, ckpt_path=ckpt_path)
+    return trainer
 
 
 def command_line_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], None]:
