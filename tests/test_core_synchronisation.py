@@ -129,7 +129,7 @@ OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "make_optimizer": sgd}
 # The host steps, so it has to have the gradients; those of each flat parameter come by themselves.
 LANDINGS = ["synchronize in offload.landed"] * 4
 NORM_OVER_THE_DEVICE = [
-    "copy from pageable memory in grad_norm.partial_norm",
+    "copy from pageable memory in norms.partial_norm",
     "copy to pageable memory in grad_norm.global_norm",
 ]
 ANSWER_OVER_THE_DEVICE = [

@@ -255,7 +255,7 @@ def test_gradients_are_final_in_the_hooks_before_the_step(tmp_path):
 
 
 def _grad_norm(strategy, folder, rank):
-    """What Lightning's ``grad_norm`` says under DDP, by the way that is right under sharding."""
+    """What Lightning's ``grad_norm`` says under DDP, by the way that is right everywhere."""
     seen = []
 
     class Watch(pl.Callback):
@@ -268,8 +268,14 @@ def _grad_norm(strategy, folder, rank):
                 gradients = trainer.strategy.gradients
                 total = gradients.norm()
                 each = {name: whole.norm() for name, whole in gradients.full()}
-                if not strategy.startswith("fsdp1"):  # where it gives the norm of this rank's own
-                    with pytest.raises(Exception, match=r"whole tensor|not allocated"):
+                if strategy.startswith("scratch"):
+                    said = grad_norm(module, 2)
+                    assert said.pop("grad_2.0_norm_total") == pytest.approx(float(total), rel=1e-6)
+                    for name, norm in said.items():
+                        whole_norm = each[name.removeprefix("grad_2.0_norm/")]
+                        assert float(norm) == pytest.approx(float(whole_norm), rel=1e-6), name
+                elif strategy.startswith("fsdp2"):  # FSDP1 gives the norm of this rank's own
+                    with pytest.raises(Exception, match="not allocated"):
                         grad_norm(module, 2)
             seen.append({"total": total, **each})
 
@@ -277,7 +283,7 @@ def _grad_norm(strategy, folder, rank):
     return {"seen": seen}
 
 
-def test_grad_norm_is_that_of_ddp_by_access_and_refused_where_it_can_be(tmp_path):
+def test_grad_norm_is_that_of_ddp(tmp_path):
     assert_like_ddp(_grad_norm, tmp_path)
 
 

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.utilities import grad_norm
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -169,16 +168,6 @@ def test_ranks_with_different_modules_are_told_on_every_rank(tmp_path, differenc
     assert_errors(errors, "ValueError", said, name, "rank 1")
 
 
-class _ReadsNorms(Regressor):
-    def on_before_optimizer_step(self, optimizer):
-        grad_norm(self, 2)
-
-
-class _ClipsByItself(Regressor):
-    def configure_gradient_clipping(self, optimizer, *args, **kwargs):
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-
-
 class _UsesWeightsOutside(Regressor):
     def on_train_batch_end(self, *args):
         F.linear(torch.ones(1, 7), self.head.weight)
@@ -191,8 +180,6 @@ class _SavesItself(Regressor):
 
 def _refuse_in_training(rank, world_size, folder):
     for kind, error, message in (
-        (_ReadsNorms, RuntimeError, "expected a whole tensor.*clip_grad_norm_"),
-        (_ClipsByItself, RuntimeError, "expected a whole tensor"),
         (_UsesWeightsOutside, RuntimeError, "'head.weight'.*expected a whole tensor"),
         (_SavesItself, TypeError, "full_state_dict"),
     ):

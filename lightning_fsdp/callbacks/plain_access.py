@@ -17,12 +17,12 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access.grad_norm import partial_norm
 from lightning_fsdp.core.access.gradients import (
     GradientFunction,
     GradientState,
     GradientUnavailable,
 )
+from lightning_fsdp.core.tensors.norms import partial_norm
 from lightning_fsdp.engines.access import GradientAccess, OneGradient, Removable
 
 

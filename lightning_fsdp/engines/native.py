@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.access.grad_norm import partial_norm, total_norm
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
@@ -40,6 +39,7 @@ from lightning_fsdp.core.optimizers.whole_tensors import (
 )
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks
+from lightning_fsdp.core.tensors.norms import partial_norm, total_norm
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -423,7 +423,7 @@ class NativeEngine(Engine):
     @override
     def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         mine = partial_norm(gradients, norm_type, self.device)
-        return total_norm(self.of_replica(mine), norm_type)
+        return total_norm(self.of_replica(mine), norm_type).float()
 
     def of_replica(self, number: Tensor) -> Tensor:
         """``(n,)``: a 0-d tensor of every rank of a replica, in rank order. Collective.

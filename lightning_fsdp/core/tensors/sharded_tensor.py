@@ -252,7 +252,7 @@ def handle_others(choose: Callable[[Any], Handler]) -> None:
     _handlers.choose = choose
 
 
-def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> NoReturn:
     """The handler of what has no meaning on slices.
 
     Raises:
@@ -260,12 +260,6 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn
     """
     sharded = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     spec = sharded.spec
-    advice = (
-        "For the norm of all gradients use clip_grad_norm_ of the sharded module, or "
-        "gradients(module).norm(). "
-        if "norm" in str(func)
-        else ""
-    )
     raise RuntimeError(
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "

@@ -7,8 +7,8 @@ pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
 a gradient scaler's look for inf               see ``grad_scaler.py``
-random draws in place, ``any``, ``equal``      see ``whole_values.py``; collective
-everything else (``linear``, norms, views)     raises, and names the cure
+random draws in place, ``sum``, ``norm``, ...  see ``whole_values.py``; collective
+everything else (``linear``, views)            raises, and names the cure
 =============================================  ================================================
 
 Note: versions

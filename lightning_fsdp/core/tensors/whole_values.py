@@ -4,25 +4,28 @@
 operation                                 what it does; collective, all ranks call it alike
 ========================================  ==========================================================
 ``normal_``, ``uniform_`` and the others  the values that one process would draw for the whole
-``any``, ``all``, ``torch.equal``         one answer for the whole, the same on every rank
+``any``, ``all``, ``max``, ``sum``,       one answer for the whole, the same on every rank
+``norm``, ``std``, ``torch.equal``, ...
 ========================================  ==========================================================
 
 So ``torch.nn.init`` and ``reset_parameters()`` work after sharding, as far as they draw or fill a
-tensor as a whole, and ``isnan().any()`` and ``torch.testing.assert_close`` tell the truth.
+tensor as a whole, and ``isnan().any()``, ``torch.nn.utils.clip_grad_norm_`` and
+``torch.testing.assert_close`` tell the truth. An answer has no graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle
+from lightning_fsdp.core.tensors.norms import partial_norm, total_norm
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle, refuse
 from lightning_fsdp.core.tensors.slices import slices_beside
 
 aten = torch.ops.aten
@@ -33,13 +36,22 @@ _DRAWS = (
     *(getattr(aten.random_, name) for name in ("default", "to", "from")),
 )
 
+_PREDICATES = (aten.any.default, aten.all.default)
+_EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+
 
 def support_whole_values() -> None:
     """Let these operations work on sharded tensors. May be called again."""
     for draw in _DRAWS:
         handle(draw, _draw)
-    handle(aten.any.default, _any)
-    handle(aten.all.default, _all)
+    for answer in (*_PREDICATES, *_EXTREMES):
+        handle(answer, _one_answer)
+    handle(aten.sum.default, _sum)
+    handle(aten.mean.default, _sum)
+    handle(aten.linalg_vector_norm.default, _norm)
+    handle(aten._foreach_norm.Scalar, _norms)
+    handle(aten.var.correction, _spread)
+    handle(aten.std.correction, _spread)
     handle(aten.equal.default, _equal)
 
 
@@ -85,12 +97,39 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
     return target
 
 
-def _any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _gathered(args[0], func(args[0].to_local()), "any").any()
+def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The answer for the slices' answers is the one for the whole."""
+    tensor = _to_read(func, args, kwargs)
+    return cast(Tensor, func(_of_ranks(tensor, func(_some_of(tensor)), func)))
 
 
-def _all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return _gathered(args[0], func(args[0].to_local()), "all").all()
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = _to_read(func, args, kwargs)
+    dtype = func(tensor.to_local().new_zeros(1), **kwargs).dtype
+    wide = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    total = _of_ranks(tensor, tensor.to_local().sum(dtype=wide), func).sum()
+    return (total / tensor.numel() if func is aten.mean.default else total).to(dtype)
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = _to_read(func, args, kwargs)
+    dtype = func(tensor.to_local().new_zeros(1), *args[1:], **kwargs).dtype
+    norm_type = float(args[1]) if len(args) > 1 else 2.0
+    part = partial_norm([tensor.to_local()], norm_type, tensor.device)
+    return total_norm(_of_ranks(tensor, part, func), norm_type).to(dtype)
+
+
+def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    tensors, *norm_type = args
+    return [torch.linalg.vector_norm(tensor, *norm_type, **kwargs) for tensor in tensors]
+
+
+def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    tensor = _to_read(func, args, kwargs)
+    correction = kwargs.get("correction")
+    num_free = max(tensor.numel() - (1 if correction is None else correction), 0)
+    variance = (tensor - tensor.mean()).square().sum() / num_free
+    return variance.sqrt() if func is aten.std.correction else variance
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -99,12 +138,35 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     like = next(tensor for tensor in args if isinstance(tensor, ShardedTensor))
     ours = [slices_beside([like], [tensor], func)[0] for tensor in args]
     is_equal = torch.tensor(func(*ours), device=like.device)
-    return bool(_gathered(like, is_equal, "torch.equal").all())
+    return bool(_of_ranks(like, is_equal, func).all())
 
 
-def _gathered(tensor: ShardedTensor, answer: Tensor, what: str) -> Tensor:
-    """The 0-d bools of all ranks, where the tensor is."""
-    communicator = tensor.spec.communicator
-    mine = answer.view(1).to(communicator.device)
-    rows = all_gather_slices(communicator, mine, f"{what} of {tensor.spec.name!r}")
-    return rows.view(-1).to(tensor.device)
+def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """The tensor of which a value is asked for.
+
+    Raises:
+        RuntimeError: It is to have a graph, or is asked for per row or column.
+    """
+    tensor: ShardedTensor = args[0]
+    given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    if given.get("dim") or given.get("keepdim"):
+        refuse(func, args, kwargs)
+    # Its gradient would go to this rank's slice alone, where the other ranks have another one.
+    if tensor.requires_grad and torch.is_grad_enabled() and func not in _PREDICATES:
+        refuse(func, args, kwargs, "To read a value, detach() first. ")
+    return tensor
+
+
+def _some_of(tensor: ShardedTensor) -> Tensor:
+    """This rank's slice, or some element where that is empty."""
+    local = tensor.to_local()
+    return local if local.numel() else local.new_zeros(1)
+
+
+def _of_ranks(tensor: ShardedTensor, mine: Tensor, func: Any) -> Tensor:
+    """Each rank's ``mine``, 0-d, of those that have elements; ``(n,)``, where the tensor is."""
+    spec, communicator = tensor.spec, tensor.spec.communicator
+    what = f"{func._schema.name.removeprefix('aten::')} of {spec.name!r}"
+    rows = all_gather_slices(communicator, mine.view(1).to(communicator.device), what)
+    have = [rank for rank in range(len(rows)) if spec.layout.slice_of(spec.slot, rank).numel]
+    return torch.cat([rows.new_empty(0), *(rows[rank] for rank in have)]).to(tensor.device)
