@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
+from lightning_fsdp import call_with
 from tests.support.counting import CollectiveCounter
 from tests.support.trainer import (
     SHARDED,
@@ -285,6 +286,28 @@ def _grad_norm(strategy, folder, rank):
 
 def test_grad_norm_is_that_of_ddp(tmp_path):
     assert_like_ddp(_grad_norm, tmp_path)
+
+
+class _Penalised(Regressor):
+    """A term of the loss reads weights outside of their forward; its factor differs by rank."""
+
+    def loss(self, batch):
+        factor = 0.01 * (1 + dist.get_rank())
+        terms = [
+            call_with(layer, lambda m=layer: sum(p.abs().sum() for p in m.parameters()))
+            for layer in (*self.blocks, self.head)
+        ]
+        return super().loss(batch) + factor * sum(terms)
+
+
+def _penalised(strategy, folder, rank):
+    model = seeded(_Penalised)
+    _trainer, model = fit(strategy, folder, model, accumulate_grad_batches=2)
+    return {"weights": weights_of(model)}
+
+
+def test_a_term_of_the_loss_that_reads_weights_equals_ddp(tmp_path):
+    assert_like_ddp(_penalised, tmp_path)
 
 
 # -- precision -------------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ _DRAWS = (
 
 _PREDICATES = (aten.any.default, aten.all.default)
 _EXTREMES = (aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
+_NO_GRAPH = (
+    "To read a value, detach() first; for a term of the loss, call_with(layer, lambda: "
+    "layer.weight.abs().sum()). "
+)
 
 
 def support_whole_values() -> None:
@@ -153,7 +157,7 @@ def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharde
         refuse(func, args, kwargs)
     # Its gradient would go to this rank's slice alone, where the other ranks have another one.
     if tensor.requires_grad and torch.is_grad_enabled() and func not in _PREDICATES:
-        refuse(func, args, kwargs, "To read a value, detach() first. ")
+        refuse(func, args, kwargs, _NO_GRAPH)
     return tensor
 
 
