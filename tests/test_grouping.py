@@ -22,7 +22,7 @@ class LM(nn.Module):
 
 def units_of(model, selector=None, ignored=()):
     plans = plan_units(model, find_units(model, selector), set(ignored), set())
-    return {plan.name: list(plan.names.values()) for plan in plans}
+    return {plan.name: [plan.names[p] for p in plan.sites] for plan in plans}
 
 
 def test_gpt2_is_embeddings_blocks_and_final_norm_with_head():

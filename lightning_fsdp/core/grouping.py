@@ -18,8 +18,9 @@ each use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -41,14 +42,14 @@ class UnitPlan:
 
     Attributes:
         modules: The modules whose forward needs the parameters.
+        names: Original name of every parameter, from the module that is being sharded.
         sites: Every place where a parameter of the unit is registered, by parameter.
-        names: Original name of each parameter, from the module that is being sharded.
     """
 
     name: str
     modules: list[nn.Module]
+    names: dict[Tensor, str]
     sites: dict[Tensor, list[Site]] = field(default_factory=dict)
-    names: dict[Tensor, str] = field(default_factory=dict)
 
     def site_modules(self) -> Iterator[nn.Module]:
         """Of every place, the module; as often as it has one."""
@@ -78,15 +79,14 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
         ValueError: The selector matches nothing.
         TypeError: The selector is of no known kind.
     """
-    blocks = _find_blocks(root) if selector is None else _select(root, selector)
-    blocks = dict(_once(blocks.items()))
-    leftovers = _once(_find_leftovers("", root, set(blocks.values())))
-    units = [(name, [module]) for name, module in blocks.items()]
-    if not blocks:
-        return units + [(name, [module]) for name, module in leftovers]
-    order = {module: position for position, module in enumerate(root.modules())}
-    runs = _runs(leftovers, set(blocks.values()), order)
-    return units + [(run[0][0], [module for _, module in run]) for run in runs]
+    blocks = list(dict.fromkeys(_select(root, selector)))
+    leftovers = _find_leftovers(root, set(blocks), set())
+    units = [[module] for module in blocks]
+    for _, run in groupby(leftovers, _kind):
+        neighbours = [module for module in run if module is not None]
+        units += [neighbours] if blocks else [[module] for module in neighbours]
+    names = {module: name for name, module in root.named_modules()}
+    return [(names[modules[0]], modules) for modules in units if modules]
 
 
 def plan_units(
@@ -103,21 +103,14 @@ def plan_units(
         ignored: Parameters to leave alone.
         managed: Modules that earlier calls made part of a unit; their subtrees are left alone.
     """
-    owner: dict[nn.Module, UnitPlan] = {}
-    plans = [UnitPlan(name, modules) for name, modules in units]
+    names: dict[Tensor, str] = {p: name for name, p in root.named_parameters()}
+    plans = [UnitPlan(name, modules, names) for name, modules in units]
+    taken = set(managed)
     for plan in plans:
-        for module in plan.modules:
-            for inner in _subtree(module, managed):
-                owner.setdefault(inner, plan)
-    names = {parameter: name for name, parameter in root.named_parameters()}
-    for module in root.modules():
-        plan_of_module = owner.get(module)
-        if plan_of_module is None:
-            continue
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None and parameter not in ignored:
-                plan_of_module.sites.setdefault(parameter, []).append(Site(module, attribute))
-                plan_of_module.names.setdefault(parameter, names[parameter])
+        for module in chain.from_iterable(_take(outer, taken) for outer in plan.modules):
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter not in ignored:
+                    plan.sites.setdefault(parameter, []).append(Site(module, attribute))
     return [plan for plan in plans if plan.sites]
 
 
@@ -130,8 +123,7 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
                 users.setdefault(parameter, []).append(plan)
     flat_params: dict[object, FlatParameterPlan] = {}
     for parameter, plans_of_parameter in users.items():
-        ids = tuple(id(plan) for plan in plans_of_parameter)
-        key = (parameter.dtype, parameter.requires_grad, ids)
+        key = (parameter.dtype, parameter.requires_grad, *plans_of_parameter)
         flat_param = flat_params.setdefault(key, FlatParameterPlan([], [], plans_of_parameter))
         flat_param.parameters.append(parameter)
         flat_param.names.append(plans_of_parameter[0].names[parameter])
@@ -155,33 +147,17 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
     return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
 
 
-def _find_blocks(root: nn.Module) -> dict[str, nn.Module]:
-    blocks: dict[str, nn.Module] = {}
-
-    def visit(prefix: str, module: nn.Module) -> None:
-        repeated: set[type] = set()
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            counts = Counter(type(child) for child in module.children() if _numel(child))
-            repeated = {cls for cls, count in counts.items() if count > 1}
-        for name, child in module.named_children():
-            is_layer = isinstance(module, nn.ModuleList) and any(child.children())
-            if _numel(child) and (is_layer or type(child) in repeated):
-                blocks[prefix + name] = child
-            else:
-                visit(f"{prefix}{name}.", child)
-
-    visit("", root)
-    return blocks
-
-
-def _select(root: nn.Module, selector: UnitSelector) -> dict[str, nn.Module]:
-    named = [(name, m) for name, m in root.named_modules() if _numel(m) and _has_forward(m)]
-    if isinstance(selector, bool) or selector is None:
+def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
+    """The modules that are units of their own, inner ones first."""
+    if selector is None:
+        return list(_find_blocks(root))
+    modules = [module for module in root.modules() if _numel(module) and _has_forward(module)]
+    if isinstance(selector, bool):
         raise TypeError(f"units: expected class names, a callable or an int, got {selector!r}.")
     if isinstance(selector, int):
         return _select_by_size(root, selector)
     if callable(selector):
-        chosen = {name: module for name, module in named if selector(module)}
+        chosen = [module for module in modules if selector(module)]
         if not chosen:
             raise ValueError(
                 f"units: expected the callable to choose modules of {type(root).__name__}, got "
@@ -192,92 +168,84 @@ def _select(root: nn.Module, selector: UnitSelector) -> dict[str, nn.Module]:
             raise TypeError(
                 f"units: expected a list of class names, a callable or an int, got {selector!r}."
             )
-        chosen = {name: m for name, m in named if type(m).__name__ in set(selector)}
-        missing = set(selector) - {type(module).__name__ for module in chosen.values()}
+        chosen = [module for module in modules if type(module).__name__ in set(selector)]
+        missing = set(selector) - {type(module).__name__ for module in chosen}
         if missing:
-            present = sorted({type(module).__name__ for _, module in named})
+            present = sorted({type(module).__name__ for module in modules})
             raise ValueError(
                 f"units: expected classes that occur in {type(root).__name__} and have a forward, "
                 f"got {sorted(missing)}. Choose from {present}."
             )
-    return dict(reversed(chosen.items()))  # inner modules come later in named_modules
+    return chosen[::-1]  # inner modules come later in ``modules()``
 
 
-def _select_by_size(root: nn.Module, minimum: int) -> dict[str, nn.Module]:
+def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    repeated: set[type] = set()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        counts = Counter(type(child) for child in module.children() if _numel(child))
+        repeated = {cls for cls, count in counts.items() if count > 1}
+    for child in module.children():
+        is_layer = isinstance(module, nn.ModuleList) and any(child.children())
+        if _numel(child) and (is_layer or type(child) in repeated):
+            yield child
+        else:
+            yield from _find_blocks(child)
+
+
+def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
     if minimum < 1:
         raise ValueError(f"units: expected a positive number of parameters, got {minimum}.")
-    chosen: dict[str, nn.Module] = {}
+    chosen: list[nn.Module] = []
 
-    def visit(prefix: str, module: nn.Module) -> int:
+    def visit(module: nn.Module) -> int:
         remaining = sum(p.numel() for p in module.parameters(recurse=False))
-        for name, child in module.named_children():
-            remaining += visit(f"{prefix}.{name}" if prefix else name, child)
+        remaining += sum(map(visit, module.children()))
         if remaining >= minimum and _has_forward(module):
-            chosen[prefix] = module
+            chosen.append(module)
             return 0
         return remaining
 
-    visit("", root)
+    visit(root)
     return chosen
 
 
 def _find_leftovers(
-    name: str, module: nn.Module, blocks: set[nn.Module]
-) -> Iterator[tuple[str, nn.Module]]:
+    module: nn.Module, blocks: set[nn.Module], visited: set[nn.Module]
+) -> Iterator[nn.Module | None]:
+    """What holds parameters outside of the blocks; ``None`` where neighbours are to be parted."""
+    if module in visited:
+        return
+    visited.add(module)
     if module in blocks:
         # The parameters of a block that are in no block inside it are the block's own unit.
+        yield None
         return
     # Containers of parameters have no forward: the module that has them reads them in its own.
     containers = [child for child in module.children() if is_container(child)]
     has_own = any(p is not None for m in (module, *containers) for p in m.parameters(recurse=False))
-    contains_blocks = any(inner in blocks for inner in module.modules())
-    if has_own and not contains_blocks:
-        yield name, module
+    if has_own and blocks.isdisjoint(module.modules()):
+        yield module
         return
-    for child_name, child in module.named_children():
+    for child in module.children():
         if child not in containers:
-            inner_name = f"{name}.{child_name}" if name else child_name
-            yield from _find_leftovers(inner_name, child, blocks)
+            yield from _find_leftovers(child, blocks, visited)
     if has_own:
-        yield name, module
+        yield from (None, module, None)
 
 
-def _once(named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
-    """Each module under the first of its names: it may be at several places of the tree."""
-    first: dict[nn.Module, str] = {}
-    for name, module in named:
-        first.setdefault(module, name)
-    return [(name, module) for module, name in first.items()]
+def _kind(leftover: nn.Module | None) -> bool | None:
+    """Equal for neighbours that are gathered together: all embeddings or none."""
+    return None if leftover is None else isinstance(leftover, nn.Embedding)
 
 
-def _runs(
-    leftovers: Sequence[tuple[str, nn.Module]], blocks: set[nn.Module], order: dict[nn.Module, int]
-) -> list[list[tuple[str, nn.Module]]]:
-    """Neighbours among the leftovers: no block between them, all embeddings or none."""
-    block_positions = [order[block] for block in blocks]
-    runs: list[list[tuple[str, nn.Module]]] = []
-    previous: nn.Module | None = None  # that others may join
-    for name, module in leftovers:
-        encloses = any(inner in blocks for inner in module.modules())
-        joins = (
-            previous is not None
-            and not encloses
-            and isinstance(previous, nn.Embedding) == isinstance(module, nn.Embedding)
-            and not any(order[previous] <= block < order[module] for block in block_positions)
-        )
-        if not joins:
-            runs.append([])
-        runs[-1].append((name, module))
-        previous = None if encloses else module
-    return runs
-
-
-def _subtree(module: nn.Module, managed: set[nn.Module]) -> Iterator[nn.Module]:
-    if module in managed:
+def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and all inside it, but for what is taken."""
+    if module in taken:
         return
+    taken.add(module)
     yield module
     for child in module.children():
-        yield from _subtree(child, managed)
+        yield from _take(child, taken)
 
 
 def _numel(module: nn.Module) -> int:
