@@ -14,7 +14,6 @@ Where optimizer state is over all ranks, ``hosts.py`` says what rows and columns
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -30,7 +29,7 @@ from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
 from lightning_fsdp.core.ranks.narrow import NarrowCommunicator
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
-from lightning_fsdp.core.ranks.replicas import Replicas
+from lightning_fsdp.core.ranks.replicas import average_over
 
 Comm = Literal["auto", "pairs", "direct"]
 """Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
@@ -47,7 +46,7 @@ def communicator_of(group: dist.ProcessGroup, *, comm: Comm = "auto") -> Communi
         comm: How. There is one for ``"pairs"``, and one for the other two.
     """
     device_type = "cuda" if torch_internals.moves_cuda(group) else "cpu"
-    return _known(group, None, None, device_type, comm, None, "replica")
+    return _known(group, None, device_type, comm)
 
 
 def communicator_of_mesh(
@@ -72,10 +71,8 @@ def communicator_of_mesh(
         ValueError: See :func:`check_order`.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
-        group = mesh.get_group(mesh.ndim - 1)
-        return _known(group, None, None, mesh.device_type, comm, in_pairs, "replica")
-    row, column = mesh.get_group(1), mesh.get_group(0)
-    return _known(row, column, mesh, mesh.device_type, comm, in_pairs, state_over)
+        return _known(mesh.get_group(mesh.ndim - 1), None, mesh.device_type, comm, in_pairs)
+    return _known(mesh.get_group(1), mesh, mesh.device_type, comm, in_pairs, state_over)
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
@@ -196,15 +193,15 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
 
 def _known(
     group: dist.ProcessGroup,
-    replicas: dist.ProcessGroup | None,
     mesh: DeviceMesh | None,
     device_type: str,
     comm: Comm,
-    in_pairs: bool | None,
-    state_over: StateOver,
+    in_pairs: bool | None = None,
+    state_over: StateOver = "replica",
 ) -> Communicator:
+    """The communicator of a group, which is a row of ``mesh`` if there are columns."""
     of_group = _communicators.setdefault(group, {})
-    name = None if replicas is None else replicas.group_name
+    name = None if mesh is None else mesh.get_group(0).group_name
     key = name, device_type, comm == "pairs", state_over
     if key not in of_group:  # a plan shards later under fake tensors, and could not read a mesh
         if mesh is not None:
@@ -221,11 +218,12 @@ def _known(
             return kind(group, control.rank, control.world_size, device)
 
         communicator = over(group)
-        if replicas is not None and mesh is not None and state_over == "all":
-            places = _places(mesh, control.ranks)
-            communicator = HostsCommunicator(communicator, over(replicas), places)
-        elif replicas is not None:
-            communicator.after_reduction = (("average", Replicas(replicas, communicator).average),)
+        if mesh is not None:
+            column = over(mesh.get_group(0))
+            if state_over == "all":
+                communicator = HostsCommunicator(communicator, column, _places(mesh))
+            else:
+                average_over(column, communicator)
         _controls[communicator] = control
         communicator.any_rank = control.any_rank
         of_group[key] = communicator
@@ -238,28 +236,25 @@ def check_order(mesh: DeviceMesh) -> None:
     Raises:
         ValueError: Some rows have their ranks in another order than others.
     """
-    rows: list[list[int]] = mesh.mesh.tolist()
-    # Groups have their ranks in ascending order, whatever the order in the mesh.
-    if any(len(set(column)) > 1 for column in zip(*map(_ascending, rows), strict=True)):
+    in_row = _numbers(mesh, 1)
+    if bool((in_row != in_row[0]).any()):
         raise ValueError(
-            f"a mesh: expected rows in one order, got {rows}: torch's process groups "
+            f"a mesh: expected rows in one order, got {mesh.mesh.tolist()}: torch's process groups "
             "sort their ranks, so ranks of one column would have different shards. Put the ranks "
             "of each row in ascending order."
         )
 
 
-def _places(mesh: DeviceMesh, ranks: Sequence[int]) -> dict[int, int]:
-    """Of the shard of each of ``ranks``: those of a column are neighbours."""
-    rows: list[list[int]] = mesh.mesh.tolist()
-    columns = list(zip(*rows, strict=True))
-    in_row = {rank: index for row in rows for rank, index in zip(row, _ascending(row), strict=True)}
-    in_column = {r: i for c in columns for r, i in zip(c, _ascending(c), strict=True)}
-    return {rank: in_row[rank] * len(rows) + in_column[rank] for rank in ranks}
+def _places(mesh: DeviceMesh) -> dict[int, int]:
+    """By rank, ascending, the place of its shard: those of a column are neighbours."""
+    places = _numbers(mesh, 1) * mesh.size(0) + _numbers(mesh, 0)
+    return dict(sorted(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True)))
 
 
-def _ascending(ranks: Sequence[int]) -> list[int]:
-    """Of each rank, its number in a process group of them."""
-    return [sorted(ranks).index(rank) for rank in ranks]
+def _numbers(mesh: DeviceMesh, dim: int) -> Tensor:
+    """Of each rank, as in the mesh, its number in the group of its row (1) or of its column (0)."""
+    # Groups have their ranks in ascending order, whatever the order in the mesh.
+    return mesh.mesh.argsort(dim).argsort(dim)
 
 
 def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:

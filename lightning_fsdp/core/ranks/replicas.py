@@ -6,41 +6,42 @@ their means add up in the shards, which wait in ``.grad``, until a reduction tak
 
 from __future__ import annotations
 
-import weakref
+import functools
 
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator, Pending, alive, collective
+from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import let_wait, local_gradient_of
 from lightning_fsdp.core.ranks.narrow import may_overflow
 
 
-class Replicas:
-    """The ranks that hold the same shard as this one."""
+def average_over(column: Communicator, row: Communicator) -> None:
+    """Let the mean over replicas follow each reduction.
 
-    def __init__(self, group: dist.ProcessGroup, communicator: Communicator) -> None:
-        self._group = weakref.ref(group)
-        self._size = dist.get_world_size(group)
-        self._communicator = weakref.ref(communicator)  # which owns this
+    Args:
+        column: The ranks that hold the same shard as this one.
+        row: Those that hold one replica.
+    """
+    column.traffic = row.traffic
+    row.after_reduction = (("average", functools.partial(_average, column)),)
 
-    def average(self, shard: Tensor, unit_name: str) -> Pending:
-        """All-reduce: the mean over replicas of a shard, which may be overwritten.
 
-        Every replica gets the same bits.
-        """
-        communicator = self._communicator()
-        assert communicator is not None, "it is reducing"
-        what = f"mean over replicas of unit {unit_name!r} {communicator.where}"
-        dtype, shard = shard.dtype, shard.float() if may_overflow(shard.dtype) else shard
-        communicator.count("all_reduce", 2 * (self._size - 1) * (shard.nbytes // self._size))
-        group = alive(self._group)
-        with collective(what, "every replica"):
-            work = dist.all_reduce(shard, group=group, async_op=True)
-        works = [(work, "every replica")]
-        return Pending(what, works, lambda: shard.div_(self._size).to(dtype), keeps=(shard,))
+def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
+    """All-reduce: the mean over replicas of a shard, which may be overwritten.
+
+    Every replica gets the same bits.
+    """
+    what = f"mean over replicas of unit {unit_name!r} {column.where}"
+    group, size, dtype = column.group, column.world_size, shard.dtype
+    shard = shard.float() if may_overflow(dtype) else shard
+    column.count("all_reduce", 2 * (size - 1) * (shard.nbytes // size))
+    with collective(what, "every replica"):
+        work = dist.all_reduce(shard, group=group, async_op=True)
+    works = [(work, "every replica")]
+    return Pending(what, works, lambda: shard.div_(size).to(dtype), keeps=(shard,))
 
 
 class ReplicatedFlatParameter(FlatParameter):
