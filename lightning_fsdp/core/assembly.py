@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.access.by_name import schedules_in
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -49,7 +50,6 @@ class Prepared:
     offload: CPUOffloadPolicy | None
     units: list[UnitPlan]
     flat_params: list[FlatParameterPlan]
-    inner: list[Schedule]  # of modules below the root that were sharded before
     known: dict[Tensor, FlatParameter]  # of parameters tied to a unit that was sharded before
 
     def describe(self) -> str:
@@ -97,59 +97,19 @@ class Region:
             self.local_of(parameter).copy_(self.specs[parameter].slice_of(whole))
 
 
-def initialise(
-    prepared: Prepared, communicator: Communicator, home: Home
-) -> tuple[dict[int, Region], dict[Tensor, Tensor]]:
-    """Give values to what is on the meta device; changes nothing of the module. Collective.
-
-    Returns:
-        By index of the plan, regions filled with this rank's slices of such parameters; and the
-        real buffer, by the one that it replaces.
+def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None:
+    """Shard what was prepared. Collective.
 
     Raises:
-        ValueError: Something has no initialiser, on every rank.
-        RuntimeError: Ranks came to different values.
+        ValueError: Something on the meta device has no initialiser. As anything that is raised
+            here, on every rank, and before the module is changed.
+        RuntimeError: Ranks came to different initial values.
     """
-    regions = {
-        index: Region(plan, communicator, home)
-        for index, plan in enumerate(prepared.flat_params)
-        if any(parameter.is_meta for parameter in plan.parameters)
-    }
-    if not regions and not meta_buffers(prepared.root):
-        return {}, {}
-    region_of = {parameter: region for region in regions.values() for parameter in region.specs}
-
-    def compute() -> tuple[dict[Tensor, Tensor], str]:
-        with one_stream_of_numbers(communicator):
-            buffers, digest = materialize(
-                prepared.root,
-                [unit.sites for unit in prepared.units],
-                lambda parameter, whole: region_of[parameter].take(parameter, whole),
-            )
-        return buffers, (
-            f"initial values {digest} (where ranks differ, initialisers drew from another "
-            "generator than torch's, or read what differs between ranks)"
-        )
-
-    what = f"initialising {type(prepared.root).__name__}"
-    return regions, control_of(communicator).agree_on(what, compute)
-
-
-def assemble(
-    prepared: Prepared,
-    communicator: Communicator,
-    home: Home,
-    regions: dict[int, Region],
-    buffers: dict[Tensor, Tensor],
-) -> None:
-    """Shard what was prepared, with values of :func:`initialise`.
-
-    Raises nothing that the ranks have not agreed on before.
-    """
+    region_of, buffers = _initialise(prepared, communicator, home)
     support_slices()
     support_whole_values()
     schedule = Schedule(communicator, _watchers_of(communicator, home))
-    for other in prepared.inner:
+    for other in schedules_in(prepared.root):
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True
@@ -158,8 +118,9 @@ def assemble(
         for module in unit_plan.site_modules():
             torch_internals.detach_flat_weights(module)
     flat_param_of = dict(prepared.known)
-    for index, flat_param_plan in enumerate(prepared.flat_params):
-        region = regions.get(index) or Region(flat_param_plan, communicator, home)
+    for flat_param_plan in prepared.flat_params:
+        first = flat_param_plan.parameters[0]
+        region = region_of.get(first) or Region(flat_param_plan, communicator, home)
         flat_param = _make_flat_param(flat_param_plan, region, prepared.policy)
         flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
     for unit_plan in prepared.units:
@@ -179,6 +140,38 @@ def assemble(
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch(schedule)
+
+
+def _initialise(
+    prepared: Prepared, communicator: Communicator, home: Home
+) -> tuple[dict[Tensor, Region], dict[Tensor, Tensor]]:
+    """Give values to what is on the meta device; changes nothing of the module. Collective.
+
+    Returns:
+        The region of each parameter beside such ones, which has this rank's slices of those; and
+        the real buffer, by the one that it replaces.
+    """
+    region_of: dict[Tensor, Region] = {}
+    for plan in prepared.flat_params:
+        if any(parameter.is_meta for parameter in plan.parameters):
+            region_of |= dict.fromkeys(plan.parameters, Region(plan, communicator, home))
+    if not region_of and not meta_buffers(prepared.root):
+        return {}, {}
+
+    def compute() -> tuple[dict[Tensor, Tensor], str]:
+        with one_stream_of_numbers(communicator):
+            buffers, digest = materialize(
+                prepared.root,
+                [unit.sites for unit in prepared.units],
+                lambda parameter, whole: region_of[parameter].take(parameter, whole),
+            )
+        return buffers, (
+            f"initial values {digest} (where ranks differ, initialisers drew from another "
+            "generator than torch's, or read what differs between ranks)"
+        )
+
+    what = f"initialising {type(prepared.root).__name__}"
+    return region_of, control_of(communicator).agree_on(what, compute)
 
 
 def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import grouping
 from lightning_fsdp.core.access.by_name import schedules_in
-from lightning_fsdp.core.assembly import Prepared, assemble, initialise
+from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -35,7 +35,10 @@ from lightning_fsdp.core.safety import checks
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-_UnitModules = list[tuple[str, list[nn.Module]]]
+_Choice = tuple[ShardingPlan, list[tuple[str, list[nn.Module]]]]
+"""The plan, which was checked, and the units below a root: name and modules of each."""
+
+_Choose = Callable[[nn.Module], _Choice]
 
 
 class _Options(NamedTuple):
@@ -101,16 +104,16 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
 
-    def plan_of() -> ShardingPlan:
+    def choose(root: nn.Module) -> _Choice:
         if shard_placement_fn is not None:
             raise NotImplementedError(
                 f"fully_shard: expected None for shard_placement_fn, got {shard_placement_fn!r}. "
                 "Parameters are cut as one flat region, whatever their dimensions; leave it out."
             )
-        return replace(ZERO3, reshard_after_forward=reshard_after_forward)
+        return replace(ZERO3, reshard_after_forward=reshard_after_forward), [("", modules)]
 
     options = _Options(mesh, mp_policy, offload_policy, ignored_params, comm, state_over)
-    _shard(modules, options, plan_of=plan_of, units_of=lambda root: [("", modules)])
+    _shard(modules, options, choose)
     return module
 
 
@@ -150,14 +153,13 @@ def shard_model(
         As :func:`fully_shard`.
     """
 
-    def plan_of() -> ShardingPlan:
+    def choose(root: nn.Module) -> _Choice:
         if not isinstance(plan, ShardingPlan):
             raise TypeError(f"shard_model: expected a ShardingPlan (ZERO2, ZERO3), got {plan!r}.")
-        return plan
+        return plan, grouping.find_units(root, units)
 
     options = _Options(mesh, mp_policy, offload_policy, ignored_params, comm, state_over)
-    find_units = functools.partial(grouping.find_units, selector=units)
-    _shard([model], options, plan_of=plan_of, units_of=find_units)
+    _shard([model], options, choose)
     return model
 
 
@@ -227,33 +229,20 @@ def share_comm_ctx(modules: list[Any]) -> None:
             )
 
 
-def _shard(
-    modules: list[Any],
-    options: _Options,
-    *,
-    plan_of: Callable[[], ShardingPlan],
-    units_of: Callable[[nn.Module], _UnitModules],
-) -> None:
-    """Check everything, agree with the other ranks, then change the module.
-
-    Args:
-        modules: The modules given; more than one form a unit together.
-        options: The rest.
-        plan_of: Checks the plan.
-        units_of: Chooses the units below a root.
-    """
+def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
+    """Check everything, agree with the other ranks, then change the module."""
     # Also where the caller builds on another device, e.g. meta, or has switched gradients off.
     with torch.device("cpu"), torch.inference_mode(False):
         communicator = _open_group(options)
         what = ", ".join(type(module).__name__ for module in modules)
-        prepare = functools.partial(_prepare, modules, options, plan_of, units_of, communicator)
+        prepare = functools.partial(_prepare, modules, options, choose, communicator)
         prepared = groups.control_of(communicator).agree_on(f"sharding {what}", prepare)
         groups.connect(communicator, options.comm)
         device = communicator.device
         home = HostHome(device) if device.type == "cpu" else Home(device)
         if prepared.offload is not None:
             home = OffloadedHome(home, prepared.offload)
-        assemble(prepared, communicator, home, *initialise(prepared, communicator, home))
+        assemble(prepared, communicator, home)
 
 
 def _open_group(options: _Options) -> Communicator:
@@ -272,25 +261,21 @@ def _open_group(options: _Options) -> Communicator:
 
 
 def _prepare(
-    modules: list[Any],
-    options: _Options,
-    plan_of: Callable[[], ShardingPlan],
-    units_of: Callable[[nn.Module], _UnitModules],
-    communicator: Communicator,
+    modules: list[Any], options: _Options, choose: _Choose, communicator: Communicator
 ) -> tuple[Prepared, str]:
     """What is to be done, and a text that is equal on two ranks exactly if it is the same there."""
     checks.check_arguments(modules, options.mesh, options.mp_policy)
     groups.check_comm(communicator, options.comm)
     groups.check_state_over(options.mesh, options.state_over)
     offload = checks.read_offload_policy(options.offload_policy)
-    plan = plan_of()
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = schedules_in(root)
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)
+    plan, chosen = choose(root)
     managed = {module for module in root.modules() if unit_of(module) is not None}
     ignored = set(options.ignored_params or ())
-    units = grouping.plan_units(root, units_of(root), ignored, managed)
+    units = grouping.plan_units(root, chosen, ignored, managed)
     known = _known_flat_params(units)
     for unit in units:
         checks.check_parameters(unit, known)
@@ -306,7 +291,6 @@ def _prepare(
         offload=offload,
         units=units,
         flat_params=grouping.cut_flat_params(units),
-        inner=inner,
         known=known,
     )
     where = f"{groups.describe(communicator)}; comm={options.comm!r}"
