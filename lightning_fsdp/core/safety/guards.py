@@ -52,10 +52,6 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
-_UNKNOWN = object()
-_FLAGS = "_lightning_fsdp_access_flags"  # attribute of a flat buffer's tensor
-
-
 class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
@@ -111,10 +107,7 @@ class FreedMemory(Watcher):
             )
 
     def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
-        flags: Any = getattr(buffer.flat, _FLAGS, _UNKNOWN)
-        if flags is _UNKNOWN:
-            flags = torch_internals.access_flags(buffer.flat)
-            setattr(buffer.flat, _FLAGS, flags)
+        flags = torch_internals.access_flags(buffer.flat)
         if flags is not None:
             flags[0] = flags[2] = refused
 
