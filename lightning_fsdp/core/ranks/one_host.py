@@ -132,18 +132,18 @@ def _take_mean(
     mine: list[Piece], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
 ) -> None:
     """Read the peers' parts of a shard, and write the mean over all ranks, by blocks."""
-    for start, stop in complement([piece.extent for piece in mine], 0, shard.numel()):
+    for start, stop in complement([piece[:2] for piece in mine], 0, shard.numel()):
         shard[start:stop].zero_()
     scratch = torch.empty(len(places), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
     for index, piece in enumerate(mine):
         for start in range(0, piece.data.numel(), _BLOCK_NUMEL):
             own = piece.data[start : start + _BLOCK_NUMEL]
-            block = shard.narrow(0, piece.offset + start, own.numel())
+            block = shard.narrow(0, piece.start + start, own.numel())
             rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
             if sent_dtype == shard.dtype:  # the sum is made in the first row
                 rows[min(rows)] = block
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
-            result = pairs.mean(rows, [Piece(0, own)], rank, shard.dtype)
+            result = pairs.mean(rows, [Piece(0, own.numel(), own)], rank, shard.dtype)
             if result is not block:
                 block.copy_(result)

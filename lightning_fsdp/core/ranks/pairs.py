@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,27 +38,18 @@ def exchanges_in_pairs(backend: str, world_size: int) -> bool:
     return backend == "gloo" and world_size <= MAX_PAIRWISE_WORLD_SIZE
 
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A part of a region (or of a shard).
+class Piece(NamedTuple):
+    """Elements ``[start, stop)`` of a region (or of a shard).
 
     Attributes:
-        offset: Of its first element.
-        data: ``(n,)``.
+        start: The first one.
+        stop: Past the last one.
+        data: ``(stop - start,)``.
     """
 
-    offset: int
+    start: int
+    stop: int
     data: Tensor
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """First and past-the-last element."""
-        return self.offset, self.offset + self.data.numel()
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """First element and number of elements."""
-        return self.offset, self.data.numel()
 
 
 class PairCommunicator(Communicator):
@@ -74,9 +65,9 @@ class PairCommunicator(Communicator):
         (keeps, mine, to), shard_numel = self._cut(region), region.layout.shard_numel
         received = {peer: region.empty(shard_numel, region.sent_dtype) for peer in self._peers()}
         for row in received.values():
-            for start, stop in complement([piece.extent for piece in mine], 0, shard_numel):
+            for start, stop in complement([piece[:2] for piece in mine], 0, shard_numel):
                 row[start:stop].zero_()
-        into = {p: [row.narrow(0, *piece.place) for piece in mine] for p, row in received.items()}
+        into = {p: [row[a:b] for a, b, _ in mine] for p, row in received.items()}
         tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         works = self._exchange(what, to, into, tag)
         finish = functools.partial(mean, received, mine, self.rank, region.dtype)
@@ -86,7 +77,7 @@ class PairCommunicator(Communicator):
         """The memory of what travels of a region, what of it is for this rank, and for peers."""
         layout, numel = region.layout, region.layout.shard_numel
         pieces = [
-            Piece(layout.extent(slots)[0], region.pack(slots))
+            Piece(*layout.extent(slots), region.pack(slots))
             for slots in cut_into_runs(layout, _LARGE_NUMEL)
         ]
         shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
@@ -135,7 +126,7 @@ def _mean_in_rank_order(
     for peer in range(world_size):
         if peer == rank:
             for piece in mine:
-                shard.narrow(0, *piece.place).add_(piece.data)
+                shard[piece.start : piece.stop].add_(piece.data)
         elif peer != first:
             shard.add_(rows.pop(peer))
     return shard.div_(world_size)
@@ -145,10 +136,10 @@ def cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
     """What of ``pieces`` lies in ``[start, start + numel)``, with offsets from ``start``."""
     cut = []
     for piece in pieces:
-        low = max(piece.offset, start)
-        high = min(piece.offset + piece.data.numel(), start + numel)
+        low, high = max(piece.start, start), min(piece.stop, start + numel)
         if low < high:
-            cut.append(Piece(low - start, piece.data[low - piece.offset : high - piece.offset]))
+            data = piece.data[low - piece.start : high - piece.start]
+            cut.append(Piece(low - start, high - start, data))
     return cut
 
 
