@@ -14,6 +14,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -43,22 +44,19 @@ def expect_no_others(backend: str) -> None:
 _MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats starts over
 
 
+@dataclass
 class Trail:
     """The collectives that ranks have started, whichever of their models these belong to.
 
     Attributes:
         events: Hash of those since a pass began, and of whose pass was before.
+        model: Whose pass it is.
         continuations: The trail that last followed a trail.
     """
 
-    def __init__(self) -> None:
-        self.events = 0
-        self.continuations: dict[int, int] = {}
-        self._last = ""
-
-    def begin(self, model: str) -> None:
-        """A pass of a model begins. Models that take turns so have places of their own."""
-        self.events, self._last = hash(self._last), model
+    events: int = 0
+    model: str = ""
+    continuations: dict[int, int] = field(default_factory=dict)
 
 
 class RecordedOrder(Watcher):
@@ -86,7 +84,8 @@ class RecordedOrder(Watcher):
         trail = self._control.trail
         if self._begins:  # not before: a pass without an event may be that of one rank alone
             self._begins = False
-            trail.begin(self._model)
+            # Models that take turns so have places of their own.
+            trail.events, trail.model = hash(trail.model), self._model
         before = trail.events
         trail.events = hash((before, event, unit_name, self._model))
         # Only the last event that followed is remembered, and that is the same on all ranks. Were
@@ -156,13 +155,12 @@ class ControlGroup:
         if self._group is None:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
-        group = alive(self._group)
-        occasion, intention = "end of a backward", "ask which parameters any rank has used"
-        with self._named(occasion, intention):
+        named = "end of a backward", "ask which parameters any rank has used"
+        with self._open(*named) as group:
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
         def answer() -> Flags:
-            with self._named(occasion, intention):
+            with self._open(*named):
                 work.wait()
             return flags.bool().tolist()
 
@@ -171,18 +169,17 @@ class ControlGroup:
     def share(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
         if self._group is not None:
-            group = alive(self._group)
-            with self._named("initial values", "take what rank 0 draws from"):
+            with self._open("initial values", "take what rank 0 draws from") as group:
                 dist.broadcast(tensor, group=group, group_src=0)
 
-    def collect(self, mine: Any) -> list[Any]:
+    def collect(
+        self, mine: Any, occasion: str = "optimizer state", intention: str = "tell which there is"
+    ) -> list[Any]:
         """What every rank brings, in their order. Collective."""
-        if self._group is None:
-            return [mine] * self.world_size
-        every: list[Any] = [None] * self.world_size
-        group = alive(self._group)
-        with self._named("optimizer state", "tell which there is"):
-            dist.all_gather_object(every, mine, group=group)
+        every = [mine] * self.world_size
+        if self._group is not None:
+            with self._open(occasion, intention) as group:
+                dist.all_gather_object(every, mine, group=group)
         return every
 
     def agree(self, occasion: str, statement: str) -> None:
@@ -198,17 +195,14 @@ class ControlGroup:
         """
         if self._group is None:
             return
-        group = alive(self._group)
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
-        with self._named(occasion, statement):
+        with self._open(occasion, statement) as group:
             torch_internals.all_gather_single(digests, mine, group=group)
         if bool((digests == digests[0]).all()):
             return
-        statements: list[str | None] = [None] * self.world_size
-        with self._named(occasion, statement):
-            dist.all_gather_object(statements, f"{occasion}: {statement}", group=group)
+        statements = self.collect(f"{occasion}: {statement}", occasion, statement)
         raise RuntimeError(_describe_disagreement(self.rank, statements))
 
     def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
@@ -239,9 +233,12 @@ class ControlGroup:
         return result
 
     @contextlib.contextmanager
-    def _named(self, occasion: str, intention: str) -> Iterator[None]:
+    def _open(self, occasion: str, intention: str) -> Iterator[dist.ProcessGroup]:
+        """The group; an error of it inside names what this rank was about to do."""
+        assert self._group is not None, "there are others"
+        group = alive(self._group)
         try:
-            yield
+            yield group
         except RuntimeError as error:
             raise RuntimeError(
                 f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
@@ -266,8 +263,8 @@ def ranks_by_statement(statements: Mapping[int, str]) -> dict[str, str]:
     }
 
 
-def _describe_disagreement(rank: int, statements: Sequence[str | None]) -> str:
-    by_statement = ranks_by_statement({r: str(each) for r, each in enumerate(statements)})
+def _describe_disagreement(rank: int, statements: Sequence[str]) -> str:
+    by_statement = ranks_by_statement(dict(enumerate(statements)))
     lines = [f"  {ranks}: {statement}" for statement, ranks in by_statement.items()]
     return (
         f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
