@@ -206,7 +206,7 @@ def test_a_model_changed_after_sharding(how, word):
 def _beside_fsdp2(rank, world_size):
     model = fully_shard(mlp(), shard_placement_fn=None)
     share_comm_ctx([model, fully_shard(nn.Linear(2, 2))])
-    with pytest.raises(ValueError, match="expected sharded modules, got Linear"):
+    with pytest.raises(ValueError, match="expected a sharded module, got Linear"):
         share_comm_ctx([model, nn.Linear(2, 2)])
     model.unshard()
     with pytest.raises(RuntimeError, match=r"'mix'.*full_tensor.*unshard\(\) gathers ahead"):

@@ -173,12 +173,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: The module is not sharded, or has no such method.
     """
-    hooks = hooks_of(module)
-    if hooks is None:
-        raise ValueError(
-            f"register_forward_method: expected a sharded module, got {type(module).__name__}. "
-            "Call fully_shard first."
-        )
+    _expect_sharded(module, "register_forward_method")
     function = getattr(type(module), name, None)
     if not callable(function):
         raise ValueError(
@@ -222,11 +217,15 @@ def share_comm_ctx(modules: list[Any]) -> None:
         ValueError: One of them is not sharded.
     """
     for module in modules:
-        if not isinstance(module, nn.Module) or hooks_of(module) is None:
-            raise ValueError(
-                f"share_comm_ctx: expected sharded modules, got {type(module).__name__}. Call "
-                "fully_shard first."
-            )
+        _expect_sharded(module, "share_comm_ctx")
+
+
+def _expect_sharded(module: Any, where: str) -> None:
+    if not isinstance(module, nn.Module) or hooks_of(module) is None:
+        raise ValueError(
+            f"{where}: expected a sharded module, got {type(module).__name__}. Call fully_shard "
+            "first."
+        )
 
 
 def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
@@ -277,9 +276,7 @@ def _prepare(
     ignored = set(options.ignored_params or ())
     units = grouping.plan_units(root, chosen, ignored, managed)
     known = _known_flat_params(units)
-    for unit in units:
-        checks.check_parameters(unit, known)
-    checks.check_memory(units)
+    checks.check_parameters(units, known)
     policy = options.mp_policy or MixedPrecisionPolicy()
     checks.check_ties(known.values(), policy, offload)
     checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)

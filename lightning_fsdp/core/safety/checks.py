@@ -135,44 +135,35 @@ def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> 
         )
 
 
-def check_parameters(plan: UnitPlan, known: Container[Tensor]) -> None:
+def check_parameters(units: Iterable[UnitPlan], known: Container[Tensor]) -> None:
     """Refuse parameters that cannot be sharded, by name.
 
     Args:
-        plan: A unit to be.
+        units: To be.
         known: Parameters of units that were sharded before.
 
     Raises:
-        ValueError: A parameter is of another kind, or used in a way that slices cannot serve.
-    """
-    for parameter, sites in plan.sites.items():
-        name = plan.names[parameter]
-        if parameter in known:
-            continue  # tied to one of their parameters
-        problem = _problem_with(parameter, sites)
-        problem = problem or problem_with_use(parameter, [site.module for site in sites])
-        if problem is not None:
-            expected, got, cure = problem
-            unit = plan.name or type(plan.modules[0]).__name__
-            raise ValueError(f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}")
-
-
-def check_memory(units: Iterable[UnitPlan]) -> None:
-    """Refuse parameters that share memory: each would have slices of its own, and go its own way.
-
-    Raises:
-        ValueError: Two of them do.
+        ValueError: A parameter is of another kind, or used in a way that slices cannot serve, or
+            shares memory with another one: each would have slices of its own, and go its own way.
     """
     found: dict[int, str] = {}  # by the address of the first element
-    for parameter, name in ((p, unit.names[p]) for unit in units for p in unit.sites):
-        if type(parameter) is not nn.Parameter or parameter.is_meta or not parameter.numel():
-            continue  # sharded already, or without memory
-        if (other := found.setdefault(parameter.data_ptr(), name)) != name:
-            raise ValueError(
-                f"fully_shard: expected parameters with memory of their own, got {name!r}, which "
-                f"shares memory with {other!r}. Register one parameter in both places, which ties "
-                "them, or clone the values."
-            )
+    for plan in units:
+        for parameter, sites in plan.sites.items():
+            if parameter in known:
+                continue  # tied to one of their parameters
+            name = plan.names[parameter]
+            problem = _problem_with(parameter, sites)
+            problem = problem or problem_with_use(parameter, [site.module for site in sites])
+            if problem is None and torch_internals.has_values(parameter) and parameter.numel():
+                other = found.setdefault(parameter.data_ptr(), name)
+                cure = "Register one parameter in both places, which ties them, or clone values."
+                problem = None if other == name else ("own memory", f"that of {other!r}", cure)
+            if problem is not None:
+                expected, got, cure = problem
+                unit = plan.name or type(plan.modules[0]).__name__
+                raise ValueError(
+                    f"unit {unit!r}: expected {expected}, got {got} for {name!r}. {cure}"
+                )
 
 
 def check_ties(
@@ -184,20 +175,19 @@ def check_ties(
         ValueError: The dtypes differ, or how they are offloaded.
     """
     for flat_param in flat_params:
-        theirs = flat_param.policy.param_dtype, flat_param.policy.reduce_dtype
-        ours = policy.param_dtype, policy.reduce_dtype
-        if theirs != ours:
-            raise ValueError(
-                f"unit {flat_param.name!r}: expected one mp_policy for all units that share its "
-                f"weights, got (param_dtype, reduce_dtype) {theirs} there and {ours} here. Pass "
-                "the same policy to both calls."
-            )
-        if flat_param.home.policy != offload:
-            raise ValueError(
-                f"unit {flat_param.name!r}: expected one offload_policy for all units that share "
-                f"its weights, got {flat_param.home.policy} there and {offload} here. Pass the "
-                "same policy to both calls."
-            )
+        theirs = flat_param.policy
+        pairs = {
+            "param_dtype in mp_policy": (theirs.param_dtype, policy.param_dtype),
+            "reduce_dtype in mp_policy": (theirs.reduce_dtype, policy.reduce_dtype),
+            "offload_policy": (flat_param.home.policy, offload),
+        }
+        for what, (there, here) in pairs.items():
+            if there != here:
+                raise ValueError(
+                    f"unit {flat_param.name!r}: expected one {what} for all units that share its "
+                    f"weights, got {there} there and {here} here. Pass the same policy to both "
+                    "calls."
+                )
 
 
 def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
