@@ -41,6 +41,15 @@ def shards_in_place(module: nn.Module) -> Iterator[None]:
             unit.install_leaves()
 
 
+def _inside(unit: Unit, what: str) -> RuntimeError:
+    """The error where something is asked for while a unit computes."""
+    return RuntimeError(
+        f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} between "
+        "forwards, got it inside of the unit's own, which uses the whole parameters. Call it "
+        "after the forward."
+    )
+
+
 def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours: set[int]) -> None:
     where = f"unit {unit.name!r} (rank {unit.communicator.mesh_rank})"
     if like.device != flat_param.shard.device:
@@ -51,10 +60,7 @@ def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours:
     if not like.is_floating_point():
         raise TypeError(f"{where}: expected a floating-point dtype, got {like.dtype}.")
     if unit.has_leaves_installed:
-        raise RuntimeError(
-            f"{where}: expected to change its dtype between forwards, got it inside of one. "
-            "Call it after the forward."
-        )
+        raise _inside(unit, "another dtype")
     if flat_param.gradients is not Gradients.NONE:
         raise RuntimeError(
             f"{where}: expected to change its dtype between steps, got gradients that wait to "
@@ -70,15 +76,15 @@ def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours:
 
 
 class UnshardHandle:
-    """The gather that ``unshard(async_op=True)`` started."""
+    """The gather that ``unshard(async_op=True)`` started; of no unit, if the module has none."""
 
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
 
     def wait(self) -> None:
         """Make the current stream (on CPU: the caller) wait for the whole parameters."""
-        if self._unit is not None:
-            self._unit.wait_for_unshard()
+        for unit in self._units:
+            unit.wait_for_unshard()
 
 
 class ShardedModule(nn.Module):
@@ -112,10 +118,10 @@ class ShardedModule(nn.Module):
         Args:
             async_op: Return at once with a handle to wait on.
         """
-        hooks = self._hooks()
-        handle = UnshardHandle(hooks.unit)
-        if hooks.unit is not None:
-            hooks.schedule.gathers.start(hooks.unit)
+        units = self._units(recurse=False)
+        handle = UnshardHandle(units)
+        for unit in units:
+            self._hooks().schedule.gathers.start(unit)
         if async_op:
             return handle
         handle.wait()
@@ -127,7 +133,7 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: It is called inside of the unit's forward.
         """
-        if (unit := self._hooks().unit) is not None:
+        for unit in self._units(recurse=False):
             self._reshard(unit)
 
     def set_requires_gradient_sync(
@@ -154,8 +160,7 @@ class ShardedModule(nn.Module):
             recurse: Also for the units of inner modules.
         """
         for unit in self._units(recurse):
-            has_replicas = bool(unit.communicator.after_reduction)
-            unit.averages_replicas = requires_all_reduce or not has_replicas
+            unit.averages_replicas = requires_all_reduce
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -263,14 +268,9 @@ class ShardedModule(nn.Module):
         options = dict(zip(("strict", "assign"), args, strict=False), **kwargs)
         if options.pop("assign", False):
             self._check_dtypes(state_dict)
-        computing = [unit for unit in units_in(self) if unit.has_leaves_installed]
-        if computing:
-            raise RuntimeError(
-                f"load_state_dict: expected to be called between forwards, got it inside of that "
-                f"of unit {computing[0].name!r} (rank {computing[0].communicator.mesh_rank}), "
-                "whose whole copy would take the values and be freed with them. Call it after the "
-                "forward."
-            )
+        for unit in units_in(self):
+            if unit.has_leaves_installed:  # which would take the values, and be freed with them
+                raise _inside(unit, "load_state_dict()")
         return super().load_state_dict(state_dict, **options)
 
     def _check_dtypes(self, state_dict: Mapping[str, Any]) -> None:
@@ -344,11 +344,7 @@ class ShardedModule(nn.Module):
 
     def _reshard(self, unit: Unit) -> None:
         if self._hooks().schedule.is_running(unit):
-            raise RuntimeError(
-                f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected reshard() "
-                "between forwards, got it inside of the unit's own, which uses the parameters. "
-                "Call it after the forward."
-            )
+            raise _inside(unit, "reshard()")
         unit.reshard(is_stale=True)  # writes may have come that torch does not count
 
     def _hooks(self) -> ModuleHooks:
