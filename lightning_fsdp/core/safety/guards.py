@@ -1,8 +1,8 @@
 """What was kept of a whole copy beyond its time is an error, not the end of the process.
 
 Code can keep a leaf (``self.kept = self.linear.weight``), a view of it or a numpy array from inside
-a forward, and a backward can reach a unit by a way that nobody announced. Without memory most
-kernels would follow a null pointer. So a leaf changes its class with its memory, and one without
+a forward, and a backward can reach a unit through a tensor that is neither an output of it nor a
+loss that it keeps. Without memory most kernels would follow a null pointer. So a leaf changes its class with its memory, and one without
 memory answers no operation; of a storage without memory, every access raises.
 """
 
@@ -95,7 +95,12 @@ class FreedMemory(Watcher):
 
     def _explain_memory(self, flat_param: FlatParameter, spec: ShardSpec) -> None:
         if flat_param.buffer.flat.untyped_storage().nbytes() == 0:
-            raise RuntimeError(_describe_assigned(spec))
+            raise RuntimeError(
+                f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank}): expected it to be "
+                "written to in place, got another tensor for its .data, assigned inside of a "
+                "forward, which no gather fills. Write between forwards, with copy_ under "
+                "torch.no_grad()."
+            )
         if flat_param not in self._warned:
             self._warned.add(flat_param)
             _log.warning(
@@ -110,11 +115,3 @@ class FreedMemory(Watcher):
         flags = torch_internals.access_flags(buffer.flat)
         if flags is not None:
             flags[0] = flags[2] = refused
-
-
-def _describe_assigned(spec: ShardSpec) -> str:
-    return (
-        f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank}): expected it to be written "
-        "to in place, got another tensor for its .data, assigned inside of a forward, which no "
-        "gather fills. Write between forwards, with copy_ under torch.no_grad()."
-    )
