@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -260,18 +260,16 @@ class Lines:
                 self.hang_up(f"the thread that reads has failed with {error!r}")
 
     def _listen(self) -> None:
-        calls: dict[int, Callable[[], bool | None]] = {}
+        poll = selectors.PollSelector()
         for rank, line in self._from.items():
-            calls[line.fileno()] = functools.partial(self._receive, rank)
+            poll.register(line, selectors.EVENT_READ, functools.partial(self._receive, rank))
         for peer, process in self._processes.items():  # when it ends, its line does
-            calls[process] = functools.partial(_shut, self._from[peer])
-        poll = select.poll()
-        for descriptor in calls:
-            poll.register(descriptor, select.POLLIN)
+            end = functools.partial(_shut, self._from[peer])
+            poll.register(process, selectors.EVENT_READ, end)
         while self._rank not in self._lost:
-            for descriptor, _ in poll.poll():
-                if not calls[descriptor]():
-                    poll.unregister(descriptor)
+            for ready, _ in poll.select():
+                if not ready.data():
+                    poll.unregister(ready.fileobj)
 
     def _receive(self, rank: int) -> bool:
         """Take in one message; ``False`` where none will come any more."""
