@@ -102,17 +102,29 @@ def way(model):
     return way_of(hooks_of(model).schedule.communicator)
 
 
-def choose(rank, world_size):
-    mesh, traces = new_mesh(2), []
+def choose_and_train(rank, world_size, shape, state_over):
+    mesh, traces = new_mesh(*shape), []
     for comm in ("pairs", "direct", "auto"):
         task = TASKS["mlp"]
         torch.manual_seed(0)
-        model = shard_model(task.build(), mesh=mesh, comm=comm)
+        model = shard_model(task.build(), mesh=mesh, comm=comm, state_over=state_over)
         assert way(model) == ("pairs" if comm == "pairs" else "direct")
         optimizer = OPTIMIZERS["adamw"](model.parameters())
-        traces.append(train_on_rank(model, batches_for("mlp", 2), task.loss, optimizer, rank))
+        batches = batches_for("mlp", world_size)
+        traces.append(train_on_rank(model, batches, task.loss, optimizer, rank))
     for trace in traces[1:]:
         assert_traces_match(trace, traces[0], atol=0, what="comm")
+
+
+@pytest.mark.parametrize(
+    ("shape", "state_over"), [((2,), "replica"), ((2, 2), "replica"), ((2, 2), "all")]
+)
+def test_whichever_way_data_moves_the_bits_are_the_same(shape, state_over):
+    run_on_ranks(choose_and_train, torch.Size(shape).numel(), shape, state_over)
+
+
+def choose(rank, world_size):
+    mesh = new_mesh(2)
     model = torch.nn.Sequential(layer(), torch.nn.Linear(5, 4))
     fully_shard(model[0], mesh=mesh, comm="pairs")  # each call has its own
     fully_shard(model, mesh=mesh, comm="direct")
@@ -169,7 +181,7 @@ def test_other_backends_have_their_own_collectives_alone():
     run_on_ranks(choose_where_there_is_no_choice, 2, backend=PLAIN)
 
 
-def choose_what_one_rank_is_refused(rank, world_size, shape):
+def choose_what_one_rank_is_refused(rank, world_size, shape, state_over):
     if rank == 3:
 
         def refuse(*args):
@@ -180,17 +192,22 @@ def choose_what_one_rank_is_refused(rank, world_size, shape):
     with pytest.raises(
         RuntimeError, match=r"comm='direct'(?s:.)*rank \d: \[Errno 1\] Operation not"
     ):
-        fully_shard(model, mesh=mesh, comm="direct")
+        fully_shard(model, mesh=mesh, comm="direct", state_over=state_over)
     assert type(model.weight) is torch.nn.Parameter
-    fully_shard(model, mesh=mesh)(torch.ones(2, 6)).sum().backward()
+    fully_shard(model, mesh=mesh, state_over=state_over)(torch.ones(2, 6)).sum().backward()
     return way(model)
 
 
 @pytest.mark.parametrize(
-    ("shape", "ways"), [((4,), ["pairs"] * 4), ((2, 2), ["direct"] * 2 + ["pairs"] * 2)]
+    ("shape", "state_over", "ways"),
+    [
+        ((4,), "replica", ["pairs"] * 4),
+        ((2, 2), "replica", ["direct"] * 2 + ["pairs"] * 2),
+        ((2, 2), "all", ["direct"] * 2 + ["pairs"] * 2),
+    ],
 )
-def test_who_insists_on_memory_that_may_not_be_read_is_told_on_all_ranks(shape, ways):
-    assert run_on_ranks(choose_what_one_rank_is_refused, 4, shape) == ways
+def test_who_insists_on_memory_that_may_not_be_read_is_told_on_all_ranks(shape, state_over, ways):
+    assert run_on_ranks(choose_what_one_rank_is_refused, 4, shape, state_over) == ways
 
 
 def _descriptors():

@@ -126,12 +126,12 @@ def connect(communicator: Communicator, comm: Comm = "auto") -> None:
     if isinstance(communicator, HostsCommunicator):
         communicator.open(_group_of_all(communicator))
         connect(communicator.column, "pairs" if comm == "pairs" else "auto")
-        communicator = communicator.row
-    if not isinstance(communicator, OneHostCommunicator):
+    row = _parts(communicator)[0]
+    if not isinstance(row, OneHostCommunicator):
         return
-    communicator.connect(may_read=comm != "pairs")
+    row.connect(may_read=comm != "pairs")
     if comm == "direct":
-        what, refusal = "reading each other's memory (comm='direct')", communicator.refusal
+        what, refusal = "reading each other's memory (comm='direct')", row.refusal
         control_of(communicator).agree(what, f"refused, {refusal}" if refusal else "permitted")
         if refusal:
             raise RuntimeError(
