@@ -2,8 +2,9 @@
 
 Code can keep a leaf (``self.kept = self.linear.weight``), a view of it or a numpy array from inside
 a forward, and a backward can reach a unit through a tensor that is neither an output of it nor a
-loss that it keeps. Without memory most kernels would follow a null pointer. So a leaf changes its class with its memory, and one without
-memory answers no operation; of a storage without memory, every access raises.
+loss that it keeps. Without memory most kernels would follow a null pointer. So a leaf changes its
+class with its memory, and one without memory answers no operation; of a storage without memory,
+every access raises.
 """
 
 from __future__ import annotations
