@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, cast
@@ -251,19 +252,14 @@ def _make_unit(
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
     ModuleHooks(module, unit, schedule)
-    module.__class__ = _sharded_class(type(module))
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
     torch_internals.enter_as_sharded(module)
 
 
+@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One class for all modules of a class: compiled code of one serves the others."""
-    if cls not in _sharded_classes:
-        namespace = {"__module__": cls.__module__}
-        _sharded_classes[cls] = type(cls.__name__, (ShardedModule, cls), namespace)
-    return _sharded_classes[cls]
-
-
-_sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
+    return type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
 
 
 def _rename(root: nn.Module, schedule: Schedule) -> None:

@@ -126,7 +126,7 @@ class ControlGroup:
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
-        self.trail, self._num_models = Trail(), 0
+        self.trail, self._numbers = Trail(), itertools.count(1)
         self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self.has_others = self.world_size > 1 and data_backend not in _without_others
@@ -138,8 +138,7 @@ class ControlGroup:
 
     def model_names(self) -> Iterator[str]:
         """Names of a module that all ranks are about to shard, and of its copies."""
-        self._num_models += 1
-        name = f"sharded module {self._num_models}"
+        name = f"sharded module {next(self._numbers)}"
         yield name
         yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
