@@ -209,4 +209,4 @@ def close(access: ReadableGradients | None) -> None:
 
 def square_of(gradient: Tensor) -> Tensor:
     """The sum of squares, 0-d fp64; no waiting for the device."""
-    return partial_norm([gradient], 2.0, gradient.device)
+    return partial_norm([gradient], 2.0, gradient.device) ** 2

@@ -39,7 +39,7 @@ from lightning_fsdp.core.optimizers.whole_tensors import (
 )
 from lightning_fsdp.core.ranks.groups import communicator_of
 from lightning_fsdp.core.safety import checks
-from lightning_fsdp.core.tensors.norms import partial_norm, total_norm
+from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import (
@@ -423,7 +423,7 @@ class NativeEngine(Engine):
     @override
     def norm_of(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         mine = partial_norm(gradients, norm_type, self.device)
-        return total_norm(self.of_replica(mine), norm_type).float()
+        return norm_of_norms(self.of_replica(mine), norm_type).float()
 
     def of_replica(self, number: Tensor) -> Tensor:
         """``(n,)``: a 0-d tensor of every rank of a replica, in rank order. Collective.

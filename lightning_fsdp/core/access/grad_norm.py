@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices
-from lightning_fsdp.core.tensors.norms import partial_norm, total_norm
+from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 
@@ -99,10 +99,10 @@ def global_norm(
         device = home
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
-        # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
+        # Gathered and joined in rank order: an all-reduce need not give every rank the same bits.
         parts = all_gather_slices(communicator, parts, "norm of gradients").view(-1)
     parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
-    return total_norm(parts, norm_type).float().to(home)
+    return norm_of_norms(parts, norm_type).float().to(home)
 
 
 def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
-from lightning_fsdp.core.tensors.norms import partial_norm, total_norm
+from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle, refuse
 from lightning_fsdp.core.tensors.slices import slices_beside
 
@@ -120,7 +120,7 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     dtype = func(tensor.to_local().new_zeros(1), *args[1:], **kwargs).dtype
     norm_type = float(args[1]) if len(args) > 1 else 2.0
     part = partial_norm([tensor.to_local()], norm_type, tensor.device)
-    return total_norm(_of_ranks(tensor, part, func), norm_type).to(dtype)
+    return norm_of_norms(_of_ranks(tensor, part, func), norm_type).to(dtype)
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
