@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
-from typing_extensions import override
 
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.sharded import ShardSpec
@@ -20,29 +19,39 @@ from lightning_fsdp.core.torch_internals import has_values
 NOBODY = -1
 
 
-class Slices(Protocol):
-    """How an implementation of sharding cuts parameters."""
+class Slices:
+    """How parameters are cut: by this core. Engines over torch's FSDPs derive their own way."""
 
     def is_sharded(self, parameter: Tensor) -> bool:
         """Others stay as they are: every rank has and steps them."""
+        return isinstance(parameter, ShardedTensor)
 
-    def cut(self, parameter: Tensor) -> tuple[str, Communicator, Cut]:
+    def cut(self, parameter: Any) -> tuple[str, Communicator, Cut]:
         """Its name in ``named_parameters()``, over which ranks it is cut, and who holds what."""
+        spec: ShardSpec = parameter.spec
+        slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
+        ranges = tuple((piece.start, piece.stop) for piece in slices)
+        return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
 
-    def local(self, tensor: Tensor) -> Tensor:
+    def local(self, tensor: Any) -> Tensor:
         """``(n,)``, what this rank holds of a parameter or its gradient, sharing memory."""
+        local: Tensor = tensor.to_local()
+        return local
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """The reduced gradient."""
+        return parameter.grad
 
-    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
+    def sharded(self, parameter: Any, local: Tensor) -> Tensor:
         """What stands for state of a parameter of which this rank has ``local``, ``(n,)``."""
+        return ShardedTensor(local, parameter.spec)
 
     def unsharded(self, value: Any) -> Any:
         """``(n,)``, what this rank has of such state; anything else is returned."""
+        return value.to_local() if isinstance(value, ShardedTensor) else value
 
     def check(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if a gradient is not reduced."""
+        """Raise if a gradient is not reduced. Here, whoever watches the optimizer does."""
 
 
 @dataclass(eq=False)
@@ -115,44 +124,3 @@ class Piece:
     def is_cut(self) -> bool:
         """Whether others than the owner hold elements."""
         return self.cut.num_held(self.owner) < self.cut.numel
-
-
-class ShardedTensors(Slices):
-    """Slices as this core has them."""
-
-    @override
-    def is_sharded(self, parameter: Tensor) -> bool:
-        return isinstance(parameter, ShardedTensor)
-
-    @override
-    def cut(self, parameter: Tensor) -> tuple[str, Communicator, Cut]:
-        spec = _spec_of(parameter)
-        slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
-        ranges = tuple((piece.start, piece.stop) for piece in slices)
-        return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
-
-    @override
-    def local(self, tensor: Tensor) -> Tensor:
-        assert isinstance(tensor, ShardedTensor), "of the others, nobody asks"
-        return tensor.to_local()
-
-    @override
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad
-
-    @override
-    def sharded(self, parameter: Tensor, local: Tensor) -> Tensor:
-        return ShardedTensor(local, _spec_of(parameter))
-
-    @override
-    def unsharded(self, value: Any) -> Any:
-        return value.to_local() if isinstance(value, ShardedTensor) else value
-
-    @override
-    def check(self, parameters: Sequence[Tensor]) -> None:
-        pass  # whoever watches the optimizer does
-
-
-def _spec_of(parameter: Tensor) -> ShardSpec:
-    assert isinstance(parameter, ShardedTensor), "of the others, nobody asks"
-    return parameter.spec

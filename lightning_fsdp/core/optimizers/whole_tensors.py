@@ -37,7 +37,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import (
     steps_whole_tensors,
 )
 from lightning_fsdp.core.optimizers.owners import Cut, assign
-from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, ShardedTensors, Slices
+from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Slices
 from lightning_fsdp.core.optimizers.travel import from_owners, grouped, to_owners
 from lightning_fsdp.core.optimizers.twin import Twin
 from lightning_fsdp.core.ranks.groups import control_of
@@ -297,7 +297,7 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
     if example is None or not steps_whole_tensors(optimizer, example.spec.name):
         return None
-    return let_step_whole_tensors(optimizer, ShardedTensors())
+    return let_step_whole_tensors(optimizer, Slices())
 
 
 def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors:
