@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import threading
 import weakref
 from collections.abc import Collection
@@ -27,7 +26,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
@@ -38,14 +37,8 @@ from lightning_fsdp.core.tensors.unreduced_gradient import (
     zero_gradient,
 )
 
-# Per optimizer, which state it had when that was last looked through, and its entries: how many,
-# and how many of them sharded.
-_states_seen: weakref.WeakKeyDictionary[Optimizer, tuple[int, int, int]] = (
-    weakref.WeakKeyDictionary()
-)
 # In the order in which they came, the same on all ranks.
-_schedules: weakref.WeakValueDictionary[int, Schedule] = weakref.WeakValueDictionary()
-_numbers = itertools.count()
+_schedules: weakref.WeakKeyDictionary[Schedule, None] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # models may be sharded in one thread while another one steps
 
 
@@ -53,13 +46,13 @@ def watch(*schedules: Schedule) -> None:
     """Let optimizer steps be checked, and free these schedules' kept copies after them."""
     with _lock:
         _register_once()
-        _schedules.update((next(_numbers), s) for s in schedules if s not in _schedules.values())
+        _schedules.update(dict.fromkeys(schedules))
 
 
 def schedules() -> list[Schedule]:
     """All that are watched now."""
     with _lock:
-        return list(_schedules.values())
+        return list(_schedules)
 
 
 @functools.cache
@@ -72,7 +65,7 @@ def _register_once() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _refuse_whole_copies(optimizer)
     sharded = _sharded_in(optimizer)
-    whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
+    whole_tensors = whole_tensors_of(optimizer)
     if whole_tensors is not None:
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
@@ -103,8 +96,7 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _sharded_in(optimizer: Optimizer) -> set[int]:
-    groups = optimizer.param_groups
-    return {id(p) for group in groups for p in group["params"] if isinstance(p, ShardedTensor)}
+    return {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
 
 
 def _refuse_whole_copies(optimizer: Optimizer) -> None:
@@ -113,7 +105,7 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: Names the parameter.
     """
-    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
+    for parameter in parameters_of(optimizer):
         if (spec := spec_of_leaf(parameter)) is not None:
             raise RuntimeError(
                 f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
@@ -181,25 +173,12 @@ def _shard_whole_state(optimizer: Optimizer, owned: Collection[int]) -> None:
 
     Not of parameters that owners step, by ``id``.
     """
-    if _states_seen.get(optimizer) == _summary(optimizer):
-        return
     for parameter, state in optimizer.state.items():
         if not isinstance(parameter, ShardedTensor) or id(parameter) in owned:
             continue
         for key, value in state.items():
             if type(value) is not ShardedTensor and key not in SCALARS:
                 state[key] = slice_state(parameter, key, value)
-    _states_seen[optimizer] = _summary(optimizer)
-
-
-def _summary(optimizer: Optimizer) -> tuple[int, int, int]:
-    # Some optimizers have entries that are no parameter's.
-    entries = [values for values in optimizer.state.values() if isinstance(values, dict)]
-    kinds = list(map(type, itertools.chain.from_iterable(map(_values_of, entries))))
-    return id(optimizer.state), len(kinds), kinds.count(ShardedTensor)
-
-
-_values_of = operator.methodcaller("values")
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
