@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.ranks.exchange import exchange
+from lightning_fsdp.core.ranks.groups import control_of
 
 _BUCKET_BYTES = 2**25
 """That travel at once, per rank on average; a tensor of one owner may be larger."""
@@ -21,6 +23,13 @@ def grouped(pieces: Iterable[Piece]) -> dict[Communicator, list[Piece]]:
     for piece in pieces:
         by_group.setdefault(piece.communicator, []).append(piece)
     return by_group
+
+
+def collect(communicator: Communicator, mine: Any) -> list[Any]:
+    """What each rank of the sharding group brings, in their order. Collective, replicas too."""
+    control = control_of(communicator)
+    every = control.collect(mine)
+    return [every[control.ranks.index(rank)] for rank in communicator.ranks]
 
 
 def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

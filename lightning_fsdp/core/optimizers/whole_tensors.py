@@ -38,7 +38,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import (
 )
 from lightning_fsdp.core.optimizers.owners import Cut, assign
 from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Slices
-from lightning_fsdp.core.optimizers.travel import from_owners, grouped, to_owners
+from lightning_fsdp.core.optimizers.travel import collect, from_owners, grouped, to_owners
 from lightning_fsdp.core.optimizers.twin import Twin
 from lightning_fsdp.core.ranks.groups import control_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -56,7 +56,6 @@ class WholeTensors:
         self._optimizer = weakref.ref(optimizer)
         self._slices = slices
         self._pieces: dict[int, Piece] = {}  # by ``id`` of the parameter
-        self._is_agreed = False
         self._twin: Twin | None = None  # while a step runs, or after one that raised
         self._stepped: list[Piece] = []
 
@@ -119,8 +118,6 @@ class WholeTensors:
     def _gather(self, check: Callable[[], None]) -> None:
         """Let owners have whole gradients, and whole parameters that somebody has changed."""
         pieces = self.pieces()
-        if not self._is_agreed:
-            self._agree()
         check()
         self._slices.check([piece.parameter for piece in pieces])
         gradients = [self._slices.gradient(piece.parameter) for piece in pieces]
@@ -199,7 +196,6 @@ class WholeTensors:
                 for p, group in of_groups
                 if id(p) in sharded
             }
-            self._is_agreed = False
             self._give_owners()
         for piece in self._pieces.values():
             if not piece.is_here:  # of before it was sharded, or loaded by every rank
@@ -250,13 +246,25 @@ class WholeTensors:
                 )
 
     def _give_owners(self) -> None:
+        """Agree on who steps what. Collective.
+
+        Raises:
+            RuntimeError: Ranks step different parameters.
+        """
+        name = type(self.optimizer).__name__
         for communicator, pieces in grouped(self._pieces.values()).items():
-            loads = [0] * communicator.world_size
+            stepped = ", ".join(
+                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in pieces
+            )
+            control_of(communicator).agree(
+                "optimizer over whole tensors", f"{name} steps {stepped}"
+            )
             self._find_owners(communicator, [p for p in pieces if p.owner == NOBODY])
-            new = [piece for piece in pieces if piece.owner == NOBODY]
+            loads = [0] * communicator.world_size
             for piece in pieces:
                 if piece.owner != NOBODY and not piece.is_slice:
                     loads[piece.owner] += piece.cut.work
+            new = [piece for piece in pieces if piece.owner == NOBODY]
             for piece, owner in zip(new, assign([p.cut for p in new], loads), strict=True):
                 piece.owner = owner
             for piece in pieces:
@@ -265,24 +273,11 @@ class WholeTensors:
 
     def _find_owners(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
         """Of a copy's parameters, who has the state owns them. Collective."""
-        control, state = control_of(communicator), self.optimizer.state
-        have = control.collect([bool(state.get(piece.parameter)) for piece in pieces])
-        of_rank = [have[control.ranks.index(rank)] for rank in communicator.ranks]
-        for piece, has_state in zip(pieces, zip(*of_rank, strict=True), strict=True):
+        state = self.optimizer.state
+        have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
+        for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
             if sum(has_state) == 1:
                 piece.owner = has_state.index(True)
-
-    def _agree(self) -> None:
-        """Let ranks find out at once that they step different parameters."""
-        for communicator, pieces in grouped(self.known()).items():
-            stepped = ", ".join(
-                f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape} by rank {p.owner}"
-                for p in pieces
-            )
-            control_of(communicator).agree(
-                "optimizer over whole tensors", f"{type(self.optimizer).__name__} steps {stepped}"
-            )
-        self._is_agreed = True
 
 
 def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
