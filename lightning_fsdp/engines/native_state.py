@@ -5,7 +5,6 @@ One parameter is whole at a time, beside the result.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing_extensions import override
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.whole_state import (
     Owned,
-    kept_by_owners,
+    kept_of,
     map_leaves,
     owned_places,
     state_of_all,
@@ -224,13 +223,11 @@ def load_full_optimizer_state_dict(
     engine: Pieces, optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any]
 ) -> None:
     """Every rank keeps its pieces of a state that every rank brings."""
-    owned = owned_places(optimizer)
-    mine = kept_by_owners(optimizer, state["state"])
-    for index, values in state["state"].items():
-        if not isinstance(index, int):  # of no parameter
-            mine[index] = copy.deepcopy(values)
-        elif index not in owned:
-            mine[index] = {key: cut_state(engine, names[index], v) for key, v in values.items()}
+
+    def cut(place: int, key: str, value: Any) -> Any:
+        return cut_state(engine, names[place], value)
+
+    mine = kept_of(optimizer, state["state"], cut)
     optimizer.load_state_dict({**state, "state": mine})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,9 +12,8 @@ from torch.optim import Optimizer
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.whole_state import (
     Owned,
-    kept_by_owners,
+    kept_of,
     map_leaves,
-    owned_places,
     state_of_all,
 )
 from lightning_fsdp.core.state.full_state import mesh_rank_of, whole_of
@@ -33,23 +31,17 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
         As ``optimizer.state_dict()``, with whole plain tensors on the host.
     """
     state_dict: dict[str, Any] = optimizer.state_dict()
-    state = state_of_all(optimizer, state_dict["state"])
     is_owner = mesh_rank_of(parameters_of(optimizer)) == 0 or not rank0_only
 
     def whole(value: Any) -> Any:
         if isinstance(value, Owned):
             made = value.whole(value.value, rank0_only=rank0_only)
             return made if made.is_meta else made.cpu()
-        if isinstance(value, Tensor):
-            return whole_of(value, to_host=True, rank0_only=rank0_only)
-        return value
+        made = whole_of(value, to_host=True, rank0_only=rank0_only)
+        return made if is_owner else None  # freed before the next one is made
 
-    whole_state = {}
-    for index, values in state.items():
-        of_parameter = map_leaves(whole, values)
-        if is_owner:
-            whole_state[index] = of_parameter
-    return {**state_dict, "state": whole_state}
+    state = map_leaves(whole, state_of_all(optimizer, state_dict["state"]))
+    return {**state_dict, "state": state if is_owner else {}}
 
 
 def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -59,13 +51,12 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
         optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
         state_dict: The same on every rank.
     """
-    parameters, owned = parameters_of(optimizer), owned_places(optimizer)
-    state = kept_by_owners(optimizer, state_dict["state"])
-    for index, values in state_dict["state"].items():
-        if not isinstance(index, int):  # of no parameter
-            state[index] = copy.deepcopy(values)
-        elif index not in owned:
-            state[index] = {k: slice_state(parameters[index], k, v) for k, v in values.items()}
+    parameters = parameters_of(optimizer)
+
+    def cut(place: int, key: str, value: Any) -> Any:
+        return slice_state(parameters[place], key, value)
+
+    state = kept_of(optimizer, state_dict["state"], cut)
     optimizer.load_state_dict({**state_dict, "state": state})
 
 

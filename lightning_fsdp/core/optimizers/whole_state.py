@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.pieces import Piece
+from lightning_fsdp.core.optimizers.travel import collect, grouped
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
-from lightning_fsdp.core.ranks.groups import control_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class Owned:
     value: Tensor
 
     def whole(self, value: Tensor, *, rank0_only: bool = False) -> Tensor:
-        """A copy on every rank of the sharding group, or on its rank 0. Collective.
+        """A copy on every rank, or on the first of those that train together. Collective.
 
         Args:
             value: As :attr:`value`, of now or kept since.
@@ -51,14 +52,7 @@ class Owned:
             whole.copy_(value)
         move = collect_each if rank0_only else broadcast_each
         move(communicator, {self.owner: whole.view(-1)}, "optimizer state")
-        return whole.to("meta") if rank0_only and me != 0 else whole
-
-
-class _Outline(NamedTuple):
-    """What others are told of a tensor of state."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+        return whole.to("meta") if rank0_only and communicator.mesh_rank != 0 else whole
 
 
 def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
@@ -89,13 +83,9 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
         for place, piece in owned.items()
         if piece.is_here and place in state
     }
-    told: dict[Communicator, list[Any]] = {}
+    told = {group: collect(group, outlines) for group in grouped(owned.values())}
     for place, piece in owned.items():
-        communicator = piece.communicator
-        control = control_of(communicator)
-        if communicator not in told:
-            told[communicator] = control.collect(outlines)
-        of_owner = told[communicator][control.ranks.index(communicator.ranks[piece.owner])]
+        of_owner = told[piece.communicator][piece.owner]
         every.pop(place, None)
         if place in of_owner:
             values = state[place] if piece.is_here else of_owner[place]
@@ -103,13 +93,26 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
-def kept_by_owners(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Of a whole state that every rank brings, what this one owns, in memory of its own."""
-    return {
-        place: map_leaves(functools.partial(_copied_to, piece.local.device), state[place])
-        for place, piece in owned_places(optimizer).items()
-        if piece.is_here and place in state
-    }
+def kept_of(
+    optimizer: Optimizer, state: Mapping[Any, Any], cut: Callable[[int, str, Any], Any]
+) -> dict[Any, Any]:
+    """Of a whole state that every rank brings, what this one keeps, in memory of its own.
+
+    Args:
+        optimizer: Any.
+        state: By the place of the parameter; what is under other keys is the optimizer's own.
+        cut: Takes a place, key and value of what owners do not step, and gives this rank's part.
+    """
+    owned, kept = owned_places(optimizer), {}
+    for place, values in state.items():
+        if not isinstance(place, int):
+            kept[place] = copy.deepcopy(values)
+        elif place not in owned:
+            kept[place] = {key: cut(place, key, value) for key, value in values.items()}
+        elif owned[place].is_here:
+            copied = functools.partial(_copied_to, owned[place].local.device)
+            kept[place] = map_leaves(copied, values)
+    return kept
 
 
 def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -139,15 +142,16 @@ def _copied_to(device: torch.device, value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return _Outline(tuple(value.shape), value.dtype)
-    return value.cpu() if isinstance(value, Tensor) else value
+    """What others are told: of a tensor of state shape and dtype, of a number all."""
+    if not isinstance(value, Tensor):
+        return value
+    if not value.dim():
+        return value.cpu()
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _owned(piece: Piece, value: Any) -> Any:
-    if isinstance(value, _Outline):
-        none = piece.local.new_empty(0, dtype=value.dtype)
-        return Owned(piece.owner, piece.communicator, torch.Size(value.shape), none)
-    if isinstance(value, Tensor) and value.dim():
-        return Owned(piece.owner, piece.communicator, value.shape, value.detach())
-    return value
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    mine = value.detach() if piece.is_here else piece.local.new_empty(0, dtype=value.dtype)
+    return Owned(piece.owner, piece.communicator, value.shape, mine)

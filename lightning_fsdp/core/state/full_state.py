@@ -34,15 +34,11 @@ def full_state_dict(
     copies: dict[tuple[int, int], Tensor] = {}
     is_owner = mesh_rank_of(module.parameters()) == 0 or not rank0_only
     for name, value in module.state_dict().items():
-        if not isinstance(value, Tensor):  # extra state of a module
-            whole = value
-        elif not isinstance(value, ShardedTensor):
+        whole = copies.get(value.identity) if isinstance(value, ShardedTensor) else None
+        if whole is None:
             whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
-        else:
-            if value.identity not in copies:
-                whole = whole_of(value, to_host=cpu_offload, rank0_only=rank0_only)
-                copies[value.identity] = whole
-            whole = copies[value.identity]
+        if isinstance(value, ShardedTensor):
+            copies[value.identity] = whole
         if is_owner:
             state[name] = whole
     return state
@@ -64,8 +60,13 @@ def load_full_state_dict(
     return module.load_state_dict(dict(state), strict=strict)
 
 
-def whole_of(value: Tensor, *, to_host: bool, rank0_only: bool) -> Tensor:
-    """A sharded tensor in its original shape, or a copy of a plain one. Collective."""
+def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
+    """A sharded tensor in its original shape, a copy of a plain one, or what else it is.
+
+    Collective.
+    """
+    if not isinstance(value, Tensor):
+        return value
     if not isinstance(value, ShardedTensor):
         whole = value.detach().clone()
     else:
