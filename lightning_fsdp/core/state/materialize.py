@@ -26,9 +26,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -84,23 +83,8 @@ def materialize(
     return buffers, digest.hexdigest()
 
 
-@dataclass(eq=False)
-class _Batch:
-    """What is real at one time.
-
-    Attributes:
-        parameters: The one place of each parameter that is initialised, and the parameter.
-        buffers: Likewise.
-        owners: The modules that hold them.
-    """
-
-    parameters: list[tuple[Site, Tensor]] = field(default_factory=list)
-    buffers: list[tuple[Site, Tensor]] = field(default_factory=list)
-    owners: set[nn.Module] = field(default_factory=set)
-
-    def add(self, tensors: list[tuple[Site, Tensor]], site: Site, tensor: Tensor) -> None:
-        tensors.append((site, tensor))
-        self.owners.add(site.module)
+_Batch = list[tuple[Site, Tensor]]
+"""What is real at one time: parameters and buffers, each with its one place."""
 
 
 class _Tree:
@@ -116,37 +100,38 @@ class _Tree:
         self.names = {module: name for name, module in root.named_modules()}
         self.position: dict[nn.Module, int] = {}
         self.models: dict[nn.Module, nn.Module | None] = {}
-        self._parents: dict[nn.Module, list[nn.Module]] = {module: [] for module in self.names}
         self._visit(root, None)
         self._original = {m: (dict(m._parameters), dict(m._buffers)) for m in self.names}
         self._shields: dict[Tensor, Tensor] = {}
 
     def plan(self, groups: Sequence[Mapping[Tensor, Sequence[Site]]]) -> list[_Batch]:
-        """Which tensors are real together; batches in the order of a constructor."""
-        order = {module: index for index, module in enumerate(self.names)}
-        batches = [_Batch() for _ in groups]
-        first: dict[Tensor, tuple[int, _Batch, Site]] = {}
-        for batch, group in zip(batches, groups, strict=True):
-            for parameter, sites in group.items():
-                for site in sites if parameter.is_meta else ():
-                    place = (order[site.module], batch, site)
-                    if parameter not in first or place[0] < first[parameter][0]:
-                        first[parameter] = place
-        batch_of: dict[nn.Module, _Batch] = {}
-        for parameter, (_, batch, site) in first.items():
-            batch.add(batch.parameters, site, parameter)
-            batch_of[site.module] = batch
+        """Which tensors are real together; batches in the order of a constructor.
+
+        Those of a group are, each in the first of its places, and buffers with what is beside them.
+        """
+        batch_at: dict[tuple[nn.Module, str], _Batch] = {}
+        for group in groups:
+            batch: _Batch = []
+            batch_at.update(((s.module, s.name), batch) for sites in group.values() for s in sites)
+        batches: dict[int, _Batch] = {}
         seen: set[Tensor] = set()
-        for module, (_, buffers) in self._original.items():
-            for name, buffer in buffers.items():
-                if buffer is not None and buffer.is_meta and buffer not in seen:
-                    seen.add(buffer)
-                    if module not in batch_of:
-                        batch_of[module] = _Batch()
-                        batches.append(batch_of[module])
-                    batch_of[module].add(batch_of[module].buffers, Site(module, name), buffer)
-        batches = [batch for batch in batches if batch.owners]
-        return sorted(batches, key=lambda batch: max(self.position[m] for m in batch.owners))
+        for module, (parameters, buffers) in self._original.items():
+            batch = []  # of buffers that have no such parameter beside them
+            for name, tensor in (*parameters.items(), *buffers.items()):
+                if tensor is None or not tensor.is_meta or tensor in seen:
+                    continue
+                if name in parameters:
+                    if (module, name) not in batch_at:
+                        continue
+                    batch = batch_at[module, name]
+                seen.add(tensor)
+                batch.append((Site(module, name), tensor))
+                batches[id(batch)] = batch
+
+        def end(batch: _Batch) -> int:
+            return max(self.position[site.module] for site, _ in batch)
+
+        return sorted(batches.values(), key=end)
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
@@ -162,66 +147,63 @@ class _Tree:
         self, batch: _Batch, keep: Callable[[Tensor, Tensor], None], finished: dict[Tensor, Tensor]
     ) -> None:
         """Compute the tensors of one batch."""
-        modules = self._with_enclosing(batch.owners)
+        owners = {site.module for site, _ in batch}
+        modules: dict[nn.Module, None] = {}  # the owners and what encloses them, children first
+        for module in self.position:
+            if module in owners or not modules.keys().isdisjoint(module.children()):
+                modules[module] = None
         self._set(batch, modules, finished)
-        self._initialise(batch, modules)
-        for site, buffer in batch.buffers:
-            real = self._result(site, buffer, site.module._buffers.get(site.name), "buffer")
-            real.__dict__.update(buffer.__dict__)  # whether it is an nn.Buffer
-            finished[buffer] = real
-        for site, parameter in batch.parameters:
-            value = site.module._parameters.get(site.name)
-            whole = self._result(site, parameter, value, "parameter")
-            keep(parameter, whole)
-            del value, whole
-            site.put(self._shield(parameter))  # frees it
+        self._initialise(owners, modules)
+        for site, meta in batch:
+            real = self._result(site, meta)
+            if self._is_parameter(site):
+                keep(meta, real)
+                del real
+                site.put(self._shield(meta))  # frees it
+            else:
+                real.__dict__.update(meta.__dict__)  # whether it is an nn.Buffer
+                finished[meta] = real
+
+    def _is_parameter(self, site: Site) -> bool:
+        parameters, _ = self._original[site.module]
+        return site.name in parameters
 
     def _visit(self, module: nn.Module, model: nn.Module | None) -> None:
         if module in self.models:
             return
-        if _num_required(getattr(module, "_init_weights", None)) == 1:
+        initialiser = getattr(module, "_init_weights", None)
+        if _takes(initialiser, 1) and not _takes(initialiser, 0):
             model = module
         self.models[module] = model
         for child in module.children():
-            self._parents[child].append(module)
             self._visit(child, model)
         self.position[module] = len(self.position)
 
-    def _with_enclosing(self, owners: set[nn.Module]) -> list[nn.Module]:
-        found: set[nn.Module] = set()
-        todo = list(owners)
-        while todo:
-            module = todo.pop()
-            if module not in found:
-                found.add(module)
-                todo.extend(self._parents[module])
-        return sorted(found, key=self.position.__getitem__)
-
     def _set(
-        self, batch: _Batch, modules: Sequence[nn.Module], finished: Mapping[Tensor, Tensor]
+        self, batch: _Batch, initialising: Collection[nn.Module], finished: Mapping[Tensor, Tensor]
     ) -> None:
-        initialising = set(modules)
         for module, (parameters, buffers) in self._original.items():
             _put_parameters(module, {n: self._shield(p) for n, p in parameters.items()})
-            copies = {
-                name: self._copy_or_shield(buffer, finished)
-                if module in initialising
-                else self._shield(buffer)
-                for name, buffer in buffers.items()
-            }
-            _put_buffers(module, copies)
-        for site, parameter in batch.parameters:
-            fresh = nn.Parameter(marked(parameter), requires_grad=parameter.requires_grad)
-            fresh.__dict__.update(parameter.__dict__)  # marks that an initialiser may look for
-            site.put(fresh)
-        for site, buffer in batch.buffers:
-            site.module._buffers[site.name] = marked(buffer)
+            stand_ins: dict[str, Any] = {}
+            for name, buffer in buffers.items():
+                real: Any = finished.get(buffer, buffer) if module in initialising else None
+                is_absent = real is None or real.is_meta
+                stand_ins[name] = self._shield(buffer) if is_absent else real.clone()
+            _put_buffers(module, stand_ins)
+        for site, meta in batch:
+            fresh = marked(meta)
+            if self._is_parameter(site):
+                fresh = nn.Parameter(fresh, requires_grad=meta.requires_grad)
+                fresh.__dict__.update(meta.__dict__)  # marks that an initialiser may look for
+                site.put(fresh)
+            else:
+                site.module._buffers[site.name] = fresh
 
-    def _initialise(self, batch: _Batch, modules: Sequence[nn.Module]) -> None:
+    def _initialise(self, owners: Collection[nn.Module], modules: Collection[nn.Module]) -> None:
         for module in modules:
             for name in _OWN_INITIALISERS:
                 initialiser = getattr(module, name, None)
-                if _num_required(initialiser) == 0:
+                if _takes(initialiser, 0):
                     self._call(module, name, initialiser)
                     break
         for module in modules:
@@ -229,7 +211,7 @@ class _Tree:
             if model is not None:
                 self._call(model, "_init_weights", model._init_weights, module)
             elif (
-                module in batch.owners
+                module in owners
                 and type(module).__module__.split(".")[0] in _INITIALISED_BY_THEIR_MODEL
             ):
                 raise ValueError(
@@ -256,15 +238,18 @@ class _Tree:
                 "or build the model on a real device."
             ) from error
 
-    def _result(self, site: Site, meta: Tensor, value: Tensor | None, kind: str) -> Tensor:
+    def _result(self, site: Site, meta: Tensor) -> Tensor:
         """What the initialisers left at ``site``."""
         module, cls = site.module, type(site.module).__name__
         name = f"{self.names[module]}.{site.name}".lstrip(".")
+        is_parameter = self._is_parameter(site)
+        kind = "parameter" if is_parameter else "buffer"
+        value = (module._parameters if is_parameter else module._buffers).get(site.name)
         cure = (
             f"Define {cls}.reset_parameters() to compute it, or _init_weights(module) on an "
             "enclosing model; or build it on a real device"
         )
-        if kind == "buffer":
+        if not is_parameter:
             cure += ', e.g. under torch.device("cpu") around its register_buffer: it is then kept'
         if value is None or value.is_meta or is_marked(value):
             raise ValueError(
@@ -292,12 +277,6 @@ class _Tree:
             self._shields[tensor] = shield
         return self._shields[tensor]
 
-    def _copy_or_shield(self, buffer: Tensor | None, finished: Mapping[Tensor, Tensor]) -> Any:
-        if buffer is None:
-            return None
-        real = finished.get(buffer, buffer)
-        return self._shield(real) if real.is_meta else real.clone()
-
 
 def _put_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> None:
     for name in [name for name in module._parameters if name not in parameters]:
@@ -312,13 +291,10 @@ def _put_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
     module._buffers.update(buffers)
 
 
-def _num_required(function: Any) -> int | None:
-    """How many arguments a method needs; ``None`` for what is no method."""
-    if not callable(function):
-        return None
+def _takes(function: Any, num_arguments: int) -> bool:
+    """Whether it is a method that can be called with so many arguments."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        inspect.signature(function).bind(*[None] * num_arguments)
     except (TypeError, ValueError):
-        return None
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return sum(p.default is p.empty and p.kind not in variadic for p in parameters)
+        return False
+    return True
