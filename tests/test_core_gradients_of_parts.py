@@ -1,5 +1,7 @@
 """Weights and gradients by name: streamed, of parts, and reduced one after the other."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -143,3 +145,26 @@ def _ask_a_part_of_a_unit(rank, world_size):
 
 def test_a_module_inside_a_unit_has_its_gradients_and_weights_by_name():
     run_on_ranks(_ask_a_part_of_a_unit, 2)
+
+
+def _keep_a_part_local(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    plain = copy.deepcopy(model)
+    fully_shard(model[0])
+    fully_shard(model)
+    inputs = torch.arange(world_size * 2 * 4.0).view(world_size, 2, 1, 4)  # of two micro-batches
+    g = gradients(model[0][1])
+    with g.micro_batches("local"):
+        for each in inputs[rank]:
+            model(each).square().sum().backward()
+            assert g["weight"].state == g["bias"].state == "local"
+            assert gradients(model)["1.weight"].state == "reduced"
+    for each in inputs.flatten(0, 1):
+        (plain(each).square().sum() / world_size).backward()
+    expected = {name: p.grad for name, p in plain[0][1].named_parameters()}
+    assert_same_tensors(dict(g.full()), expected, atol=1e-3)
+
+
+def test_micro_batches_of_a_module_inside_a_unit_wait_to_be_reduced():
+    run_on_ranks(_keep_a_part_local, 2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import CPUOffloadPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.access.by_name import schedules_in
+from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -110,7 +110,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     support_slices()
     support_whole_values()
     schedule = Schedule(communicator, _watchers_of(communicator, home))
-    for other in schedules_in(prepared.root):
+    for other in schedules_of(prepared.root.modules()):
         for unit in other.units:
             if unit.reshard_after_forward is None:  # it is not the outermost one any more
                 unit.reshard_after_forward = True

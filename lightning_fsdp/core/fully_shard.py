@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import grouping
-from lightning_fsdp.core.access.by_name import schedules_in
+from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -268,7 +268,7 @@ def _prepare(
     groups.check_state_over(options.mesh, options.state_over)
     offload = checks.read_offload_policy(options.offload_policy)
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    inner = schedules_in(root)
+    inner = schedules_of(root.modules())
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)
     plan, chosen = choose(root)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -14,15 +14,24 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 class ByName:
-    """The sharded parameters of a module by name, and the flat parameters that they belong to."""
+    """The sharded parameters of a module by name, and the flat parameters that they belong to.
+
+    Attributes:
+        module: It.
+        schedules: They run its units, also one around it, of which it has some parameters.
+        units: Of those schedules.
+        parameters: By original name.
+    """
 
     def __init__(self, module: nn.Module, what: str) -> None:
         self.module = module
-        units = [unit for schedule in schedules_in(module) for unit in schedule.units]
-        units += filter(None, map(unit_of, module.modules()))  # also one around this module
+        inner = list(module.modules())
+        around = [owner for unit in filter(None, map(unit_of, inner)) for owner in unit.modules]
+        self.schedules = schedules_of([*inner, *around])
+        self.units = [unit for schedule in self.schedules for unit in schedule.units]
         self._flat_param_of = {
             parameter: flat_param
-            for unit in units
+            for unit in self.units
             for flat_param in unit.flat_params
             for parameter in flat_param.parameters
         }
@@ -115,9 +124,9 @@ class ByName:
         return found
 
 
-def schedules_in(module: nn.Module) -> list[Schedule]:
-    """The schedules that run the units of a module, or of modules inside it."""
-    hooks = (hooks_of(inner) for inner in module.modules())
+def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
+    """The schedules that run the units of some of these modules."""
+    hooks = map(hooks_of, modules)
     return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
 
 

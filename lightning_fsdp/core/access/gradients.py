@@ -20,7 +20,7 @@ from typing import Literal, cast, get_args
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_fsdp.core.access.by_name import ByName, schedules_in
+from lightning_fsdp.core.access.by_name import ByName
 from lightning_fsdp.core.access.grad_norm import global_norm, partial_dot
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
@@ -177,19 +177,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
         """
-        shards = {}
-        for name in self.names():
-            gradient = self[name]
-            if gradient.state == "none":
-                continue
-            if micro_batch is None or gradient.state != "reduced":
-                shards[name] = gradient.shard
-            elif micro_batch in _kept(self.parameters[name]):
-                shards[name] = _kept(self.parameters[name])[micro_batch].to_local()
-        if not shards and micro_batch is not None:
-            kept = {index for parameter in self.parameters.values() for index in _kept(parameter)}
-            raise nothing_kept(micro_batch, kept)
-        return shards
+        return {name: part.to_local() for name, part in self._reduced(micro_batch).items()}
 
     def on_local(self, function: GradientFunction, *, edits: bool = True) -> Handle:
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
@@ -230,7 +218,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 micro-batch of this context.
         """
         check_mode(mode)
-        flat_params, units = list(self.flat_params()), list(dict.fromkeys(self._units()))
+        flat_params = self.flat_params().keys()
+        units = [u for u in self.units if not flat_params.isdisjoint(u.flat_params)]
         if any(flat_param.has_local_gradients for flat_param in flat_params):
             raise RuntimeError(
                 f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "
@@ -238,8 +227,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 "them with zero_grad()."
             )
         # Those kept apart before, and not cleared, keep their numbers.
-        present = (parameter.grad for f in flat_params for parameter in f.parameters)
-        kept = [n for g in present if isinstance(g, ShardedTensor) for n in g.micro_batches]
+        parameters = cast(Iterable[ShardedTensor], (p for f in flat_params for p in f.parameters))
+        kept = [index for parameter in parameters for index in _kept(parameter)]
         num_kept = 1 + max(kept, default=-1) if mode == "separate" else 0
         before = {unit: (unit.syncs_gradients, unit.averages_replicas) for unit in units}
         for unit in units:
@@ -253,7 +242,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         try:
             yield
             if mode == "local":
-                for schedule in schedules_in(self.module):
+                for schedule in self.schedules:
                     schedule.reduce_waiting()
         finally:
             for unit, flags in before.items():
@@ -268,7 +257,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
         """
-        return global_norm(self._sharded(), norm_type, self._communicator())
+        return global_norm(list(self._reduced(None).values()), norm_type, self._communicator())
 
     def dot(self, a: GradientSet, b: GradientSet = None) -> Tensor:
         """The inner product of two sets of gradients, 0-d fp64, equal on all ranks. Collective.
@@ -290,16 +279,20 @@ class Gradients(ByName, Mapping[str, Gradient]):
     def _names(self) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
 
-    def _sharded(self) -> list[Tensor]:
-        gradients = (self[name] for name in self.names())
-        return [g._reduced(None) for g in gradients if g.state != "none"]
-
-    def _units(self) -> Iterator[Unit]:
-        flat_params = self.flat_params()
-        for schedule in schedules_in(self.module):
-            yield from (
-                u for u in schedule.units if not flat_params.keys().isdisjoint(u.flat_params)
-            )
+    def _reduced(self, micro_batch: int | None) -> dict[str, ShardedTensor]:
+        """Those that are there, or what a micro-batch has added to each."""
+        found: dict[str, ShardedTensor] = {}
+        for name, gradient in self.items():
+            if gradient.state == "none":
+                continue
+            total = gradient._reduced(None)
+            part = total if micro_batch is None else total.micro_batches.get(micro_batch)
+            if part is not None:
+                found[name] = part
+        if not found and micro_batch is not None:
+            kept = {index for parameter in self.parameters.values() for index in _kept(parameter)}
+            raise nothing_kept(micro_batch, kept)
+        return found
 
     def _communicator(self) -> Communicator:
         return next(iter(self.parameters.values())).spec.communicator
