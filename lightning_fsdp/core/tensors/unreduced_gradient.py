@@ -89,18 +89,15 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
 
 def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
     """The error for an attempt to use a gradient, which waits on some rank, for ``what``."""
+    got = "one rank's own, which was not reduced over the ranks"
+    cure = "set_requires_gradient_sync(True) (or outside no_sync())"
     if is_of_replica:
-        return RuntimeError(
-            f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
-            f"gradient for {what}, got one replica's, which was not averaged over the replicas. "
-            "Run the last micro-batch's backward with set_requires_all_reduce(True) first, or drop "
-            "it with zero_grad()."
-        )
+        got = "one replica's, which was not averaged over the replicas"
+        cure = "set_requires_all_reduce(True)"
     return RuntimeError(
         f"gradient of {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a reduced "
-        f"gradient for {what}, got one rank's own, which was not reduced over the ranks. Run the "
-        "last micro-batch's backward with set_requires_gradient_sync(True) (or outside no_sync()) "
-        "first, or drop it with zero_grad()."
+        f"gradient for {what}, got {got}. Run the last micro-batch's backward with {cure} first, "
+        "or drop it with zero_grad()."
     )
 
 
