@@ -203,6 +203,11 @@ def _pointwise(rank, world_size):
             plain = torch.arange(theirs.numel(), dtype=torch.float32).view(theirs.shape)
             assert torch.equal((ours + plain).full_tensor(), theirs + plain)
             assert torch.equal((plain - ours).full_tensor(), plain - theirs)
+            before = plain.clone()
+            for write in (plain.add_, plain.copy_):
+                with pytest.raises(RuntimeError, match="expected a whole tensor"):
+                    write(ours)  # a part of it is here
+            assert torch.equal(plain, before)
     mlp_loss(model, mlp_batch(0, 0, rank)).backward()
     assert "ShardedTensor" in repr(next(model.parameters()))
 

@@ -30,49 +30,10 @@ from torch import Tensor
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, handle_others, refuse
 
-aten = torch.ops.aten
-
 
 def support_slices() -> None:
     """Let these operations work on sharded tensors. May be called again."""
     handle_others(_choose)
-
-
-_ALIASES = {aten.detach.default, aten.alias.default, aten.view_as.default}
-_CREATIONS = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.clone.default,
-    aten._to_copy.default,
-}
-_FOREACH_REDUCTIONS = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
-# Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
-_PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
-
-
-def _choose(func: Any) -> Handler:
-    name = func._schema.name.removeprefix("aten::")
-    if func in _ALIASES:
-        return _alias
-    if func in _CREATIONS:
-        return _create
-    if func is aten.copy_.default:
-        return _copy_into
-    if func in (aten.zero_.default, aten._foreach_zero_.default):
-        return _zero
-    if name == "fill_":
-        return _pointwise
-    if name in ("new_zeros", "new_ones", "new_empty", "new_full"):
-        return _create_plain
-    if name == "equal" or any(part in name for part in _PLACE_DEPENDENT):
-        return refuse
-    if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
-        return _elementwise_over_lists
-    if torch.Tag.pointwise in func.tags:
-        return _pointwise
-    return refuse
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -105,27 +66,23 @@ def _create_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1]
-    if not isinstance(target, ShardedTensor):
-        refuse(func, args, kwargs)
-    if source.shape != target.shape:
+    if isinstance(target, ShardedTensor) and source.shape != target.shape:
         raise RuntimeError(
             f"parameter {target.spec.name!r}: expected a source of shape {tuple(target.shape)} for "
             f"copy_, got {tuple(source.shape)}. Copy a whole tensor of the original shape."
         )
-    target._local.copy_(_local_of(source, target, func))
-    torch.autograd.graph.increment_version(target._local)
-    return target
+    return _pointwise(func, args, kwargs)
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     like = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
+    written = kwargs.get("out", args[0]) if func._schema.is_mutable else like
+    if not isinstance(written, ShardedTensor):
+        refuse(func, args, kwargs)
     local_args = tuple(_local_of(arg, like, func) for arg in args)
     local_kwargs = {name: _local_of(arg, like, func) for name, arg in kwargs.items()}
     result = func(*local_args, **local_kwargs)
     if func._schema.is_mutable:
-        written = kwargs.get("out", args[0])
-        if not isinstance(written, ShardedTensor):
-            refuse(func, args, kwargs)
         torch.autograd.graph.increment_version(written._local)
         return written
     if isinstance(result, Tensor):
@@ -203,3 +160,27 @@ def _local_of(arg: Any, like: Any, func: Any) -> Any:
             "Call full_tensor() on both (on every rank) and work on the whole tensors."
         )
     return arg.to_local()
+
+
+_BY_NAME: dict[str, Handler] = {
+    **dict.fromkeys(("detach", "alias", "view_as"), _alias),
+    **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _create),
+    **dict.fromkeys(("clone", "_to_copy"), _create),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _create_plain),
+    **dict.fromkeys(("zero_", "_foreach_zero_"), _zero),
+    **dict.fromkeys(("_foreach_norm", "_foreach_max", "_foreach_powsum"), refuse),
+    "copy_": _copy_into,
+    "fill_": _pointwise,
+}
+# Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
+_PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
+
+
+def _choose(func: Any) -> Handler:
+    name = func._schema.name.removeprefix("aten::")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _elementwise_over_lists
+    depends_on_place = any(part in name for part in _PLACE_DEPENDENT)
+    return _pointwise if torch.Tag.pointwise in func.tags and not depends_on_place else refuse
