@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,16 @@ from torch import Tensor
 BLOCKS_GROUP = "blocks"
 """An option of a parameter group, and the name of what is not of the whole in the state."""
 
-Blocks = tuple[tuple[slice, ...], ...]
-"""Where each block is in the whole."""
+
+class Blocks(NamedTuple):
+    """Where blocks are in the whole: how long, one after another, along which dimension."""
+
+    sizes: list[int]
+    dim: int
 
 
-def blocks_in(group: Mapping[str, Any], name: str, shape: Sequence[int]) -> Blocks:
-    """Of a parameter, as its group says; none if it says nothing.
+def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Blocks | None:
+    """Of a parameter, as its group says; ``None`` if it says nothing.
 
     Raises:
         ValueError: The shapes are not those of blocks of the parameter.
@@ -39,45 +43,39 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: Sequence[int]) -> Bloc
         patterns = (pattern for pattern in said if fnmatch.fnmatchcase(name, pattern))
         said = said.get(next(patterns, None))
     if said is None:
-        return ()
+        return None
     shapes = [tuple(each) for each in said]
     for dim in range(len(shape)):
-        around = (*shape[:dim], *shape[dim + 1 :])
+        sizes = [size for each in shapes for size in each[dim : dim + 1]]
+        around = shape[:dim], shape[dim + 1 :]
         if (
-            all(
-                len(each) == len(shape) and (*each[:dim], *each[dim + 1 :]) == around
-                for each in shapes
-            )
-            and sum(each[dim] for each in shapes) == shape[dim]
+            shapes == [(*around[0], size, *around[1]) for size in sizes]
+            and sum(sizes) == shape[dim]
         ):
-            return tuple(_along(dim, [each[dim] for each in shapes]))
+            return Blocks(sizes, dim)
     raise ValueError(
         f"blocks of {name!r}: expected shapes that lie one after another along one dimension of "
-        f"{tuple(shape)}, got {shapes}. Correct the group's 'blocks', or leave the parameter to "
+        f"{shape}, got {shapes}. Correct the group's 'blocks', or leave the parameter to "
         "another group."
     )
 
 
-def _along(dim: int, sizes: Sequence[int]) -> list[tuple[slice, ...]]:
-    stops = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    every = (slice(None),) * dim
-    return [(*every, slice(stop - size, stop)) for size, stop in zip(sizes, stops, strict=True)]
+def blocks_of(whole: Tensor, blocks: Blocks | None) -> Sequence[Tensor]:
+    """The blocks, sharing memory with the whole; the whole itself if there are none."""
+    return [whole] if blocks is None else torch.split(whole, blocks.sizes, blocks.dim)
 
 
-def blocks_of(whole: Tensor, blocks: Blocks) -> list[Tensor]:
-    """The blocks, sharing memory with the whole."""
-    return [whole[block] for block in blocks]
-
-
-def cut_state(values: Mapping[str, Any], shape: torch.Size, blocks: Blocks) -> list[dict[str, Any]]:
+def cut_state(
+    values: Mapping[str, Any], shape: tuple[int, ...], blocks: Blocks
+) -> list[dict[str, Any]]:
     """State of each block.
 
     Args:
         values: Of the whole.
         shape: Of the whole.
-        blocks: One or more.
+        blocks: Of the whole.
     """
-    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks))
+    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks.sizes))
     of_blocks = [dict(each) for each in apart]
     for name, value in values.items():
         if isinstance(value, Tensor) and value.shape == shape:
@@ -90,14 +88,14 @@ def cut_state(values: Mapping[str, Any], shape: torch.Size, blocks: Blocks) -> l
 
 
 def joined_state(
-    of_blocks: Sequence[Mapping[str, Any]], shape: torch.Size, blocks: Blocks
+    of_blocks: Sequence[Mapping[str, Any]], shape: tuple[int, ...], blocks: Blocks
 ) -> dict[str, Any]:
     """State of the whole.
 
     Args:
         of_blocks: Of each block; empty, of those that were not stepped.
         shape: Of the whole.
-        blocks: One or more.
+        blocks: Of the whole.
     """
     values: dict[str, Any] = {}
     apart = [dict(each) for each in of_blocks]
@@ -113,7 +111,7 @@ def joined_state(
     return values
 
 
-def _joined(parts: Sequence[Any], shape: torch.Size, blocks: Blocks) -> Tensor | None:
+def _joined(parts: Sequence[Any], shape: tuple[int, ...], blocks: Blocks) -> Tensor | None:
     """One tensor of blocks; ``None`` if these are something else."""
     first = parts[0]
     if not isinstance(first, Tensor) or first.dim() != len(shape):

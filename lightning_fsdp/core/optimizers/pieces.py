@@ -66,7 +66,7 @@ class Piece:
         owner: The rank that steps it; of a slice that each rank steps by itself, this one.
         local: ``(n,)``, this rank's elements.
         is_slice: Each rank steps its own.
-        blocks: Where in the whole each of the tensors is that are stepped; itself alone, if empty.
+        blocks: Where in the whole the tensors are that are stepped; ``None``: it is one.
         whole: The owner's, of the original shape: over ``local``, if that is all of it. Of a slice,
             that.
         stepped: What is stepped: the whole, or its blocks, sharing its memory.
@@ -80,7 +80,7 @@ class Piece:
     owner: int
     local: Tensor
     is_slice: bool = False
-    blocks: Blocks = ()
+    blocks: Blocks | None = None
     whole: Tensor | None = None
     stepped: tuple[nn.Parameter, ...] = ()
     seen: Fingerprint | None = None
@@ -97,11 +97,9 @@ class Piece:
 
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Of what is stepped; the whole's, of the original shape."""
-        for index, parameter in enumerate(self.stepped):
-            if gradient is None or not self.blocks:
-                parameter.grad = gradient
-            else:
-                parameter.grad = gradient[self.blocks[index]]
+        parts = [None] * len(self.stepped) if gradient is None else blocks_of(gradient, self.blocks)
+        for parameter, part in zip(self.stepped, parts, strict=True):
+            parameter.grad = part
 
     def settle(self) -> None:
         """Bring what the step made back to its place, where it set ``parameter.data``."""
@@ -110,10 +108,8 @@ class Piece:
                 place.copy_(parameter.detach())
                 parameter.data = place
 
-    def _places(self) -> list[Tensor]:
-        if self.whole is None:
-            return []
-        return blocks_of(self.whole, self.blocks) if self.blocks else [self.whole]
+    def _places(self) -> Sequence[Tensor]:
+        return [] if self.whole is None else blocks_of(self.whole, self.blocks)
 
     @property
     def is_here(self) -> bool:

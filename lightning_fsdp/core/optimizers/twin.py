@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -82,16 +81,16 @@ class Twin:
 
     def _parts(self, piece: Piece, values: dict[str, Any]) -> list[dict[str, Any]]:
         """The state of each tensor that is stepped, out of the user's."""
-        if piece.blocks:
-            return cut_state(values, torch.Size(piece.cut.shape), piece.blocks)
+        if piece.blocks is not None:
+            return cut_state(values, piece.cut.shape, piece.blocks)
         if piece.is_slice:
             return [{name: self._slices.unsharded(value) for name, value in values.items()}]
         return [values]
 
     def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The user's state of a parameter."""
-        if piece.blocks:
-            return joined_state(of_stepped, torch.Size(piece.cut.shape), piece.blocks)
+        if piece.blocks is not None:
+            return joined_state(of_stepped, piece.cut.shape, piece.blocks)
         (values,) = of_stepped
         if not piece.is_slice:
             return values
