@@ -146,11 +146,8 @@ def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.
 
     A name that one of them lacks counts as zero.
     """
-    parts = [
-        torch.dot(a[name].double(), b[name].double()).to(device)
-        for name in a
-        if name in b and a[name].numel()
-    ]
-    return (
-        torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=device)
-    )
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name in a:
+        if name in b and a[name].numel():
+            total += torch.dot(a[name].double(), b[name].double()).to(device)
+    return total
