@@ -28,6 +28,7 @@ from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
+from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
 from lightning_fsdp.core.tensors.slices import slices_beside
@@ -70,8 +71,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    owned = [] if whole_tensors is None else whole_tensors.owned()
-    _shard_whole_state(optimizer, {id(piece.parameter) for piece in owned})
+    _shard_whole_state(optimizer, {id(p.parameter) for p in owned_places(optimizer).values()})
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.travel import collect, grouped
@@ -79,7 +80,7 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
     """
     owned, every = owned_places(optimizer), dict(state)
     outlines = {
-        place: map_leaves(_outline, state[place])
+        place: map_tensors(state[place], _outline)
         for place, piece in owned.items()
         if piece.is_here and place in state
     }
@@ -89,7 +90,7 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
         every.pop(place, None)
         if place in of_owner:
             values = state[place] if piece.is_here else of_owner[place]
-            every[place] = map_leaves(functools.partial(_owned, piece), values)
+            every[place] = map_tensors(values, functools.partial(_owned, piece))
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
@@ -111,15 +112,13 @@ def kept_of(
             kept[place] = {key: cut(place, key, value) for key, value in values.items()}
         elif owned[place].is_here:
             copied = functools.partial(_copied_to, owned[place].local.device)
-            kept[place] = map_leaves(copied, values)
+            kept[place] = map_tensors(values, copied)
     return kept
 
 
 def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
     """What an optimizer keeps on this rank: its state, and an owner's copies of cut parameters."""
-    leaves: list[Any] = []
-    map_leaves(leaves.append, list(optimizer.state.values()))
-    yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    yield from tensors_in(*optimizer.state.values())
     whole_tensors = whole_tensors_of(optimizer)
     for piece in [] if whole_tensors is None else whole_tensors.known():
         if piece.is_cut and piece.whole is not None:
@@ -135,23 +134,19 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _copied_to(device: torch.device, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
+def _copied_to(device: torch.device, value: Tensor) -> Tensor:
     return value.detach().to(device if value.dim() else value.device, copy=True)
 
 
-def _outline(value: Any) -> Any:
-    """What others are told: of a tensor of state shape and dtype, of a number all."""
-    if not isinstance(value, Tensor):
-        return value
+def _outline(value: Tensor) -> Tensor:
+    """What others are told of it: shape and dtype; of a number, all."""
     if not value.dim():
         return value.cpu()
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _owned(piece: Piece, value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.dim():
+def _owned(piece: Piece, value: Tensor) -> Any:
+    if not value.dim():
         return value
     mine = value.detach() if piece.is_here else piece.local.new_empty(0, dtype=value.dtype)
     return Owned(piece.owner, piece.communicator, value.shape, mine)

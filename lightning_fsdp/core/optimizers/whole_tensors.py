@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -120,20 +121,16 @@ class WholeTensors:
         pieces = self.pieces()
         check()
         self._slices.check([piece.parameter for piece in pieces])
-        gradients = [self._slices.gradient(piece.parameter) for piece in pieces]
-        of_piece = dict(zip(pieces, gradients, strict=True))
+        gradients = {piece: self._slices.gradient(piece.parameter) for piece in pieces}
         self._stepped = []
         for communicator, of_group in grouped(pieces).items():
             cut = [piece for piece in of_group if piece.is_cut]
             now = dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
             # Who has no elements of a parameter may have no gradient of it, or one of its module's.
-            has_one = [of_piece[p] is not None and _has_elements(p) for p in of_group]
-            steps, changed = (
-                [piece for piece, is_set in zip(of_group, row, strict=True) if is_set]
-                for row in communicator.any_rank(
-                    [has_one, [p.is_cut and p.seen != now[p] for p in of_group]]
-                )()
-            )
+            has_one = [gradients[p] is not None and _has_elements(p) for p in of_group]
+            is_changed = [p.is_cut and p.seen != now[p] for p in of_group]
+            on_any_rank = communicator.any_rank([has_one, is_changed])()
+            steps, changed = (list(compress(of_group, row)) for row in on_any_rank)
             for piece, whole in to_owners({p: p.local for p in changed}, "parameters"):
                 assert piece.whole is not None, "it is here"
                 piece.whole.copy_(whole)
@@ -141,7 +138,7 @@ class WholeTensors:
                 piece.seen = fingerprint
             local_of = {
                 p: torch.zeros_like(p.local) if g is None else self._slices.local(g)
-                for p, g in ((piece, of_piece[piece]) for piece in steps)
+                for p, g in ((piece, gradients[piece]) for piece in steps)
             }
             for piece, whole in to_owners(local_of, "gradients"):
                 piece.set_gradient(whole)
@@ -183,18 +180,16 @@ class WholeTensors:
         """
         optimizer, before = self.optimizer, self._pieces
         of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-        sharded = {id(p): group for p, group in of_groups if self._slices.is_sharded(p)}
+        sharded = [(p, group) for p, group in of_groups if self._slices.is_sharded(p)]
         if not sharded:  # they are whole again; state still is where it was
             self.follow({})
             return self.known()
-        if list(before) != list(sharded) or any(
+        if list(before) != [id(p) for p, _ in sharded] or any(
             not _shares_memory(piece.local, self._slices.local(piece.parameter))
             for piece in before.values()
         ):
             self._pieces = {
-                id(p): self._piece_of(p, group, before.get(id(p)))
-                for p, group in of_groups
-                if id(p) in sharded
+                id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded
             }
             self._give_owners()
         for piece in self._pieces.values():
