@@ -22,14 +22,14 @@ class FlatPiece(FlatChunks, Tensor):
     """
 
     _local: Tensor
-    _start: int
 
     @staticmethod
     def __new__(cls, local: Tensor, shape: tuple[int, ...], start: int) -> FlatPiece:  # noqa: D102, PYI034
         piece: FlatPiece = wrap_without_storage(  # type: ignore[assignment]
             cls, tuple(shape), local, False
         )
-        piece._local, piece._start = local, start
+        piece._local = local
+        piece.flat_slice = FlatSlice(tuple(shape), start, start + local.numel())
         return piece
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
@@ -47,16 +47,11 @@ class FlatPiece(FlatChunks, Tensor):
         piece, options = args[0], dict(kwargs or {})
         options.pop("memory_format", None)
         local = func(piece._local, *args[1:], **options)
-        return FlatPiece(local, tuple(piece.shape), piece._start)
+        return FlatPiece(local, tuple(piece.shape), piece.flat_slice.start)
 
     def to_local(self) -> Tensor:
         """``(n,)``, the elements of this rank, sharing memory."""
         return self._local
-
-    @property
-    def flat_slice(self) -> FlatSlice:
-        """Which elements of the whole these are."""
-        return FlatSlice(tuple(self.shape), self._start, self._start + self._local.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatPiece({self.flat_slice}, {self.dtype})"

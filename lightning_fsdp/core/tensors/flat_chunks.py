@@ -37,17 +37,14 @@ class FlatChunks:
 
     Attributes:
         dtype: Of the tensor; as all tensors have it.
+        flat_slice: Which elements of the whole this rank holds.
     """
 
     dtype: torch.dtype
+    flat_slice: FlatSlice
 
     def to_local(self) -> Tensor:
         """``(n,)``, the elements of this rank."""
-        raise NotImplementedError
-
-    @property
-    def flat_slice(self) -> FlatSlice:
-        """Which elements of the whole these are."""
         raise NotImplementedError
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002
@@ -115,23 +112,16 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     Yields:
         Boxes in the order of their elements, at most ``2 * len(shape) - 1``; one for a scalar.
     """
-    if start >= stop:
-        return
-    if not shape:
+    row_numels = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if not shape and start < stop:
         yield Box((), ())
         return
-    inner = shape[1:]
-    row_numel = math.prod(inner)
-
-    def within_row(row: int, start: int, stop: int) -> Iterator[Box]:
-        for box in boxes(inner, start - row * row_numel, stop - row * row_numel):
-            yield Box((row, *box.offsets), (1, *box.sizes))
-
-    first, last = -(-start // row_numel), stop // row_numel  # rows [first, last) are whole
-    if first > last:
-        yield from within_row(last, start, stop)
-        return
-    yield from within_row(first - 1, start, first * row_numel)
-    if first < last:
-        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
-    yield from within_row(last, last * row_numel, stop)
+    while start < stop:
+        offsets = tuple(start // n % size for n, size in zip(row_numels, shape, strict=True))
+        # Rows of the outermost dimension of which a whole one begins here.
+        dim, numel = next(
+            (dim, n) for dim, n in enumerate(row_numels) if start % n == 0 and start + n <= stop
+        )
+        num_rows = min((stop - start) // numel, shape[dim] - offsets[dim])
+        yield Box(offsets, (*[1] * dim, num_rows, *shape[dim + 1 :]))
+        start += num_rows * numel

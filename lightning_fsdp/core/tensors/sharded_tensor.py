@@ -85,7 +85,7 @@ class ShardedTensor(Sharded, FlatChunks):
         return kept
 
     @property
-    def flat_slice(self) -> FlatSlice:
+    def flat_slice(self) -> FlatSlice:  # type: ignore[override]
         """Which elements of the whole this rank holds."""
         return self.spec.slice
 
