@@ -45,7 +45,7 @@ def clip_grad_norm_(
     gradients = reduced_gradients(parameters, "clip_grad_norm_")
     norm = global_norm(gradients, norm_type, communicator)
     if error_if_nonfinite and not norm.isfinite():
-        raise _nonfinite(gradients, norm, communicator)
+        raise _nonfinite(gradients, norm)
     scale_to_norm(gradients, norm, max_norm)
     return norm
 
@@ -120,19 +120,10 @@ def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
         local.mul_(factor.to(device=local.device, dtype=local.dtype))
 
 
-def _nonfinite(
-    gradients: Sequence[Tensor], norm: Tensor, communicator: Communicator | None
-) -> NonfiniteGradient:
+def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:
     """What to raise for a norm that is not finite: names what is not finite on any rank."""
     sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
-    names: list[str] = []
-    if communicator is not None and sharded:
-        mine = [g.to_local().isfinite().all() for g in sharded]
-        flags = torch.stack([flag.to(communicator.device) for flag in mine]).to(torch.uint8)
-        every = all_gather_slices(communicator, flags, "search for what is not finite")
-        are_finite = every.view(communicator.world_size, -1).amin(0).tolist()
-        pairs = zip(sharded, are_finite, strict=True)
-        names = [gradient.spec.name for gradient, is_finite in pairs if not is_finite]
+    names = [g.spec.name for g in sharded if not g.isfinite().all()]  # each over all ranks
     found = f"not finite: {', '.join(map(repr, names))}" if names else "each of them is finite"
     return NonfiniteGradient(
         f"clip_grad_norm_: expected gradients with a finite norm, got {norm.item()} ({found}). "
