@@ -183,7 +183,7 @@ def test_shapes_that_do_not_fit_are_refused_by_name(shapes):
 
 def test_names_choose():
     by_name = {"*.weight": [(8, 7), (7, 7)], "*": [(15,)]}
-    assert blocks_in({"blocks": by_name}, "first.weight", (15, 7)) == ([8, 7], 0)
+    assert blocks_in({"blocks": by_name}, "first.weight", (15, 7)) == ([(8, 7), (7, 7)], 0)
     assert blocks_in({"blocks": {"second*": [(3,)]}}, "first.weight", (15, 7)) is None
     assert blocks_in({}, "first.weight", (15, 7)) is None
 

@@ -26,9 +26,9 @@ BLOCKS_GROUP = "blocks"
 
 
 class Blocks(NamedTuple):
-    """Where blocks are in the whole: how long, one after another, along which dimension."""
+    """Their shapes, and along which dimension of the whole they lie one after another."""
 
-    sizes: list[int]
+    shapes: list[tuple[int, ...]]
     dim: int
 
 
@@ -52,7 +52,7 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
             shapes == [(*around[0], size, *around[1]) for size in sizes]
             and sum(sizes) == shape[dim]
         ):
-            return Blocks(sizes, dim)
+            return Blocks(shapes, dim)
     raise ValueError(
         f"blocks of {name!r}: expected shapes that lie one after another along one dimension of "
         f"{shape}, got {shapes}. Correct the group's 'blocks', or leave the parameter to "
@@ -62,7 +62,9 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
 
 def blocks_of(whole: Tensor, blocks: Blocks | None) -> Sequence[Tensor]:
     """The blocks, sharing memory with the whole; the whole itself if there are none."""
-    return [whole] if blocks is None else torch.split(whole, blocks.sizes, blocks.dim)
+    if blocks is None:
+        return [whole]
+    return torch.split(whole, [shape[blocks.dim] for shape in blocks.shapes], blocks.dim)
 
 
 def cut_state(
@@ -75,7 +77,7 @@ def cut_state(
         shape: Of the whole.
         blocks: Of the whole.
     """
-    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks.sizes))
+    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks.shapes))
     of_blocks = [dict(each) for each in apart]
     for name, value in values.items():
         if isinstance(value, Tensor) and value.shape == shape:
@@ -87,39 +89,21 @@ def cut_state(
     return of_blocks
 
 
-def joined_state(
-    of_blocks: Sequence[Mapping[str, Any]], shape: tuple[int, ...], blocks: Blocks
-) -> dict[str, Any]:
+def joined_state(of_blocks: Sequence[Mapping[str, Any]], blocks: Blocks) -> dict[str, Any]:
     """State of the whole.
 
     Args:
         of_blocks: Of each block; empty, of those that were not stepped.
-        shape: Of the whole.
         blocks: Of the whole.
     """
     values: dict[str, Any] = {}
     apart = [dict(each) for each in of_blocks]
     for name in of_blocks[0]:
-        parts = [each.get(name) for each in of_blocks]
-        whole = _joined(parts, shape, blocks)
-        if whole is not None:
-            values[name] = whole
+        parts: list[Any] = [each.get(name) for each in of_blocks]
+        if [p.shape if isinstance(p, Tensor) else None for p in parts] == blocks.shapes:
+            values[name] = torch.cat(parts, blocks.dim)
             for each in apart:
                 del each[name]
     if any(apart):
         values[BLOCKS_GROUP] = apart
     return values
-
-
-def _joined(parts: Sequence[Any], shape: tuple[int, ...], blocks: Blocks) -> Tensor | None:
-    """One tensor of blocks; ``None`` if these are something else."""
-    first = parts[0]
-    if not isinstance(first, Tensor) or first.dim() != len(shape):
-        return None
-    whole = first.new_empty(shape)
-    places = blocks_of(whole, blocks)
-    for part, place in zip(parts, places, strict=True):
-        if not isinstance(part, Tensor) or part.shape != place.shape:
-            return None
-        place.copy_(part)
-    return whole

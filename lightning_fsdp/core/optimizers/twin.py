@@ -90,7 +90,7 @@ class Twin:
     def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The user's state of a parameter."""
         if piece.blocks is not None:
-            return joined_state(of_stepped, piece.cut.shape, piece.blocks)
+            return joined_state(of_stepped, piece.blocks)
         (values,) = of_stepped
         if not piece.is_slice:
             return values
