@@ -79,25 +79,23 @@ class ByName:
         One is whole, beside what the caller still holds; its smallest tensor comes last.
         """
         for flat_param, names in self.flat_params().items():
-            present = [name for name in names if name in shards]
-            if not present:
+            specs = {name: self.parameters[name].spec for name in names if name in shards}
+            if not specs:
                 continue
             layout, home = flat_param.layout, flat_param.home
             region = flat_param.shard.new_zeros(layout.numel, device=home.compute_device)
-            for name in present:
-                spec = self.parameters[name].spec
+            for name, spec in specs.items():
                 place = spec.slot.offset + spec.slice.start
                 home.to_device(shards[name].detach(), region[place:][: spec.slice.numel])
             region = home.to_host(
                 flat_param.communicator.gather(region, flat_param.name).wait(), may_pin=False
             ).wait()
-            slots = {name: self.parameters[name].spec.slot for name in present}
             wholes = {
-                name: region[slot.offset : slot.offset + slot.numel].view(slot.shape)
-                for name, slot in slots.items()
+                name: region.narrow(0, spec.slot.offset, spec.slot.numel).view(spec.slot.shape)
+                for name, spec in specs.items()
             }
             del region
-            *others, smallest = sorted(present, key=lambda name: -slots[name].numel)
+            *others, smallest = sorted(specs, key=lambda name: -specs[name].slot.numel)
             for name in others:
                 yield name, wholes.pop(name)
             if others:  # the caller holds it while the next one is gathered, and nothing more

@@ -78,7 +78,5 @@ def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
 
 def mesh_rank_of(parameters: Iterable[Tensor]) -> int:
     """This process among all that train these together; 0 where none is sharded."""
-    for parameter in parameters:
-        if isinstance(parameter, ShardedTensor):
-            return parameter.spec.communicator.mesh_rank
-    return 0
+    sharded = (parameter for parameter in parameters if isinstance(parameter, ShardedTensor))
+    return next((parameter.spec.communicator.mesh_rank for parameter in sharded), 0)

@@ -49,8 +49,6 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
 
 def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
-    if not isinstance(source, ShardedTensor):
-        refuse(func, args, kwargs)
     kwargs.pop("memory_format", None)
     return ShardedTensor(func(source._local, *args[1:], **kwargs), source.spec)
 
