@@ -83,7 +83,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     whole_tensors = whole_tensors_of(optimizer)
-    if whole_tensors is None or not whole_tensors.has_sharded():
+    if whole_tensors is None:
         return None
     check = functools.partial(_check_gradients, _sharded_in(optimizer))
     return whole_tensors.begin(args, kwargs, check)
@@ -91,7 +91,7 @@ def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] 
 
 def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     whole_tensors = whole_tensors_of(optimizer)
-    if whole_tensors is not None and whole_tensors.has_sharded():
+    if whole_tensors is not None:
         whole_tensors.end()
 
 

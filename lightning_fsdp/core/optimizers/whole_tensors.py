@@ -18,7 +18,7 @@ groups as AdamW would. Those with ``"blocks"`` step parts of their tensors (bloc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.optimizers.blocks import blocks_in
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
 from lightning_fsdp.core.optimizers.optimizer_classes import (
@@ -71,8 +70,10 @@ class WholeTensors:
 
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What its step is called with, in place of the optimizer and its arguments. Collective.
+
+        ``None``, and so as it was called, where nothing is sharded any more.
 
         Args:
             args: The optimizer, and perhaps a closure.
@@ -81,6 +82,8 @@ class WholeTensors:
         """
         if self._twin is not None:
             self._forget_step()
+        if not any(map(self._slices.is_sharded, parameters_of(self.optimizer))):
+            return None
         twin = self._twin = Twin(self.optimizer, self.pieces(), self._slices)
         closure = torch_internals.closure_of(args, kwargs)
         if closure is None:
@@ -99,19 +102,19 @@ class WholeTensors:
         return (twin.optimizer, closure_then_gather, *args[2:]), kwargs
 
     def end(self) -> None:
-        """Bring what the step made to the ranks and to the user's optimizer. Collective.
+        """Bring what a step that began made to the ranks and to the user's optimizer. Collective.
 
         Raises:
             RuntimeError: Something has written to the slices of what was stepped, on any rank.
         """
-        assert self._twin is not None, "it began"
-        self._scatter()
-        self._twin.bring_back()
-        self._twin = None
+        if self._twin is not None:
+            self._scatter()
+            self._twin.bring_back()
+            self._twin = None
 
     def _forget_step(self) -> None:
         """Drop what a step that raised has left here; what it has written stays."""
-        self._stepped = []
+        self._twin, self._stepped = None, []
         for piece in self._pieces.values():
             piece.set_gradient(None)
             piece.seen = None
@@ -164,10 +167,6 @@ class WholeTensors:
             torch.autograd.graph.increment_version(piece.local)
 
     # -- who owns what ---------------------------------------------------------------------------
-
-    def has_sharded(self) -> bool:
-        """Whether any parameter of the optimizer is sharded now."""
-        return any(map(self._slices.is_sharded, parameters_of(self.optimizer)))
 
     def known(self) -> list[Piece]:
         """The pieces as they were in the last step, or when state was last asked for."""
@@ -246,7 +245,7 @@ class WholeTensors:
         Raises:
             RuntimeError: Ranks step different parameters.
         """
-        name = type(self.optimizer).__name__
+        name, state = type(self.optimizer).__name__, self.optimizer.state
         for communicator, pieces in grouped(self._pieces.values()).items():
             stepped = ", ".join(
                 f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in pieces
@@ -254,7 +253,10 @@ class WholeTensors:
             control_of(communicator).agree(
                 "optimizer over whole tensors", f"{name} steps {stepped}"
             )
-            self._find_owners(communicator, [p for p in pieces if p.owner == NOBODY])
+            have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
+            for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
+                if piece.owner == NOBODY and sum(has_state) == 1:  # of a copy
+                    piece.owner = has_state.index(True)
             loads = [0] * communicator.world_size
             for piece in pieces:
                 if piece.owner != NOBODY and not piece.is_slice:
@@ -265,14 +267,6 @@ class WholeTensors:
             for piece in pieces:
                 if piece.is_here:
                     piece.allocate()
-
-    def _find_owners(self, communicator: Communicator, pieces: Sequence[Piece]) -> None:
-        """Of a copy's parameters, who has the state owns them. Collective."""
-        state = self.optimizer.state
-        have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
-        for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
-            if sum(has_state) == 1:
-                piece.owner = has_state.index(True)
 
 
 def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
