@@ -28,7 +28,7 @@ not compare: what leaves a rank does, and the report shows that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -40,6 +40,10 @@ from lightning_fsdp.core import grouping
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 
 Role = Literal["first", "inner", "last", "shared"]
+# Times that a unit is gathered in a micro-batch under ZeRO-3, where that is not twice.
+_GATHERS: dict[str, dict[Role, int]] = {
+    "scratch": {"first": 1, "last": 1}, "fsdp1": {"shared": 1}, "fsdp2": {},
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,19 +116,17 @@ def demand(arm: Arm, workload: Workload, units: Sequence[UnitFacts]) -> Demand:
     total = sum(unit.nbytes for unit in units)
     if engine == "ddp":
         return Demand(None, total, sent_bytes({"all_reduce": total}, world_size))
-    travelling = {"scratch": _in_one, "fsdp1": _apart, "fsdp2": _joined}[engine](units)
-    num_gathers, gathered = 0, 0.0
-    for unit in travelling:
-        times = 1 if arm.zero_stage == 2 else arm.grad_accum * _gathers(engine, unit.role)
-        num_gathers += times * unit.num_modules
+    gathered, calls = 0.0, dict[Hashable, int]()
+    for number, unit in enumerate(units):
+        times = 1 if arm.zero_stage == 2 else arm.grad_accum * _GATHERS[engine].get(unit.role, 2)
         gathered += times * unit.nbytes * bytes_share
-    num_reductions = sum(unit.num_modules for unit in travelling)
-    collectives = {"all_gather": num_gathers, "reduce_scatter": num_reductions}
+        calls |= dict.fromkeys(_wrappers(engine, number, unit), times)
+    collectives = {"all_gather": sum(calls.values()), "reduce_scatter": len(calls)}
     payload_of = {"all_gather": gathered / num_shards, "reduce_scatter": total}
     if engine == "scratch" and exchanges_in_pairs(backend, num_shards):
         payload_of = {"send": (gathered + total) * (num_shards - 1) / num_shards}
     if num_shards < world_size:  # then each shard is averaged over the replicas, once a step
-        collectives["all_reduce"] = num_reductions
+        collectives["all_reduce"] = len(calls)
         payload_of["all_reduce"] = total / num_shards
     sent = sent_bytes(payload_of, world_size, shard_size=num_shards)
     return Demand(collectives, sum(payload_of.values()), sent)
@@ -152,31 +154,20 @@ def sent_bytes(
     return sum(nbytes * share.get(kind, 1.0) for kind, nbytes in payload_of.items())
 
 
-def _gathers(engine: str, role: Role) -> int:
-    if engine == "scratch":
-        return {"first": 1, "inner": 2, "last": 1, "shared": 2}[role]
-    return 1 if engine == "fsdp1" and role == "shared" else 2
+def _wrappers(engine: str, number: int, unit: UnitFacts) -> list[Hashable]:
+    """What the engine makes of a unit, a call each; FSDP2's groups and FSDP1's root have several.
 
-
-def _in_one(units: Sequence[UnitFacts]) -> list[UnitFacts]:
-    """The core's flat parameters."""
-    return [unit._replace(num_modules=1) for unit in units]
-
-
-def _joined(units: Sequence[UnitFacts]) -> list[UnitFacts]:
-    """FSDP2's groups."""
-    numbers = dict.fromkeys(unit.partners for unit in units)
-    return [
-        UnitFacts(sum(unit.nbytes for unit in units if unit.partners == number), "inner", 1, number)
-        for number in numbers
-    ]
-
-
-def _apart(units: Sequence[UnitFacts]) -> list[UnitFacts]:
-    """FSDP1's wrappers; the root's is the last."""
-    own = [unit for unit in units if unit.role != "shared"]
-    of_root = sum(unit.nbytes for unit in units if unit.role == "shared")
-    return own + ([UnitFacts(of_root, "shared", 1, -1)] if of_root else [])
+    Args:
+        engine: That shards.
+        number: Of the unit; the core makes one flat parameter of it.
+        unit: Itself.
+    """
+    if engine == "fsdp2":
+        return [unit.partners]
+    if engine == "fsdp1":
+        is_shared = unit.role == "shared"
+        return ["root"] if is_shared else [(number, i) for i in range(unit.num_modules)]
+    return [number]
 
 
 def _end_of(plan: grouping.UnitPlan, order: dict[nn.Module, int]) -> tuple[int, int]:
