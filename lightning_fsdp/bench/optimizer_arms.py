@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import override
 
 from lightning_fsdp.bench import documents
-from lightning_fsdp.callbacks.storages import Observer
+from lightning_fsdp.callbacks.storages import Ledger
 from lightning_fsdp.core.fully_shard import fully_shard
 from lightning_fsdp.engines.optimizers import optimizers_follow
 from lightning_fsdp.harness.environment import process_bytes
@@ -51,7 +50,7 @@ class Phase:
     """
 
     name: str
-    live_bytes: list[int] = field(default_factory=list)
+    live_bytes: list[int]
 
 
 @dataclass
@@ -87,30 +86,6 @@ class Outcome:
         self.peak_bytes = max((n for phase in self.phases for n in phase.live_bytes), default=0)
 
 
-class Timeline(Observer):  # type: ignore[no-untyped-call]
-    """Keeps how many bytes were alive after each operation, phase by phase."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-        self.phases: list[Phase] = []
-
-    def begin(self, name: str) -> None:
-        """A phase; it ends with the next one."""
-        if self.phases:
-            self._measure()
-        self.phases.append(Phase(name))
-
-    def finish(self) -> None:
-        """Stop watching, with a last look at what rests."""
-        self._measure()
-        self.stop()
-
-    @override
-    def _measure(self) -> None:
-        if self.phases:
-            self.phases[-1].live_bytes.append(self.live_bytes)
-
-
 def build_model() -> nn.Module:
     """GPT-2 with embedding and head tied, 1.1 million parameters, always the same values."""
     return build_gpt2(num_layers=4, width=128, num_heads=4, vocabulary=2048, num_positions=32)
@@ -143,22 +118,35 @@ class ArmRank:
         self.arm, self.rank, self.num_steps = arm, rank, num_steps
         self.engine, _, self.kind = arm.partition("_")
         self.start = {name: p.detach().clone() for name, p in build_model().named_parameters()}
-        self.timeline = Timeline()
+        self.ledger = Ledger(torch.device("cpu"))
+        self._begun: list[tuple[str, int]] = []  # phases, and the ledger's clock
 
     def run(self) -> Outcome:
         """Train, and look at what was trained. Collective."""
-        self.timeline.start()
+        self.ledger.start()
         try:
-            self.timeline.begin("build")
+            self.begin("build")
             train = self._train_with_lightning if self.kind == "lightning" else self._train
             return train(build_model())
         except BaseException:
-            self.timeline.stop()
+            self.ledger.stop()
             raise
+
+    def begin(self, name: str) -> None:
+        """A phase; it ends with the next one, or with the look at what was trained."""
+        self.ledger.settle()
+        self._begun.append((name, self.ledger.num_operations + 1))
+
+    def _phases(self) -> list[Phase]:
+        totals = [sum(of_owners.values()) for of_owners in self.ledger.moments(["all"])]
+        names, starts = zip(*self._begun, strict=True)
+        ends = [*starts[1:], None]
+        return [Phase(name, totals[i:j]) for name, i, j in zip(names, starts, ends, strict=True)]
 
     def look(self, losses: list[float], optimizer: Optimizer, model: nn.Module) -> Outcome:
         """After the last step, the model still sharded."""
-        self.timeline.finish()
+        self.ledger.settle()
+        self.ledger.stop()
         mine = {id(p) for p in model.parameters()}
         entries = [p for group in optimizer.param_groups for p in group["params"]]
         with torch.no_grad():
@@ -167,7 +155,7 @@ class ArmRank:
                 for name, p in model.named_parameters()
             }
         return Outcome(
-            arm=self.arm, rank=self.rank, losses=losses, phases=self.timeline.phases,
+            arm=self.arm, rank=self.rank, losses=losses, phases=self._phases(),
             weights={name: _digest(whole) for name, whole in wholes.items()},
             trained=[name for name, whole in wholes.items() if not whole.equal(self.start[name])],
             num_entries=len(entries), num_held=sum(id(p) in mine for p in entries),
@@ -177,7 +165,7 @@ class ArmRank:
     def _train(self, model: Any) -> Outcome:
         optimizer = None if self.kind == "after" else build_optimizer(model)
         backward: Callable[[Tensor], None] = torch.Tensor.backward
-        self.timeline.begin("shard")
+        self.begin("shard")
         if self.kind == "accelerate":
             accelerator = _accelerator()
             model, optimizer = accelerator.prepare(model, optimizer)
@@ -193,7 +181,7 @@ class ArmRank:
         optimizer = optimizer or build_optimizer(model)
         losses = []
         for step in range(self.num_steps):
-            self.timeline.begin(f"step {step + 1}")
+            self.begin(f"step {step + 1}")
             loss = loss_of(model, make_batch(step, self.rank))
             backward(loss)
             optimizer.step()
@@ -215,10 +203,10 @@ class ArmRank:
                 self.losses: list[float] = []
 
             def setup(self, *_: Any, **__: Any) -> None:
-                rank.timeline.begin("shard")
+                rank.begin("shard")
 
             def on_train_batch_start(self, *_: Any) -> None:
-                rank.timeline.begin(f"step {len(self.losses) + 1}")
+                rank.begin(f"step {len(self.losses) + 1}")
 
             def training_step(self, batch: Tensor) -> Tensor:
                 loss = loss_of(self.model, batch)
