@@ -6,7 +6,6 @@ many ranks as share the machine.
 
 from __future__ import annotations
 
-import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Workload
@@ -22,7 +22,7 @@ from lightning_fsdp.bench.records import Run
 from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.ranks import run_ranks_apart
 
-_ROUNDS = 15
+_ROUNDS = 10
 _WIDTH = {"cpu": 1024, "cuda": 8192}  # of the matrices that are multiplied
 _TIMEOUT_S = 120.0
 # By the precision that is trained in.
@@ -86,14 +86,14 @@ def _measure(rank: int, device_type: str, precision: str, unit_bytes: int, path:
         lambda: reduce_scatter_single(shard, whole, group=dist.group.WORLD),
         lambda: _exchange(shard, whole.view(num_ranks, -1), rank),
     )
-    slowest_s = torch.tensor([median(_rounds_s(way, device)) for way in ways], device=device)
+    slowest_s = torch.tensor([median(_rounds_s(way)) for way in ways], device=device)
     dist.all_reduce(slowest_s, op=dist.ReduceOp.MAX)
     if rank == 0:
         sent = shard.nbytes * (num_ranks - 1)
         gather, reduce, pair = (sent / s if sent else None for s in slowest_s.tolist())
         width = _WIDTH[device_type]
         left = torch.randn(width, width, device=device, dtype=dtype)
-        product_s = min(_rounds_s(lambda: left @ left, device))
+        product_s = min(_rounds_s(lambda: left @ left))
         found = Limits(
             unit_bytes=whole.nbytes, flops_per_s=2 * width**3 / product_s,
             gather_bytes_per_s=gather, reduce_bytes_per_s=reduce, pair_bytes_per_s=pair,
@@ -110,12 +110,7 @@ def _exchange(mine: Tensor, slots: Tensor, rank: int) -> None:
         work.wait()
 
 
-def _rounds_s(action: Callable[[], object], device: torch.device) -> list[float]:
-    """Seconds of some rounds, after half as many."""
-
-    def run() -> None:
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return timeit.repeat(run, repeat=_ROUNDS, number=1)[_ROUNDS // 3 :]
+def _rounds_s(action: Callable[[], object]) -> list[float]:
+    """Seconds of some rounds, each after two more, with what the device does of them."""
+    timer = Timer("action()", globals={"action": action})
+    return [timer.timeit(1).mean for _ in range(_ROUNDS)]
