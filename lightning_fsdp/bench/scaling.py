@@ -29,6 +29,7 @@ from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import number, table_of
 from lightning_fsdp.simulate.among import launcher
 from lightning_fsdp.simulate.network import Network
+from lightning_fsdp.simulate.transfer import Usage
 
 _NOTED_LATE_SHARE = 0.05  # of a step
 _OF_PADDING = (
@@ -36,6 +37,7 @@ _OF_PADDING = (
     "sends a row at least. Where a parameter has fewer rows than there are ranks (a layer of width "
     "128 among 1024), most of what is sent is padding, which grows with the ranks."
 )
+_NOTHING = Usage().per_step_since(Usage(), 1)  # takes one process of a network
 _REMEDY = "Simulate again, or name another folder."
 
 
@@ -129,19 +131,15 @@ def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
     rate = statistics.median(rate for run in runs for rate in run.rates)
     point.tokens_per_s_per_rank = rate
     point.step_ms = 1e3 * statistics.median(step for run in runs for step in run.slowest_s)
-    if point.world_size == 1:
-        point.exposed_ms = point.busy_ms = point.late_ms = point.sent_bytes = 0.0
-        point.calls = {}
     if point.engine == "single":
         point.efficiency = 1.0
     elif alone is not None:
         point.efficiency = rate / alone
-    used = [usage for run in runs if (usage := run.ranks[0].simulated) is not None]
-    if used:
-        point.exposed_ms = in_ms(statistics.fmean, [each["waited_s"] for each in used])
-        point.busy_ms = in_ms(statistics.fmean, [each["busy_s"] for each in used])
-        point.late_ms = in_ms(statistics.fmean, [each["late_s"] for each in used])
-        point.calls, point.sent_bytes = used[0]["calls"], used[0]["sent_bytes"]
+    used = [run.ranks[0].simulated or _NOTHING for run in runs]
+    point.exposed_ms = in_ms(statistics.fmean, [each["waited_s"] for each in used])
+    point.busy_ms = in_ms(statistics.fmean, [each["busy_s"] for each in used])
+    point.late_ms = in_ms(statistics.fmean, [each["late_s"] for each in used])
+    point.calls, point.sent_bytes = used[0]["calls"], used[0]["sent_bytes"]
 
 
 @dataclass
