@@ -77,7 +77,7 @@ def _fit(
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=world_size, max_steps=TOTAL,
         precision=precision,
-        accumulate_grad_batches=grad_accum, callbacks=[Measure(str(out), **steps)],
+        accumulate_grad_batches=grad_accum, callbacks=[Measure(out, **steps)],
         logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def measured(tmp_path, monkeypatch, *, rank=0):
         strategy=strategy, global_rank=rank, is_global_zero=rank == 0, world_size=1,
         accumulate_grad_batches=2, max_steps=9,
     )  # fmt: skip
-    callback = Measure(str(tmp_path), 3, 2, 0, writes_snapshots=True)
+    callback = Measure(tmp_path, 3, 2, 0, writes_snapshots=True)
     callback.on_train_start(trainer, nn.Linear(2, 2))
     return callback, trainer
 

@@ -18,6 +18,7 @@ A rank that raises writes what it raised in place of what it measured.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from lightning_fsdp.simulate.groups import find_usage
 from lightning_fsdp.simulate.transfer import Usage
 
 
+@dataclass(eq=False)
 class Measure(Callback):
     """Measures the run that it is a callback of.
 
@@ -56,21 +58,16 @@ class Measure(Callback):
             ``memory_rank0.pickle``.
     """
 
-    def __init__(
-        self,
-        out: str,
-        warmup_steps: int,
-        timed_steps: int,
-        profiled_steps: int,
-        writes_traces: bool = False,
-        writes_snapshots: bool = False,
-    ) -> None:
-        self.out = Path(out)
-        self.first_timed = warmup_steps
-        self.first_profiled = warmup_steps + timed_steps
-        self.first_observed = warmup_steps + timed_steps + profiled_steps
-        self.writes_traces = writes_traces
-        self.writes_snapshots = writes_snapshots
+    out: Path
+    warmup_steps: int
+    timed_steps: int
+    profiled_steps: int
+    writes_traces: bool = False
+    writes_snapshots: bool = False
+
+    def __post_init__(self) -> None:
+        self.first_profiled = self.warmup_steps + self.timed_steps
+        self.first_observed = self.first_profiled + self.profiled_steps
         self._snapshot = Snapshot(self.out / "memory_rank0.pickle")
         self._num_steps = 0  # optimizer steps that were made
         self._is_step = False
@@ -91,7 +88,7 @@ class Measure(Callback):
         """Begin."""
         self._device = trainer.strategy.root_device
         if self.writes_snapshots and trainer.is_global_zero:
-            self._snapshot.step = self.first_timed - 1
+            self._snapshot.step = self.warmup_steps - 1
         self.measured = RankMeasurement(trainer.global_rank, trainer.world_size, [], [], [])
         self.measured.utilization_of = "gpu" if self._device.type == "cuda" else "cpu"
         if not hasattr(trainer.strategy, "engine"):
@@ -123,7 +120,7 @@ class Measure(Callback):
         """An optimizer step is made."""
         self._is_step = True
         self._enter("optimizer")
-        if self._num_steps == 0 < self.first_timed:
+        if self._num_steps == 0 < self.warmup_steps:
             self.measured.grad_norm = _grad_norm(trainer, pl_module)
 
     @override
@@ -143,7 +140,7 @@ class Measure(Callback):
         self._is_step = False
         self._snapshot.end()
         self._refuse_a_short_step(trainer)
-        if self.first_timed <= self._num_steps < self.first_profiled:
+        if self.warmup_steps <= self._num_steps < self.first_profiled:
             self.measured.step_s.append(self._last[0] - before[0])
             self.measured.host_s.append(self._last[1] - before[1])
             self.measured.step_tokens.append(self._tokens)
@@ -193,7 +190,7 @@ class Measure(Callback):
         """End the stretch that ends between two steps, and begin what begins there."""
         if self._num_steps in (self.first_profiled, self.first_observed):
             self._end_stretch()
-        if self.first_timed == self._num_steps < self.first_profiled:
+        if self.warmup_steps == self._num_steps < self.first_profiled:
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
             self._watcher = Utilization.of(self._device)
