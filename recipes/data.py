@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_fsdp.data import DealtSampler, ResumableLoader
 from recipes.answers import Answers, names_of, prepare_answers, split_answers
 from recipes.corpus import Corpus, open_corpus, standard_library
-from recipes.errors import RecipeError
+from recipes.errors import RecipeError, agreed_mistakes
 from recipes.packing import PackedSequences, TokenFile, prepare, split_at_document
 from recipes.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE
 
@@ -105,16 +105,15 @@ class TextData(L.LightningDataModule):
             RecipeError: Ranks found different text; or there are too few sequences to give every
                 rank a batch.
         """
-        try:
+        strategy = None if self.trainer is None else self.trainer.strategy
+        with agreed_mistakes(strategy):
             found = self.open().folder.name
-        except RecipeError:
-            self._is_everywhere(None)  # or else the others would wait for this rank
-            raise
-        if not self._is_everywhere(found):
+        is_same = strategy is None or strategy.broadcast(found) == found
+        if strategy is not None and not strategy.reduce_boolean_decision(is_same):
             raise RecipeError(
-                "corpus: expected the same text on every rank, got other text, or none, on some. "
-                "Give all hosts the same files and, without --data.path, the same version of "
-                "Python; write to none while a run starts."
+                "corpus: expected the same text on every rank, got other text on some. Give all "
+                "hosts the same files and, without --data.path, the same version of Python; write "
+                "to none while a run starts."
             )
         ranks, is_training = self._shard(), stage == "fit"
         self.require_enough(ranks["num_replicas"], for_training=is_training)
@@ -228,13 +227,6 @@ class TextData(L.LightningDataModule):
     def _chosen(self, *names: str) -> dict[str, Any]:
         """Options, to be handed on by name."""
         return {name: getattr(self, name) for name in names}
-
-    def _is_everywhere(self, found: str | None) -> bool:
-        """Whether all ranks found the same corpus; each has to ask."""
-        if self.trainer is None:
-            return True
-        strategy = self.trainer.strategy
-        return strategy.reduce_boolean_decision(strategy.broadcast(found) == found)
 
     def _shard(self) -> dict[str, Any]:
         """Which ranks share the data, and which of them this is."""

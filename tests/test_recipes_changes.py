@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -170,12 +170,19 @@ def _set_up_with_a_trainer(rank: int, world_size: int, folder: Path, what: str) 
         broadcast=_broadcast,
         reduce_boolean_decision=_all_agree,
         root_device=torch.device("cpu"),
+        is_global_zero=rank == 0,
     )
+    if rank == 1 and what == "locked":
+        data._corpus = _refuse  # type: ignore[method-assign]
     data.trainer = SimpleNamespace(  # type: ignore[assignment]
         strategy=strategy,
         distributed_sampler_kwargs={"num_replicas": world_size, "rank": rank},
     )
     data.setup("fit")
+
+
+def _refuse() -> NoReturn:
+    raise OSError("cache 1 is locked")
 
 
 def _broadcast(value: object) -> object:
@@ -184,9 +191,9 @@ def _broadcast(value: object) -> object:
     return values[0]
 
 
-def _all_agree(decision: bool) -> bool:
+def _all_agree(decision: bool, **among: bool) -> bool:
     decided = torch.tensor(int(decision))
-    dist.all_reduce(decided, op=dist.ReduceOp.MIN)
+    dist.all_reduce(decided, op=dist.ReduceOp.MIN if among.get("all", True) else dist.ReduceOp.MAX)
     return bool(decided)
 
 
@@ -194,7 +201,8 @@ def _all_agree(decision: bool) -> bool:
     ("what", "messages"),
     [
         ("other", ["corpus: expected the same text on every rank"] * 2),
-        ("broken", ["corpus: expected the same text on", r"a\.txt:1: expected UTF-8"]),
+        ("broken", ["expected no mistake on any rank", r"a\.txt:1: expected UTF-8"]),
+        ("locked", ["expected no mistake on any rank", "cache 1 is locked"]),
     ],
 )
 def test_ranks_that_find_different_text_stop_together(
