@@ -197,7 +197,7 @@ def test_on_a_device_a_transfer_takes_its_time():
     with simulated(SLOW, "cuda"):
         whole = torch.zeros(5 * 10**7, device="cuda")  # 200 MB, of which half is sent: 0.1 s
         dist.all_gather_into_tensor(whole, whole[: whole.numel() // 2])
-        before = find_usage().copy()
+        before = find_usage()
         dist.all_gather_into_tensor(whole, whole[: whole.numel() // 2])
         used = find_usage().per_step_since(before, 1)
     assert used["busy_s"] == pytest.approx(0.1)
@@ -223,7 +223,7 @@ def test_on_a_device_every_engine_trains_among_simulated_ranks(name):
         model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).cuda()
         model = engine_of(name, model, mesh)
         for _ in range(2):
-            before = find_usage().copy()
+            before = find_usage()
             model(torch.ones(2, 64, device="cuda")).sum().backward()
             used = find_usage().per_step_since(before, 1)
     if name == "ddp":

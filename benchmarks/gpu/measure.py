@@ -188,8 +188,7 @@ def _measure(case: Case, device: torch.device, write: Callable[..., None]) -> No
             torch.cuda.empty_cache()  # of the whole model, before it was sharded
             stepper.timed(1)
             torch.cuda.reset_peak_memory_stats(device)
-        usage = find_usage()
-        before = None if usage is None else usage.copy()
+        before = find_usage()
         step_s, optimizer_s, losses = stepper.timed(num_steps)
         usage = find_usage()
         memory = _memory(device)

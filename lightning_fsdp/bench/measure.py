@@ -195,8 +195,7 @@ class Measure(Callback):
                 torch.cuda.reset_peak_memory_stats(self._device)
             self._watcher = Utilization.of(self._device)
             self._watcher.start()
-            usage = find_usage()
-            self._usage_before = None if usage is None else usage.copy()
+            self._usage_before = find_usage()
         if self.first_profiled == self._num_steps < self.first_observed:
             waits_unseen = isinstance(trainer.model, DistributedDataParallel)
             self._watcher = StepProfiler(

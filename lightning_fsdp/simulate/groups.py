@@ -299,6 +299,6 @@ def simulated(
 
 
 def find_usage() -> Usage | None:
-    """What collectives took so far, where the default group is simulated."""
+    """What collectives took so far, where the default group is simulated; does not grow."""
     group = dist.group.WORLD
-    return group.transfers.settled_usage() if isinstance(group, SimulatedGroup) else None
+    return group.transfers.settled_usage().copy() if isinstance(group, SimulatedGroup) else None
