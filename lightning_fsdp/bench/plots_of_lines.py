@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,8 @@ from lightning_fsdp.bench.results import MEMORY, ArmResult, Results, kind_label,
 from lightning_fsdp.harness.tables import three_digits
 
 Value = Callable[[ArmResult], float | None]
-Point = Callable[[ArmResult], tuple[float | None, Sequence[float]]]
-"""How high an arm is, and what a whisker reaches over there."""
+Point = Callable[[ArmResult], tuple[float | None, float | None, float | None]]
+"""How low a whisker reaches at an arm, how high the arm is, and how high the whisker reaches."""
 _MOST_COLUMNS = 3
 _OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
 _OF_TIME = "The number is the peak. Seconds are left out: watching slows steps down."
@@ -32,8 +32,9 @@ _OF_TIME = "The number is the peak. Seconds are left out: watching slows steps d
 def tokens_per_s(results: Results) -> Figure:
     """Throughput; whiskers from the slowest repeat to the fastest."""
 
-    def point(arm: ArmResult) -> tuple[float | None, Sequence[float]]:
-        return arm.figures.tokens_per_s, [statistics.median(run.rates) for run in arm.runs]
+    def point(arm: ArmResult) -> tuple[float | None, float | None, float | None]:
+        rates = [statistics.median(run.rates) for run in arm.runs]
+        return min(rates, default=None), arm.figures.tokens_per_s, max(rates, default=None)
 
     figure, grid = _against_batch(results, "Throughput", {"tokens/s of all ranks": point})
     notes = ["Whiskers: slowest and fastest repeat."]
@@ -48,7 +49,7 @@ def memory(results: Results) -> Figure:
         unit, suffix = plot_style.byte_unit(figures)
         if any(figure is not None for figure in figures):
             rows[f"{title}, {suffix}"] = partial(_in_unit, view, unit)
-    rows = rows or {"Peak of tensors, MB": lambda _: (None, ())}
+    rows = rows or {"Peak of tensors, MB": lambda _: (None,) * 3}
     figure, grid = _against_batch(results, "Memory per rank (largest rank)", rows)
     return plot_style.finish(figure, results, MEMORY, named=grid.flat)
 
@@ -77,19 +78,15 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
     kinds, top = results.kinds, 0.0
     for index, kind in enumerate(kinds):
         points = [point(results.at(kind, (size, accum))) for size in sizes]
-        ys = np.array([y for y, _ in points], dtype=float)
+        lows, ys, highs = np.array(points, dtype=float).T
         if np.isnan(ys).all():
             continue
         # Side by side within a size, so that equal figures do not hide each other.
         xs = np.arange(len(sizes)) + (index - (len(kinds) - 1) / 2) * 0.5 / len(kinds)
-        top = max(top, np.nanmax(ys))
-        for x, y, (_, seen) in zip(xs, ys, points, strict=True):
-            if seen and not np.isnan(y):
-                top = max(top, *seen)
-                axes.errorbar(
-                    x, y, yerr=[[max(0.0, y - min(seen))], [max(0.0, max(seen) - y)]], fmt="none",
-                    ecolor="#555555", elinewidth=0.8, capsize=2,
-                )  # fmt: skip
+        whiskers = np.maximum(0.0, [ys - lows, highs - ys])  # none where there is no number
+        top = max(top, np.nanmax([ys, ys + whiskers[1]]))
+        look = {"fmt": "none", "ecolor": "#555555", "elinewidth": 0.8, "capsize": 2}
+        axes.errorbar(xs, ys, yerr=whiskers, **look)
         axes.plot(xs, ys, **plot_style.line_style(kind), linewidth=1.2)
     if not axes.lines:
         plot_style.say(axes, "not measured")
@@ -100,8 +97,8 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
     return top
 
 
-def _in_unit(view: Value, unit: float, arm: ArmResult) -> tuple[float | None, Sequence[float]]:
-    return plot_style.per(view(arm), unit), ()
+def _in_unit(view: Value, unit: float, arm: ArmResult) -> tuple[None, float | None, None]:
+    return None, plot_style.per(view(arm), unit), None
 
 
 def memory_over_time(results: Results) -> Figure:
