@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lightning_fsdp.bench.arms import notes_on
 from lightning_fsdp.bench.records import Row, listed, sum_of
@@ -27,14 +27,12 @@ def _megabytes(per_rank: Sequence[float | None]) -> str:
 
 _PARTS = ("whole", "data", "compute", "exposed", "optimizer", "other", "overlapped")
 _TIMES: dict[str, Cell] = {
-    "arm": lambda arm: arm.name,
     **{name: _part(name) for name in _PARTS},
     "host": lambda arm: three_digits(arm.figures.host_ms),
     "utilization %": _utilization,
     "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
 }
 _LIMITS: dict[str, Cell] = {
-    "arm": lambda arm: arm.name,
     "step ms": lambda arm: three_digits(arm.figures.step_ms),
     "limit of compute ms": lambda arm: three_digits(arm.figures.compute_limit_ms),
     "exposed ms": _part("exposed"),
@@ -46,7 +44,6 @@ _LIMITS: dict[str, Cell] = {
     "MB demanded": lambda arm: number(arm.theory.sent_bytes, ".1f", unit=1e6),
 }
 _MEMORY: dict[str, Cell] = {
-    "arm": lambda arm: arm.name,
     "peak of tensors, MB per rank": lambda arm: _megabytes(arm.figures.peak_bytes),
     "mean over a step, MB per rank": lambda arm: _megabytes(arm.figures.mean_bytes),
     "between steps, MB per rank": lambda arm: _megabytes(arm.figures.resting_bytes),
@@ -55,7 +52,6 @@ _MEMORY: dict[str, Cell] = {
     "CUDA reserved, MB per rank": lambda arm: _megabytes(arm.figures.cuda_peak_reserved_bytes),
 }
 _MFU: dict[str, Cell] = {
-    "arm": lambda arm: arm.name,
     "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
     "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
 }
@@ -112,9 +108,9 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     notes = notes_on(results.workload.get("precision", ""))
     sections = [
         describe(vars(results)), format_table(results.rows), *notes,
-        "## Where a step's time goes (rank 0)", table_of(good, _TIMES), _OF_TIMES,
-        "## Distance to the limits", table_of(good, _LIMITS), _OF_LIMITS,
-        "## Memory", table_of(good, _MEMORY), _OF_MEMORY,
+        "## Where a step's time goes (rank 0)", _table(good, _TIMES), _OF_TIMES,
+        "## Distance to the limits", _table(good, _LIMITS), _OF_LIMITS,
+        "## Memory", _table(good, _MEMORY), _OF_MEMORY,
         "## Model FLOPs utilization", _mfu(good),
         "## Failures", _failures(results),
         "## What is missing", "\n".join(f"* {line}" for line in lacking) or "Nothing.",
@@ -123,12 +119,16 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def _table(arms: Sequence[ArmResult], columns: Mapping[str, Cell]) -> str:
+    return table_of(arms, {"arm": lambda arm: arm.name, **columns})
+
+
 def _mfu(arms: Sequence[ArmResult]) -> str:
     peaks = sorted({peak for arm in arms if (peak := arm.figures.peak_flops) is not None})
     if not peaks:
         return f"{_OF_MFU}\n\nNot given: without an assumed peak there is no MFU."
     assumed = ", ".join(f"{peak:.4g} FLOP/s" for peak in peaks)
-    return f"{_OF_MFU}\n\nAssumed peak: {assumed} per rank.\n\n{table_of(arms, _MFU)}"
+    return f"{_OF_MFU}\n\nAssumed peak: {assumed} per rank.\n\n{_table(arms, _MFU)}"
 
 
 def _failures(results: Results) -> str:
