@@ -193,10 +193,9 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         for index in range(0, len(names), 2):
             axes.axvspan(index, index + 1, color="black", alpha=0.04, linewidth=0)
         axes.set_xticks([i + 0.5 for i in range(len(names))], names)
-        axes.set_xlim(0, len(names))
-        axes.set_ylim(bottom=0)
         axes.tick_params(axis="x", length=0, labelbottom=True)
-        axes.set(title=f"{engine}: bytes of tensors on rank 0", ylabel="MB")
+        title = f"{engine}: bytes of tensors on rank 0"
+        axes.set(title=title, ylabel="MB", xlim=(0, len(names)), ylim=(0, None))
         axes.legend(title="optimizer", fontsize=9, frameon=False, loc="center left",
                     bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     return figure

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lightning_fsdp.bench import documents, plot_style
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms, notes_on
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.bench.records import Kind, OfArm, Run, Shape, in_ms, listed
+from lightning_fsdp.bench.records import OfArm, Run, Shape, in_ms, listed
 from lightning_fsdp.bench.results import kind_label, shape_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
@@ -224,16 +224,15 @@ _PANELS: dict[str, Callable[[Point], float | None]] = {
 
 
 def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
-    of_kind: dict[Kind, list[Point]] = {}
+    sharing = [point for point in points if point.engine != "single"]
     for point in points:
-        if point.engine != "single":
-            of_kind.setdefault(point.kind, []).append(point)
-        elif point.tokens_per_s_per_rank is not None:
+        if point.engine == "single" and point.tokens_per_s_per_rank is not None:
             label = "one process, unsharded"
             panels[0].axhline(point.tokens_per_s_per_rank, color="black", lw=0.8, label=label)
-    world_sizes = sorted({point.world_size for of in of_kind.values() for point in of})
+    world_sizes = sorted({point.world_size for point in sharing})
     for axes, (title, value) in zip(panels, _PANELS.items(), strict=True):
-        for kind, of in of_kind.items():
+        for kind in dict.fromkeys(point.kind for point in sharing):
+            of = [point for point in sharing if point.kind == kind]
             known = [(p.world_size, y) for p in of if (y := value(p)) is not None]
             failed = [str(point.world_size) for point in of if point.failure is not None]
             label = kind_label(kind) + (f" (failed at {', '.join(failed)})" if failed else "")
