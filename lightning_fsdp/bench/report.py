@@ -46,7 +46,6 @@ def summarize(
     """
     rows = [Row(arm.name, **asdict(arm), num_processes=arm.num_processes(workload)) for arm in arms]
     references: dict[Shape, Run] = {}
-    single_ms: dict[Shape, float | None] = {}
     bytes_per_s = None if limits is None else limits.bytes_per_s
     units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
     for arm, row in zip(arms, rows, strict=True):
@@ -59,15 +58,14 @@ def summarize(
         _judge(row, of_arm, references.get(row.shape), workload.precision)
         if row.failure is None:
             references.setdefault(row.shape, of_arm[0])
-        if row.engine == "single":
-            single_ms[row.shape] = row.step_ms
         if row.flops_per_token is not None and row.tokens_per_s is not None and peak_flops:
             used = row.flops_per_token * row.tokens_per_s
             row.mfu = used / (peak_flops * row.num_processes)
         row.peak_flops = peak_flops
         if units is not None:
             row.theory = demand(arm, workload, units)
-        _add_limits(row, single_ms.get(row.shape), bytes_per_s)
+        alone = (r.step_ms for r in rows if r.engine == "single" and r.shape == row.shape)
+        _add_limits(row, next(alone, None), bytes_per_s)
     return rows
 
 
@@ -85,10 +83,10 @@ def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
     if (nbytes := first.collective_bytes) is not None:
         row.sent_bytes = sent_bytes(nbytes, first.world_size, shard_size=num_shards)
     parts = [step for rank in firsts for step in rank.parts]
-    names = [part.name.removesuffix("_s") for part in fields(Parts)]
     if parts:
-        seconds = {name: [getattr(step, f"{name}_s") for step in parts] for name in names}
-        row.parts_ms = {f"{name}_ms": in_ms(statistics.median, of) for name, of in seconds.items()}
+        seconds = {of.name: [getattr(step, of.name) for step in parts] for of in fields(Parts)}
+        medians = {name: in_ms(statistics.median, of) for name, of in seconds.items()}
+        row.parts_ms = {f"{name.removesuffix('_s')}_ms": ms for name, ms in medians.items()}
     row.host_ms = in_ms(statistics.median, [second for rank in firsts for second in rank.host_s])
     row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
     row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
