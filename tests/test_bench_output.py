@@ -3,11 +3,12 @@ import json
 import math
 import re
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_fsdp.bench import output, run
+from lightning_fsdp.bench import documents, output, run
 from lightning_fsdp.bench.__main__ import main
 from lightning_fsdp.bench.output import PICTURES
 from lightning_fsdp.bench.records import Run
@@ -177,3 +178,17 @@ def test_a_snapshot_without_cuda_is_refused_by_name(tmp_path, capsys):
         main(["--snapshot", "--recipe", str(config)])
     assert raised.value.code == 2
     assert "--snapshot records CUDA's memory" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_results_are_written_leaves_those_that_were_there(tmp_path, monkeypatch):
+    path, write_bytes = tmp_path / "new" / "results.json", Path.write_bytes
+    documents.write(path, {"date": 1})
+
+    def interrupted(self, data):
+        write_bytes(self, data[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        documents.write(path, {"date": 2})
+    assert json.loads(path.read_text()) == {"date": 1}

@@ -135,7 +135,6 @@ def format_found(found: Sequence[Found]) -> str:
 
 def write_found(out: Path, found: Sequence[Found], document: dict[str, Any]) -> None:
     """Write ``largest_batch.json``, every attempt with its reason, and ``largest_batch.md``."""
-    out.mkdir(parents=True, exist_ok=True)
     results = {**document, "arms": [each.as_json() for each in found]}
     documents.write(out / "largest_batch.json", results, indent=1)
     (out / "largest_batch.md").write_text(f"{describe(document)}\n\n{format_found(found)}\n")

@@ -164,7 +164,6 @@ class Measure(Callback):
                 f"expected {trainer.max_steps} optimizer steps, got {self._num_steps} before the "
                 "run ended. Take out of the model what ends it, such as `trainer.should_stop`."
             )
-        self.out.mkdir(parents=True, exist_ok=True)
         self._end_stretch()
         documents.write(self.out / f"rank{self.measured.rank}.json", self.measured)
 
@@ -178,11 +177,7 @@ class Measure(Callback):
             self._watcher.stop()
             self._watcher = None
         failure = RankFailure.of(trainer.global_rank, exception)
-        self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / f"failure{failure.rank}.json"
-        unfinished = path.with_suffix(".part")  # other ranks may end this one while it writes
-        documents.write(unfinished, failure)
-        unfinished.replace(path)
+        documents.write(self.out / f"failure{failure.rank}.json", failure)
 
     # -- stretches ---------------------------------------------------------------------------------
 

@@ -74,7 +74,6 @@ def redraw(folder: Path) -> int:
 
 def write(out: Path, results: Results) -> None:
     """Write everything."""
-    out.mkdir(parents=True, exist_ok=True)
     documents.write(out / "results.json", results, indent=1)
     derive(out)
 

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lightning_fsdp.bench import documents, plot_style
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms, notes_on
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.bench.records import OfArm, Run, Shape, in_ms, listed
+from lightning_fsdp.bench.records import OfArm, Run, in_ms, listed
 from lightning_fsdp.bench.results import kind_label, shape_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
@@ -98,12 +98,12 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
     made, not_made = in_turns(named, args.repeats, run)
     document["interrupted"] = not_made
     points: list[Point] = []
-    alone_rate: dict[Shape, float | None] = {}  # what one process reaches, by its batch
     for world_size, arm in dict.fromkeys(turn for turn, _ in made):
         point = Point(arm=arm.name, **asdict(arm), world_size=world_size)
         runs = [done for turn, done in made if turn == (world_size, arm)]
-        _fill_in(point, runs, alone_rate.get(point.shape))
-        alone_rate.setdefault(point.shape, point.tokens_per_s_per_rank)
+        # One process comes first of those with its batch.
+        same_batch = (each for each in points if each.shape == point.shape)
+        _fill_in(point, runs, next(same_batch, point).tokens_per_s_per_rank)
         points.append(point)
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
@@ -151,11 +151,10 @@ def write_scaling(
     out: Path, points: Sequence[Point], largest: Network, document: dict[str, Any]
 ) -> None:
     """Write ``scaling.csv``, ``scaling.json``, ``scaling.md`` and the picture, in two forms."""
-    out.mkdir(parents=True, exist_ok=True)
-    documents.write_csv(out / "scaling.csv", points)
     assumptions = largest.assumptions(document["workload"]["accelerator"])
     found = {"network": largest, "assumptions": assumptions, "points": points}
     documents.write(out / "scaling.json", {**document, **found}, indent=1)
+    documents.write_csv(out / "scaling.csv", points)
     sections = [
         describe(document),
         table_of(points, _COLUMNS, has_failed=lambda point: point.step_ms is None, num_names=2),
