@@ -46,6 +46,21 @@ def test_validate_test_and_predict_before_and_after_fit_and_a_second_fit(tmp_pat
     assert_like_ddp(_evaluate_around_fit, tmp_path)
 
 
+def _evaluate_in_inference_mode(strategy, folder, rank):
+    trainer, model = fit(strategy, folder)
+    with torch.inference_mode():
+        outcome = {"test": trainer.test(model, make_loader(16, seed=2), verbose=False)}
+        outcome["predict"] = trainer.predict(model, make_loader(16, seed=2))
+    assert not any(parameter.is_inference() for parameter in model.parameters())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_loader())
+    return {**outcome, **outcome_of(trainer, model)}
+
+
+def test_after_an_evaluation_in_inference_mode_the_module_trains_on(tmp_path):
+    assert_like_ddp(_evaluate_in_inference_mode, tmp_path, sharded=SHARDED)
+
+
 def _given_back(rank, world_size, folder):
     for strategy in SHARDED:
         model = seeded(Regressor)

@@ -315,7 +315,11 @@ class ShardedStrategy(ProcessStrategy):
 
     # -- fit, validate, test, predict: before the first batch --------------------------------------
 
+    # In setup, setup_environment and teardown tensors are made that the next fit trains, also where
+    # a user evaluates inside of torch.inference_mode().
+
     @override
+    @torch.inference_mode(False)
     def setup_environment(self) -> None:
         super().setup_environment()
         self._is_interrupted = False
@@ -361,6 +365,7 @@ class ShardedStrategy(ProcessStrategy):
         self._checkpoints.load_checkpoint(self.lightning_module, checkpoint, strict=strict)
 
     @override
+    @torch.inference_mode(False)
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -649,6 +654,7 @@ class ShardedStrategy(ProcessStrategy):
         self._is_interrupted = True
 
     @override
+    @torch.inference_mode(False)
     def teardown(self) -> None:
         assert self.accelerator is not None
         assert self.cluster_environment is not None
