@@ -18,6 +18,14 @@ from tests.support.trainer import (
 )
 
 
+class _LooksFirst(Regressor):
+    """Calls parts of the module before any step has called the whole."""
+
+    def on_fit_start(self):
+        with torch.no_grad():
+            self.losses.append(self(torch.ones(2, 5)).sum())
+
+
 class _LooksBeforeStep(Regressor):
     """As one logs an accuracy, with what the backward has left."""
 
@@ -92,6 +100,6 @@ def _trained(kind, strategy, folder, rank):
 
 
 def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
-    kinds = _LooksBeforeStep, _LooksByHand, _Freezes, _Scales, _GoesBack, _Follows
+    kinds = _LooksFirst, _LooksBeforeStep, _LooksByHand, _Freezes, _Scales, _GoesBack, _Follows
     scenarios = [functools.partial(_trained, kind) for kind in kinds]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)

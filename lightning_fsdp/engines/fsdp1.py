@@ -94,6 +94,7 @@ class FSDP1Engine(NativeEngine):
             ]
         else:
             self._roots = [FullyShardedDataParallel(module, **options)]
+        torch_internals.fsdp1_begin(self._roots)
         for root in self._roots:
             for wrapper in FullyShardedDataParallel.fsdp_modules(root):
                 self._free_after_forward(wrapper)

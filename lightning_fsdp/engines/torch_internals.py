@@ -161,6 +161,12 @@ def fsdp2_clear_partial(group: Any) -> None:
     group._partial_reduce_output = None
 
 
+def fsdp1_begin(roots: Iterable[nn.Module]) -> None:
+    """Make them roots. FSDP1 waits for the first forward, which may be that of a part."""
+    for root in roots:
+        _lazy_init(root, root)
+
+
 def fsdp1_flat_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, list[nn.Parameter]]]:
     """FSDP1's flat parameters, and the original ones that each is made of."""
     for root in roots:
@@ -182,7 +188,6 @@ def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
     modules = []
     for root in roots:
-        _lazy_init(root, root)  # otherwise done by the first forward
         modules += FullyShardedDataParallel.fsdp_modules(root)
     handles: dict[FullyShardedDataParallel, Any] = {m: m._handle for m in modules}
     sharded = {m: h for m, h in handles.items() if h is not None and h.uses_sharded_strategy}
