@@ -20,6 +20,7 @@ from tests.support.trainer import (
     on_trainer_ranks,
     seeded,
     weights_of,
+    with_options,
 )
 
 
@@ -231,7 +232,7 @@ class _CountingIO(TorchCheckpointIO):
 
 
 def _custom_io(rank, world_size, folder):
-    for strategy in SHARDED:
+    for strategy in (*SHARDED, with_options(SHARDED[0], accumulation="sum")):
         io = _CountingIO()
         trainer = make_trainer(strategy, folder, plugins=[io])
         trainer.fit(seeded(Regressor), make_loader())

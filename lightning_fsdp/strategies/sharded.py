@@ -190,7 +190,7 @@ class ShardedStrategy(ProcessStrategy):
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io or FullCheckpointIO(),
+            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -290,6 +290,19 @@ class ShardedStrategy(ProcessStrategy):
         save_adapters(self.lightning_module, directory, adapter_name=adapter_name)
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        # Not before it is asked for: a Trainer takes no plugin beside that of a strategy.
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FullCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     @property
     @override
