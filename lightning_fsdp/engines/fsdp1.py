@@ -58,6 +58,8 @@ class FSDP1Engine(NativeEngine):
         self._roots: list[FullyShardedDataParallel] = []
         self._flat_of: dict[str, tuple[Any, list[nn.Parameter]]] = {}  # and what it is made of
         self._waits = False  # whether the last backward kept its gradients on this rank
+        # Those with a gradient since it was cleared: a rank without elements of one cannot see it.
+        self._given: set[nn.Parameter] = set()
         self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
         self._kept_whole: AbstractContextManager[None] | None = None
         self._syncs = True
@@ -128,6 +130,7 @@ class FSDP1Engine(NativeEngine):
     @override
     def _forget(self) -> None:
         self._roots, self._flat_of = [], {}
+        self._given.clear()
 
     @override
     def _settle(self) -> None:
@@ -195,7 +198,10 @@ class FSDP1Engine(NativeEngine):
             return None
         if parameter.numel() == 0 and name in self._flat_of:  # other ranks have all elements
             _, together = self._flat_of[name]
-            return parameter.detach() if any(p.grad is not None for p in together) else None
+            here = [p.grad is not None for p in self._given.intersection(together) if p.numel()]
+            # By hand (``p.grad = None``) they are cleared together, or not seen.
+            has_one = parameter in self._given and (not here or any(here))
+            return parameter.detach() if has_one else None
         return parameter.grad
 
     def _holds_unreduced(self, name: str) -> bool:
@@ -226,7 +232,15 @@ class FSDP1Engine(NativeEngine):
     @override
     def after_backward(self) -> None:
         self._waits = not self._syncs  # first: by it gradients of one rank are told apart
+        for flat, together in {id(of[0]): of for of in self._flat_of.values()}.values():
+            if flat.grad is not None:  # torch drops what those that are frozen by now had
+                self._given.difference_update(together)
+                self._given.update(p for p in together if p.requires_grad)
         super().after_backward()
+
+    @override
+    def clear_reduced(self, names: Iterable[str]) -> None:
+        self._given.difference_update(self.parameters[name] for name in names)
 
     @override
     def clear_unreduced(self, names: Iterable[str]) -> None:

@@ -157,6 +157,9 @@ class NativeEngine(Engine):
     def clear_unreduced(self, names: Iterable[str]) -> None:
         """Drop what waits to be reduced of these parameters' gradients."""
 
+    def clear_reduced(self, names: Iterable[str]) -> None:
+        """Be told that the ``.grad`` of these becomes ``None``, on every rank."""
+
     @property
     @override
     def keeps_apart(self) -> bool:
@@ -355,18 +358,20 @@ class NativeEngine(Engine):
 
         @functools.wraps(zero_grad)
         def clear_everything(set_to_none: bool = True) -> None:
-            self._clear(list(self._of(optimizer)))
+            self._clear(list(self._of(optimizer)), set_to_none)
             zero_grad(set_to_none)
 
         optimizer.__dict__["zero_grad"] = clear_everything
 
     def _zero_grad_of_module(self, module: nn.Module, set_to_none: bool = True) -> None:
-        self._clear(self._names_in.get(module, []))
+        self._clear(self._names_in.get(module, []), set_to_none)
         type(module).zero_grad(module, set_to_none)
 
-    def _clear(self, names: Sequence[str]) -> None:
+    def _clear(self, names: Sequence[str], set_to_none: bool) -> None:
         """Drop what ``zero_grad`` does not see: what waits to be reduced, or was kept apart."""
         self.clear_unreduced(names)
+        if set_to_none:
+            self.clear_reduced(names)
         for kept in self.separate.values():
             for name in names:
                 kept.pop(name, None)
