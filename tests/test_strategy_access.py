@@ -13,7 +13,15 @@ import torch
 from lightning_fsdp import GradientUnavailable
 from tests.support.access import watched
 from tests.support.cases import each_on_trainer_ranks
-from tests.support.trainer import SHARDED, Regressor, make_loader, make_trainer, seeded, weights_of
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    assert_each_like_ddp,
+    make_loader,
+    make_trainer,
+    seeded,
+    weights_of,
+)
 
 
 # In each precision both stages of the core, and each of torch's engines at one of its own.
@@ -122,6 +130,48 @@ def _frozen(rank, world_size, strategy, folder):
 
 def test_a_frozen_parameter_is_not_among_the_gradients(tmp_path):
     each_on_trainer_ranks(_frozen, 2, SHARDED[::2], str(tmp_path))
+
+
+class _ReadsAll(pl.Callback):
+    """Before the step; what was frozen from the beginning has none."""
+
+    def __init__(self, freezes):
+        self.freezes = freezes
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.freezes:
+            module.requires_grad_(False)
+        named = dict(module.named_parameters())
+        if (gradients := getattr(trainer.strategy, "gradients", None)) is None:
+            self.seen = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
+            self.norm = torch.nn.utils.clip_grad_norm_(named.values(), 1e9)
+        else:
+            self.norm = gradients.norm()
+            torch.testing.assert_close(
+                self.norm, trainer.strategy.engine.clip_grad_norm_(named.values(), 1e9)
+            )
+            self.seen = {name: whole.clone() for name, whole in gradients.full()}
+            assert list(gradients) == list(gradients.shards())
+            for name, whole in self.seen.items():
+                assert torch.equal(gradients[name].full(), whole)
+
+
+def beside_a_frozen_one(strategy, folder, rank, freezes=False):
+    """Which is all that a rank has of their unit under FSDP1."""
+    module = seeded(Regressor)
+    module.get_parameter("inlet.weight").requires_grad_(False)
+    reads = _ReadsAll(freezes)
+    make_trainer(strategy, folder, callbacks=[reads], max_steps=1).fit(module, make_loader())
+    return {**reads.seen, "norm": reads.norm}
+
+
+def frozen_after_the_backward(strategy, folder, rank):
+    return beside_a_frozen_one(strategy, folder, rank, freezes=True)
+
+
+def test_what_has_a_gradient_counts_as_in_torch_also_where_it_or_another_is_frozen(tmp_path):
+    scenarios = [beside_a_frozen_one, frozen_after_the_backward]
+    assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
 
 
 class _Keeps(pl.Callback):

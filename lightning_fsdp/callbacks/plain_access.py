@@ -115,8 +115,8 @@ class PlainGradients:
         self._handles = self._hooked(Parameter.register_post_accumulate_grad_hook, self._noting)
 
     def names(self) -> list[str]:
-        """Names of all trainable parameters."""
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        """Names of what is trained or has a gradient."""
+        return [n for n, p in self.parameters.items() if p.requires_grad or p.grad is not None]
 
     def __getitem__(self, name: str) -> PlainGradient:
         return PlainGradient(self, name)

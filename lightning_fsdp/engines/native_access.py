@@ -121,8 +121,12 @@ class NativeGradients(Mapping[str, NativeGradient]):
         self._engine = engine
 
     def names(self) -> list[str]:
-        """Original names of all trainable parameters."""
-        return [name for name, p in self._parameters().items() if p.requires_grad]
+        """Original names of what is trained or has a gradient.
+
+        One that was frozen after its backward keeps its gradient, which counts as in torch.
+        """
+        parameters, reduced = self._parameters(), self._engine.reduced
+        return [n for n, p in parameters.items() if p.requires_grad or reduced(n) is not None]
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         self._engine.sharded_module("gradients", GradientUnavailable)
@@ -132,7 +136,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         parameters = self._parameters()
         if name not in parameters:
             raise unknown(name, parameters)
-        if not parameters[name].requires_grad:
+        if not parameters[name].requires_grad and self._engine.reduced(name) is None:
             raise frozen(name)
         return NativeGradient(self._engine, name)
 

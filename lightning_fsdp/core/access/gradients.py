@@ -149,12 +149,15 @@ class Gradients(ByName, Mapping[str, Gradient]):
         super().__init__(module, "gradients")
 
     def names(self) -> list[str]:
-        """Original names of all trainable parameters, as seen from the module that was given."""
-        return [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        """Original names, seen from the module that was given: what is trained or has a gradient.
+
+        One that was frozen after its backward keeps its gradient, which counts as in torch.
+        """
+        return [n for n, p in self.parameters.items() if p.requires_grad or p.grad is not None]
 
     def __getitem__(self, name: str) -> Gradient:
         parameter = self.look_up(name)
-        if not parameter.requires_grad:
+        if not parameter.requires_grad and parameter.grad is None:
             raise frozen(name)
         return Gradient(name, parameter)
 
