@@ -271,6 +271,7 @@ class _Evil:
         ("missing", r"none: expected a checkpoint, got nothing there"),
         ("text", r"text: expected a file that torch\.load\(weights_only=True\) reads"),
         ("truncated", r"truncated: expected a file that torch\.load\(weights_only=True\) reads"),
+        ("flipped", r"flipped: expected a file that.*\(checksum of '.*/data/\d+': its content has"),
         ("code", r"code: expected a file that torch\.load.*What would run code is not read"),
         (
             "other",
@@ -302,6 +303,12 @@ def test_what_is_wrong_is_named_and_leaves_nothing_behind(
         source.write_text("not a checkpoint")
     elif wrong == "truncated":
         source.write_bytes(full.read_bytes()[:-5000])
+    elif wrong == "flipped":
+        data, state = bytearray(full.read_bytes()), torch.load(full)["state_dict"]
+        name, weight = next((n, t) for n, t in state.items() if t.dim() == 2)
+        data[data.index(weight.numpy().tobytes()) + 6] ^= 4
+        source.write_bytes(data)
+        assert not torch.equal(torch.load(source)["state_dict"][name], weight)
     elif wrong == "code":
         torch.save({"state_dict": {}, "more": _Evil()}, source)
     elif wrong == "other":
