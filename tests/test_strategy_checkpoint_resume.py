@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.checkpointed import (
     Adamw,
     NoOptimizer,
@@ -120,3 +121,61 @@ def _of_other_groups(rank, world_size, folder):
 
 def test_other_parameter_groups_are_told_with_their_sizes(tmp_path):
     on_trainer_ranks(_of_other_groups, 2, tmp_path)
+
+
+class _OtherOrder(Adamw):
+    """Numbers its parameters in another way: of two of one shape the second comes first."""
+
+    def __init__(self):
+        super().__init__()
+        for module in self.modules():
+            module._parameters = dict(reversed(module._parameters.items()))
+
+
+class _OtherNames(Adamw):
+    renamed = ("state_dict",)
+
+    def __init__(self):
+        super().__init__()
+        self.tail = self.head
+        del self.head
+
+    def forward(self, x):
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.tail(x)
+
+    def on_load_checkpoint(self, checkpoint):
+        def new(name):
+            return name.replace("head", "tail")
+
+        checkpoint["state_dict"] = {new(n): v for n, v in checkpoint["state_dict"].items()}
+        if "names" in self.renamed:
+            key = "optimizer_parameter_names"
+            checkpoint[key] = [[[*map(new, g)] for g in groups] for groups in checkpoint[key]]
+
+
+def _by_name(rank, world_size, strategy, folder):
+    path = folder / f"{strategy}.ckpt"
+    trainer = make_trainer(strategy, folder, max_epochs=1)
+    trainer.fit(seeded(Adamw), make_loader())
+    trainer.save_checkpoint(path)
+    expected = seeded(Adamw)
+    make_trainer(strategy, folder, max_epochs=2).fit(expected, make_loader())
+    expected = weights_of(expected)
+    for kind in (_OtherOrder, _OtherNames):
+        found = seeded(kind, seed=5)
+        trainer = make_trainer(strategy, folder, max_epochs=2)
+        if kind is _OtherNames:
+            with pytest.raises(ValueError, match=r"only in the optimizer: .*tail.*as we"):
+                trainer.fit(found, make_loader(), ckpt_path=path)
+            found.renamed = ("state_dict", "names")
+            trainer = make_trainer(strategy, folder, max_epochs=2)
+        trainer.fit(found, make_loader(), ckpt_path=path)
+        ours = {name.replace("tail", "head"): value for name, value in weights_of(found).items()}
+        torch.testing.assert_close(ours, expected, atol=5e-6, rtol=1e-5)
+
+
+def test_state_goes_by_name_where_parameters_are_registered_in_another_order(tmp_path):
+    each_on_trainer_ranks(_by_name, 2, SHARDED[::2], tmp_path)

@@ -349,6 +349,38 @@ def check_group_sizes(index: int, optimizer: Optimizer, saved: Mapping[str, Any]
         )
 
 
+def at_places_here(
+    index: int,
+    groups: list[list[str]],
+    names: Sequence[Sequence[str]],
+    saved: Mapping[str, Any],
+) -> dict[str, Any]:
+    """A state dict of torch, by the places that parameters have in this optimizer.
+
+    A module that registers its parameters in another order numbers them in another way.
+
+    Args:
+        index: Of the optimizer, for the message.
+        groups: Names of the parameters of its groups.
+        names: Of those that were saved.
+        saved: By their places.
+
+    Raises:
+        ValueError: They have other names.
+    """
+    try:
+        _check_groups(index, groups, names)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Where on_load_checkpoint renames parameters, rename those in "
+            "checkpoint['optimizer_parameter_names'] as well, or remove that key."
+        ) from None
+    flat = [name for group in names for name in group]
+    of_parameters, own = split_own_state(saved["state"])
+    entries = {flat[place]: values for place, values in of_parameters.items()}
+    return {**saved, **_packed(groups, entries, {**saved, "own": own})}
+
+
 def _entries(
     state: ShardedState,
     optimizer: Optimizer,
@@ -411,7 +443,9 @@ def _packed(
     }
 
 
-def _check_groups(index: int, groups: list[list[str]], saved: list[list[str]]) -> None:
+def _check_groups(
+    index: int, groups: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]
+) -> None:
     if len(groups) != len(saved):
         raise ValueError(
             f"checkpoint: expected {len(groups)} parameter group(s) of optimizer {index}, got "

@@ -29,6 +29,7 @@ from lightning_fsdp.checkpoint.contents import LEFT_OUT, NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
+from lightning_fsdp.engines.sharded_state import names_in
 from lightning_fsdp.strategies.frozen_base import (
     FrozenBase,
     check_left_out,
@@ -237,8 +238,15 @@ class Checkpoints:
         module: nn.Module,
         optimizers: Sequence[Optimizer],
         states: Sequence[Mapping[str, Any]],
+        names: Sequence[Sequence[Sequence[str]]] | None,
     ) -> None:
         """Each optimizer keeps its slices of a state that is whole, or in a folder.
+
+        Args:
+            module: Whose parameters they have.
+            optimizers: All of the run.
+            states: Of each.
+            names: Those of :meth:`note_parameter_names`; without, state goes by places.
 
         Raises:
             ValueError: Another number of optimizers was saved, or other parameter groups.
@@ -250,6 +258,10 @@ class Checkpoints:
         for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             if _has_state_of_parameters(state):
                 folder_state.check_group_sizes(index, optimizer, state)
+                if names is not None and not any("" in group for group in names[index]):
+                    sharded = self._engine.sharded_state(module)
+                    groups = names_in(sharded, optimizer, index)
+                    state = folder_state.at_places_here(index, groups, names[index], state)
                 read_once = {**state, "state": mapped.ReadOnce(state["state"])}
                 self._engine.load_full_optimizer_state_dict(optimizer, read_once)
             else:

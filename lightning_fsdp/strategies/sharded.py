@@ -49,6 +49,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.checkpoint import background
+from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.core.ranks.groups import StateOver
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
@@ -475,7 +476,10 @@ class ShardedStrategy(ProcessStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         self._checkpoints.load_optimizers(
-            self.lightning_module, self.optimizers, checkpoint["optimizer_states"]
+            self.lightning_module,
+            self.optimizers,
+            checkpoint["optimizer_states"],
+            checkpoint.get(NAMES),
         )
         self._random_states = checkpoint.get(_RANDOM_STATES)
         if self._random_states is not None:
