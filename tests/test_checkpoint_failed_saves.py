@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import time
 
 import pytest
 import torch
@@ -202,6 +203,35 @@ class _Alone:
 def test_a_save_of_another_process_is_not_touched(tmp_path):
     _, message = run_on_ranks(_save_while_another_process_does, 2, tmp_path / "a")
     assert "another process is saving to it" in message
+
+
+def _begin_while_another_process_begins(rank, world_size, folder):
+    """Rank 1 begins at the moment when rank 0 has made its folder, and has not locked it yet."""
+    is_made, has_begun, lock = folder / "made", folder / "begun", place._lock
+
+    def lock_late(staging, *, if_unsure):
+        is_made.touch()
+        for _ in range(10):
+            if not has_begun.exists():
+                time.sleep(0.1)
+        return lock(staging, if_unsure=if_unsure)
+
+    saving = place.Place(folder / f"of-{rank}")
+    if rank == 0:
+        place._lock = lock_late
+    else:
+        while not is_made.exists():
+            time.sleep(0.01)
+    saving.begin()
+    has_begun.touch()
+    torch.distributed.barrier()
+    is_there = saving.version.exists()
+    saving.abandon()
+    return is_there
+
+
+def test_saves_of_other_names_may_begin_at_the_same_time(tmp_path):
+    assert run_on_ranks(_begin_while_another_process_begins, 2, tmp_path) == [True, True]
 
 
 def test_where_nobody_can_tell_a_save_of_another_name_is_not_touched(tmp_path, monkeypatch):

@@ -25,6 +25,7 @@ import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -61,13 +62,14 @@ class Place:
         """
         existing = self._versions()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.path.parent.glob(f".*{_SAVING}"):
-            _remove_unless_in_use(left, if_unsure=left == self._staging)
-        if current := _target(self.path):
-            self._remove_versions_but(current)
-        with contextlib.suppress(FileExistsError):  # another process is saving to it
-            self._staging.mkdir()
-            self._lock = _lock(self._staging, if_unsure=True)
+        with _alone_in(self.path.parent):
+            for left in self.path.parent.glob(f".*{_SAVING}"):
+                _remove_unless_in_use(left, if_unsure=left == self._staging)
+            if current := _target(self.path):
+                self._remove_versions_but(current)
+            with contextlib.suppress(FileExistsError):  # another process is saving to it
+                self._staging.mkdir()
+                self._lock = _lock(self._staging, if_unsure=True)
         if self._lock is None:
             raise RuntimeError(
                 f"expected to be alone with {self.path}, but another process is saving to it "
@@ -180,6 +182,18 @@ def _target(path: Path) -> str | None:
     return str((path / LINK).readlink()) if (path / LINK).is_symlink() else None
 
 
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other save begins in ``folder``: it would remove one that is not locked yet."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot lock a folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _lock(staging: Path, *, if_unsure: bool) -> IO[bytes] | None:
     """Take the lock of a save; None if a living process has it. The system frees it at any end.
 
@@ -199,11 +213,11 @@ def _lock(staging: Path, *, if_unsure: bool) -> IO[bytes] | None:
 
 
 def _remove_unless_in_use(staging: Path, *, if_unsure: bool) -> None:
-    if not staging.is_dir() or any(
-        each.name not in ("lock", "whole") for each in staging.iterdir()
-    ):
-        return  # not ours
-    with contextlib.suppress(FileNotFoundError):  # another process removed it meanwhile
+    with contextlib.suppress(FileNotFoundError):  # another process removes it meanwhile
+        if not staging.is_dir() or any(
+            each.name not in ("lock", "whole") for each in staging.iterdir()
+        ):
+            return  # not ours
         lock = _lock(staging, if_unsure=if_unsure)
         if lock is not None:
             shutil.rmtree(staging)
