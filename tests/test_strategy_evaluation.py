@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cases import each_on_trainer_ranks
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -160,3 +161,26 @@ def _inference_mode_is_off(rank, world_size, folder):
 
 def test_evaluation_leaves_no_inference_tensors(tmp_path):
     on_trainer_ranks(_inference_mode_is_off, 2, tmp_path)
+
+
+class _Grows(Regressor):
+    """A table that is as long as this rank needed it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        self.table = torch.zeros(3 + self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+def _evaluate_grown(rank, world_size, strategy, folder):
+    trainer = make_trainer(strategy, folder)
+    message = r"buffers on every rank, got .*table.*\(3,\).*rank 0 and .*\(4,\).* plain attr"
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(seeded(_Grows), make_loader(), make_loader(24, seed=1))
+
+
+def test_buffers_of_another_shape_on_some_rank_are_named(tmp_path):
+    each_on_trainer_ranks(_evaluate_grown, 2, SHARDED[::2], tmp_path)

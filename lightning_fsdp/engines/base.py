@@ -279,8 +279,18 @@ class Engine(ABC):
         return scaler
 
     def broadcast_buffers(self) -> None:
-        """Give every rank the buffers of rank 0, as DDP does before a forward. Collective."""
+        """Give every rank the buffers of rank 0, as DDP does before a forward. Collective.
+
+        Raises:
+            ValueError: On every rank, where forwards have left another shape on some.
+        """
         if self.module is not None:
+            _refuse_different(
+                self.module,
+                [(n, (tuple(b.shape), _kind_of(b))) for n, b in self.module.named_buffers()],
+                "Give a buffer that forwards replace one shape on all ranks, or make it a plain "
+                "attribute: buffers become those of rank 0 before a validation and after a run.",
+            )
             for buffer in self.module.buffers():
                 _broadcast_in_place(buffer, buffer.device)
 
@@ -307,6 +317,10 @@ def agree_on_module(module: nn.Module) -> None:
         (name, (tuple(tensor.shape), _kind_of(tensor), tensor.requires_grad))
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
     ]
+    _refuse_different(module, mine, "Build the same module on all ranks.")
+
+
+def _refuse_different(module: nn.Module, mine: list[Any], cure: str) -> None:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     for rank, theirs in enumerate(every):
@@ -316,7 +330,7 @@ def agree_on_module(module: nn.Module) -> None:
         expected, found = next((a, b) for a, b in pairs if a != b)
         raise ValueError(
             f"{type(module).__name__}: expected the same parameters and buffers on every rank, got "
-            f"{expected} on rank 0 and {found} on rank {rank}. Build the same module on all ranks."
+            f"{expected} on rank 0 and {found} on rank {rank}. {cure}"
         )
 
 
