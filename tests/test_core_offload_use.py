@@ -1,10 +1,9 @@
-"""Offloading beside access, state, exceptions and an accelerator; and what is refused."""
+"""Offloading beside access, state and exceptions; what is refused; which memory holds what."""
 
 import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
@@ -20,6 +19,7 @@ from lightning_fsdp import (
     shard_model,
     weights,
 )
+from tests.support import ranks
 from tests.support.models import TASKS, causal_lm, mlp
 from tests.support.offloaded import CLIP, OFFLOAD, POLICIES, flat_params_of, stages_of
 from tests.support.parity import (
@@ -194,25 +194,20 @@ def test_what_cannot_be_offloaded_is_named(what, types, words):
     assert_errors(errors_on_ranks(_wrong, 2, what), types, *words)
 
 
-# --- on an accelerator ---
+# --- which memory holds what ---
 
 
-def _train_on_gpu(rank, world_size, offload, precision):
-    task = TASKS["mlp"]
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+def _train_and_look(rank, world_size, offload, precision):
+    task, computes_on = TASKS["mlp"], ranks.active_device
     model = shard_model(task.build(), mp_policy=POLICIES[precision], offload_policy=offload)
     optimizer = adamw(model.parameters())
-    batches = [
-        [[{key: value.cuda() for key, value in rank.items()} for rank in micro] for micro in step]
-        for step in batches_for("mlp", 1, num_steps=3)
-    ]
-    trace = train_on_rank(model, batches, task.loss, optimizer, 0, accumulation="sum", clip=CLIP)
-    task.loss(model, batches[0][0][0]).backward()
+    batches = batches_for("mlp", world_size, num_steps=3)
+    trace = train_on_rank(model, batches, task.loss, optimizer, rank, accumulation="sum", clip=CLIP)
+    task.loss(model, batches[0][0][rank]).backward()
     is_pinned = offload is not None and offload.pin_memory
-    device = "cuda" if offload is None else "cpu"
-    with pytest.raises(RuntimeError, match="one dtype and one device"):
-        model.to("cuda" if device == "cpu" else "cpu")
+    device = computes_on if offload is None else "cpu"
+    with pytest.raises(NotImplementedError, match=f"stays on {device}.*moved to meta"):
+        model.to("meta")
     # A gradient that travels in the reduce dtype is widened where it arrives.
     is_widened = precision == "bf16 reduce"
     for parameter in model.parameters():
@@ -220,20 +215,20 @@ def _train_on_gpu(rank, world_size, offload, precision):
             assert tensor.device.type == tensor.to_local().device.type == device
         assert parameter.to_local().is_pinned() == is_pinned
         assert parameter.grad.to_local().is_pinned() == (is_pinned and not is_widened)
-    assert {s.buffer.flat.device.type for s in flat_params_of(model)} == {"cuda"}
+    assert {s.buffer.flat.device.type for s in flat_params_of(model)} == {computes_on}
     for state in optimizer.state.values():
         assert state["exp_avg"].device.type == device
     return on_host(trace)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", list(POLICIES))
-@pytest.mark.parametrize("pin_memory", [True, False])
-def test_on_a_gpu_shards_are_in_pinned_memory_and_values_are_equal(pin_memory, precision):
-    """The optimizer steps on another processor: its last bits may differ."""
+@pytest.mark.parametrize("pin_memory", [pytest.param(True, marks=pytest.mark.gpu), False])
+def test_shards_are_on_the_host_and_values_are_those_of_the_device(pin_memory, precision):
+    """On a GPU the optimizer steps on another processor: its last bits may differ."""
+    if pin_memory and ranks.active_device == "cpu":
+        pytest.skip("needs a CUDA device: pytest --device cuda")
     offload = CPUOffloadPolicy(pin_memory=pin_memory)
     offloaded, resident = (
-        run_on_ranks(_train_on_gpu, 1, each, precision, backend=None)[0] for each in (offload, None)
+        run_on_ranks(_train_and_look, 1, each, precision)[0] for each in (offload, None)
     )
     assert_traces_match(offloaded, resident, atol=1e-6 if precision == "fp32" else 1e-3)

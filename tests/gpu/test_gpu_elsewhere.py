@@ -8,7 +8,7 @@ from tests.test_callbacks_memory import (  # noqa: F401
     test_on_cuda_the_allocator_agrees_and_a_snapshot_is_written,
 )
 from tests.test_core_offload_use import (  # noqa: F401
-    test_on_a_gpu_shards_are_in_pinned_memory_and_values_are_equal,
+    test_shards_are_on_the_host_and_values_are_those_of_the_device,
 )
 from tests.test_simulate_transfers_on_cuda import (  # noqa: F401
     test_on_a_device_a_transfer_takes_its_time,
