@@ -77,15 +77,9 @@ def test_a_mutant_is_noticed():
 
 
 def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
-    inside = "yield from within_row(last, start, stop)\n        return"
-    harmless = Mutant(
-        "says it otherwise",
-        "tensors/flat_chunks.py",
-        inside,
-        inside.replace("last", "first - 1"),
-        [LAYOUT],
-    )
-    harmful = Mutant("cuts a row too early", "tensors/flat_chunks.py", inside, "return")
+    file, begins = "tensors/flat_chunks.py", "start % n == 0 and "
+    harmless = Mutant("says it otherwise", file, begins, "not start % n and ", [LAYOUT])
+    harmful = Mutant("begins within a row", file, begins, "")
     monkeypatch.setattr(command, "load_mutants", lambda: [harmless, harmful])
     assert command.main(["--only", "says it"]) == 1
     assert re.search(
@@ -94,7 +88,7 @@ def test_the_command_tells_what_survives_and_searches(monkeypatch, capsys):
         re.MULTILINE,
     )
     monkeypatch.setattr(command, "SEARCHED", ["lifecycle", "layout"])
-    assert command.main(["--search", "--only", "too early"]) == 0
+    assert command.main(["--search", "--only", "within a row"]) == 0
     assert "noticed | test_layout.py::test_boxes_" in capsys.readouterr().out
 
 
