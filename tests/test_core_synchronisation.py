@@ -133,18 +133,21 @@ NORM_OVER_THE_DEVICE = [
     "copy to pageable memory in grad_norm.global_norm",
 ]
 ANSWER_OVER_THE_DEVICE = [
-    *["copy to pageable memory in torch"] * 2,  # the scale, and where the answer goes
-    "copy from pageable memory in grad_scaler._unscale",
-    "copy to pageable memory in grad_scaler._unscale",
+    "synchronize in grad_scaler._unscale",  # torch has queued copies of scale and answer
+    "copy from pinned memory in grad_scaler._unscale",
+    "copy to pinned memory in grad_scaler._unscale",
 ]
+# The scale and the answer, which it divides and skips by.
+OF_A_FUSED_STEP = ["copy to pageable memory in optimizer_guard._before_step"] * 2
 MUST_WAIT = {
     "scaler": ({"make_optimizer": sgd, "scales": True}, ["_local_scalar_dense in torch"]),
     "offload": (OFFLOADED, LANDINGS),
     "offload, bf16": (OFFLOADED | {"mp_policy": BF16}, LANDINGS),
     "offload, clipping": (OFFLOADED | {"clip": by_norm}, LANDINGS + NORM_OVER_THE_DEVICE),
-    "offload, scaler": (
-        OFFLOADED | {"scales": True},
-        [*LANDINGS, *ANSWER_OVER_THE_DEVICE, "copy from pageable memory in torch"],
+    "offload, scaler": (OFFLOADED | {"scales": True}, LANDINGS + ANSWER_OVER_THE_DEVICE),
+    "offload, scaler, fused": (
+        OFFLOADED | {"scales": True, "make_optimizer": fused_adamw},
+        LANDINGS + ANSWER_OVER_THE_DEVICE + OF_A_FUSED_STEP,
     ),
 }
 ALL_OPTIONS = CASES | {name: options for name, (options, _) in MUST_WAIT.items()}
@@ -229,6 +232,7 @@ WAITS = {
     "pageable to device": lambda x: _copy(False, True, True),
     "pageable to host": lambda x: _copy(False, True, False),
     "pinned, blocking": lambda x: _copy(True, False, False),
+    "what is on its way to the host": lambda x: x.to("cpu", non_blocking=True) + 1,
 }
 GOES_ON = {
     "arithmetic": lambda x: (x @ x).softmax(0).clamp(min=0.5),
@@ -238,6 +242,7 @@ GOES_ON = {
     "like one of the host": lambda x: torch.empty_like(torch.zeros(3), device=DEVICE),
     "pinned to device": lambda x: _copy(True, True, True),
     "pinned to host": lambda x: _copy(True, True, False),
+    "to the host, and back": lambda x: x.to("cpu", non_blocking=True).to(DEVICE, non_blocking=True),
     "item of the host": lambda x: torch.zeros(3).sum().item(),
 }
 

@@ -15,6 +15,9 @@ hook ends the process there: torch's stream guard in Python cannot be left by on
     a value or a shape that depends on values       any other operation on the device
     a copy from or to the host                      a non-blocking one from or to pinned memory
     ``synchronize`` of a device, stream, event      ``wait`` of a collective: NCCL's stream waits
+
+What a non-blocking copy makes on the host is pinned memory (so torch has it), and is not there
+before the host has waited for anything of the device. Who reads it earlier is recorded as well.
 """
 
 import contextlib
@@ -63,8 +66,10 @@ class HostWaits(TorchDispatchMode):
         self.waits: list[str] = []
         self.questions: list[str] = []
         self._pinned: dict[int, StorageWeakRef] = {}
+        self._on_the_way: dict[int, StorageWeakRef] = {}
 
     def note(self, what: str) -> None:
+        self._on_the_way.clear()
         self.waits.append(f"{what} in {_asker()}")
 
     def during(self, step: Callable[[], None]) -> tuple[list[str], list[str]]:
@@ -97,6 +102,8 @@ class HostWaits(TorchDispatchMode):
         is_on_device = any(tensor.device == DEVICE for tensor in inputs)
         if is_on_device and self._needs_values(func, args):
             self.note(func._schema.name.removeprefix("aten::"))
+        if self._reads_early(func, inputs, kwargs):
+            self.note(f"no wait before {func._schema.name.removeprefix('aten::')}")
         if torch.Tag.data_dependent_output in func.tags:
             return 0 if is_on_device else 1  # nothing is infinite; a step was taken
         result = func(*args, **kwargs)
@@ -104,12 +111,14 @@ class HostWaits(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self._note_copy(args[1], args[0], *args[2:], **kwargs)
         elif func is torch.ops.aten._to_copy.default:
+            if kwargs.get("non_blocking") and is_on_device and result.device.type == "cpu":
+                self._enter(self._pinned, result)
+                self._enter(self._on_the_way, result)
             self._note_copy(args[0], result, kwargs.get("non_blocking", False))
         elif not name.startswith("new_") and not name.endswith("_like"):
             self._note_mixture(name, inputs, flat_tensors(result))
         if kwargs.get("pin_memory"):
-            storage = result.untyped_storage()
-            self._pinned[storage._cdata] = StorageWeakRef(storage)
+            self._enter(self._pinned, result)
         return result
 
     def _needs_values(self, func: Any, args: Any) -> bool:
@@ -119,12 +128,18 @@ class HostWaits(TorchDispatchMode):
         tags = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
         return any(tag in func.tags for tag in tags)
 
+    def _reads_early(self, func: Any, inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
+        devices = {tensor.device for tensor in inputs} | {kwargs.get("device")}
+        if func.is_view or DEVICE in devices:  # the device's stream comes after the copy
+            return False
+        return any(_is_among(self._on_the_way, tensor) for tensor in inputs)
+
     def _note_copy(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> None:
         if source.device.type == target.device.type:
             return
         on_host = source if source.device.type == "cpu" else target
-        if not non_blocking or not self._is_pinned(on_host):
-            memory = "pinned" if self._is_pinned(on_host) else "pageable"
+        if not non_blocking or not self.is_pinned(on_host):
+            memory = "pinned" if self.is_pinned(on_host) else "pageable"
             way = "to" if on_host is target else "from"
             self.note(f"copy {way} {memory} memory")
 
@@ -134,10 +149,18 @@ class HostWaits(TorchDispatchMode):
         if len({tensor.device.type for tensor in tensors}) > 1:
             self.note(f"{name} across devices")
 
-    def _is_pinned(self, tensor: Tensor) -> bool:
+    def is_pinned(self, tensor: Tensor) -> bool:
         # Fake tensors themselves never say that they are.
-        reference = self._pinned.get(tensor.untyped_storage()._cdata)
-        return reference is not None and not reference.expired()
+        return _is_among(self._pinned, tensor)
+
+    def _enter(self, storages: dict[int, StorageWeakRef], tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = StorageWeakRef(storage)
+
+
+def _is_among(storages: dict[int, StorageWeakRef], tensor: Tensor) -> bool:
+    reference = storages.get(tensor.untyped_storage()._cdata)
+    return reference is not None and not reference.expired()
 
 
 class _FakeTensors(FakeTensorMode):
@@ -247,6 +270,7 @@ def _patches(waits: HostWaits, fakes: FakeTensorMode) -> list[Any]:
         mock.patch.object(ControlGroup, "agree", agree_noted),
         mock.patch.object(ControlGroup, "any_rank", any_rank_noted),
         mock.patch.object(FakeTensor, "is_cuda", property(lambda t: t.device == DEVICE)),
+        mock.patch.object(FakeTensor, "is_pinned", lambda t: waits.is_pinned(t)),
         mock.patch.object(torch.cuda, "current_stream", current_stream),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         mock.patch.object(torch.accelerator, "synchronize", synchronize),

@@ -19,15 +19,16 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.ranks.groups import all_gather_slices
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle
 from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 
+_Then = Callable[[Collection[ShardSpec]], None]
 
-def support_grad_scaler(then: Callable[[Collection[ShardSpec]], None]) -> None:
+
+def support_grad_scaler(then: _Then) -> None:
     """Let torch's ``GradScaler`` work on sharded gradients. May be called again.
 
     Args:
@@ -36,12 +37,7 @@ def support_grad_scaler(then: Callable[[Collection[ShardSpec]], None]) -> None:
     handle(UNSCALE, functools.partial(_unscale, then))
 
 
-def _unscale(
-    then: Callable[[Collection[ShardSpec]], None],
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
+def _unscale(then: _Then, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
 
     The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
@@ -54,7 +50,9 @@ def _unscale(
             raise gradient.refusal("GradScaler.unscale_")
     sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
     parts = [part for g in sharded for part in g.micro_batches.values()]
-    locals_ = [_local_of(gradient) for gradient in [*gradients, *parts]]
+    locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in [*gradients, *parts]]
+    if found_inf.is_pinned():  # of offloaded ones: torch has only queued the copies of both here
+        torch.cuda.current_stream(sharded[0].spec.communicator.device).synchronize()
     func(locals_, found_inf, inverse_scale)
     torch.autograd.graph.increment_version(locals_)
     for communicator in dict.fromkeys(gradient.spec.communicator for gradient in sharded):
@@ -62,7 +60,3 @@ def _unscale(
         mine = found_inf.view(1).to(communicator.device)
         found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
     then([gradient.spec for gradient in sharded])
-
-
-def _local_of(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
