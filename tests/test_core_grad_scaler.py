@@ -42,12 +42,14 @@ def fp16(reduce_dtype=torch.float32):
 # -- whole trainings -------------------------------------------------------------------------------
 
 
-def _train(rank, world_size, plan, cases):
+def train_scaled(rank, world_size, plan, cases, offload=None):
+    """What each case leaves: a trace, the scale after each step, and the scaler's state."""
     results = {}
     for case in cases:
         task_name, reduce_dtype, optimizer_name, max_norm = case
         task, trace, scales = TASKS[task_name], Trace(), []
-        model = shard_model(task.build(), PLANS[plan], mp_policy=fp16(reduce_dtype))
+        policies = {"mp_policy": fp16(reduce_dtype), "offload_policy": offload}
+        model = shard_model(task.build(), PLANS[plan], **policies)
         optimizer, scaler = OPTIMIZERS[optimizer_name](model.parameters()), new_scaler(task_name)
         for step in range(NUM_STEPS):
             scaler.scale(task.loss(model, task.make_batch(step, 0, rank))).backward()
@@ -115,7 +117,7 @@ CASES = [
 )
 def test_training_with_a_scaler_equals_one_process(world_size, backend, plan):
     """At W=1 and 2 the order of the sums is the same: bit for bit, but for the norm's."""
-    by_rank = run_on_ranks(_train, world_size, plan, CASES, backend=backend)
+    by_rank = run_on_ranks(train_scaled, world_size, plan, CASES, backend=backend)
     for case in CASES:
         expected, scales, state = _train_reference(world_size, *case)
         traces = [results[case][0] for results in by_rank]

@@ -6,6 +6,7 @@ One rank runs over NCCL, two and three on the one device over staged copies.
 from functools import partial
 
 import pytest
+import torch
 
 from lightning_fsdp import CPUOffloadPolicy
 from tests import test_core_clip as clip
@@ -15,7 +16,7 @@ from tests import test_core_gradients as gradients
 from tests import test_core_offload as offload
 from tests import test_core_parity as parity
 from tests import test_core_precision as precision
-from tests.support import offloaded
+from tests.support import offloaded, ranks
 from tests.support import parity as support
 from tests.support.parity import assert_traces_match, on_host
 from tests.support.ranks import run_on_ranks
@@ -90,3 +91,17 @@ def test_training_offloaded_gives_the_values_of_training_on_the_device(world_siz
         assert_traces_match(
             on_host(found[combination]), on_host(expected), atol=atol, what=str(combination)
         )
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused adamw"])
+def test_a_scaler_over_an_offloaded_model_steps_and_skips_as_on_the_device(optimizer):
+    """The host must not read scale and answer before torch's copies of them are there."""
+    case = "mlp", torch.float32, optimizer, None
+    policy = CPUOffloadPolicy(pin_memory=ranks.active_device == "cuda")
+    (trace, scales, _), (expected, expected_scales, _) = (
+        run_on_ranks(grad_scaler.train_scaled, 1, "zero3", [case], each)[0][case]
+        for each in (policy, None)
+    )
+    assert scales == expected_scales
+    assert len(set(scales)) > 1, "no step was skipped"
+    assert_traces_match(on_host(trace), on_host(expected), atol=1e-3)
