@@ -138,7 +138,7 @@ ANSWER_OVER_THE_DEVICE = [
     "copy to pinned memory in grad_scaler._unscale",
 ]
 # The scale and the answer, which it divides and skips by.
-OF_A_FUSED_STEP = ["copy to pageable memory in optimizer_guard._before_step"] * 2
+OF_A_FUSED_STEP = ["copy to pageable memory in optimizer_guard.bring_scale"] * 2
 MUST_WAIT = {
     "scaler": ({"make_optimizer": sgd, "scales": True}, ["_local_scalar_dense in torch"]),
     "offload": (OFFLOADED, LANDINGS),

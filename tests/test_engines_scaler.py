@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp.engines.torch_internals import AgreeingGradScaler
+from tests.support.fake_device import DEVICE, entered
 from tests.support.ranks import run_on_ranks
 
 _HOST, _DEVICE = torch.device("cpu"), torch.device("cuda", 0)
@@ -35,3 +36,20 @@ def test_ranks_ask_once_wherever_their_gradients_are():
     for rank, (asked, found) in enumerate(run_on_ranks(_agree, 3, group_timeout_s=20)):
         assert asked == [_HOST]  # where the scaler is, and its group communicates
         assert found == dict.fromkeys(_FOUND[rank] or [_HOST], 1.0)
+
+
+def _unscale_on_the_host(rank, world_size):
+    with entered() as (waits, _):
+        parameter = torch.nn.Parameter(torch.ones(2))
+        parameter.grad = torch.ones(2)
+        scaler = AgreeingGradScaler.of(torch.amp.GradScaler("cpu"), DEVICE)
+        scaler.scale(torch.zeros((), device=DEVICE))
+        optimizer = torch.optim.SGD([parameter])
+        found, _ = waits.during(lambda: scaler.unscale_(optimizer))
+        return found
+
+
+def test_gradients_on_the_host_wait_for_the_scale():
+    (found,) = run_on_ranks(_unscale_on_the_host, 1, backend=None)
+    assert found
+    assert not any("no wait" in what for what in found), found

@@ -377,7 +377,10 @@ class NativeEngine(Engine):
                 kept.pop(name, None)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.refuse_unreduced(self._of(optimizer), "an optimizer step")
+        names = list(self._of(optimizer))
+        self.refuse_unreduced(names, "an optimizer step")
+        if names:
+            optimizer_guard.bring_scale(optimizer, self.parameters[names[0]].device)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.end_step()

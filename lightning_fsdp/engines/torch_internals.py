@@ -22,6 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
 from torch.optim import Optimizer
 
+from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
+
 
 def forget_sharding(root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Let torch shard these again: FSDP2 refuses a known module, FSDP1 a marked parameter."""
@@ -235,6 +237,15 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         agreeing = cls(device.type, enabled=scaler.is_enabled())
         agreeing.load_state_dict(scaler.state_dict())
         return agreeing
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """As torch's, which would only queue copies of both to gradients on the host."""
+        present = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        home = next((gradient.device for gradient in present), found_inf.device)
+        numbers = inv_scale.to(home), found_inf.to(home)
+        return super()._unscale_grads_(optimizer, *numbers, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """As torch's; a rank without any gradient takes part. Collective."""

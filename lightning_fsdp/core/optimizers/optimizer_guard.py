@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -77,13 +78,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
         _check_gradients(sharded)
-    home = next(p.device for p in parameters_of(optimizer) if id(p) in sharded)
-    for name in ("grad_scale", "found_inf"):  # a fused step would only queue their copies there
-        if isinstance(value := getattr(optimizer, name, None), Tensor):
-            setattr(optimizer, name, value.to(home))
+    bring_scale(optimizer, next(p.device for p in parameters_of(optimizer) if id(p) in sharded))
     if type(optimizer) not in ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
+
+
+def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
+    """Let a fused step find a gradient scaler's numbers where it computes.
+
+    It would only queue their copies to the host, and read what is not there yet.
+    """
+    for name in ("grad_scale", "found_inf"):
+        if isinstance(value := getattr(optimizer, name, None), Tensor):
+            setattr(optimizer, name, value.to(device))
 
 
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
