@@ -29,7 +29,7 @@ from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import control_of
 from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
 from lightning_fsdp.core.safety.guards import FreedMemory
-from lightning_fsdp.core.safety.kept_losses import KeptLosses
+from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
@@ -137,7 +137,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     for module in prepared.root.modules():
         hooks = hooks_of(module)
         if hooks is not None:
-            hooks.schedule, hooks.outputs_beside = schedule, KeptLosses(module)
+            hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch(schedule)

@@ -53,6 +53,10 @@ class _FreedLeaf(nn.Parameter):
         )
 
 
+_UNKNOWN = object()
+_FLAGS = "_lightning_fsdp_access_flags"  # attribute of a flat buffer's tensor
+
+
 class FreedMemory(Watcher):
     """Refuses what would read whole copies that were freed."""
 
@@ -113,6 +117,9 @@ class FreedMemory(Watcher):
             )
 
     def _set_access(self, buffer: FlatBuffer, *, refused: bool) -> None:
-        flags = torch_internals.access_flags(buffer.flat)
+        flags: Any = getattr(buffer.flat, _FLAGS, _UNKNOWN)
+        if flags is _UNKNOWN:
+            flags = torch_internals.access_flags(buffer.flat)
+            setattr(buffer.flat, _FLAGS, flags)
         if flags is not None:
             flags[0] = flags[2] = refused

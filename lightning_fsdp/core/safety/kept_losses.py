@@ -16,13 +16,10 @@ from lightning_fsdp.core.engine.unit import WeakModule
 
 
 class KeptLosses:
-    """What a sharded module keeps as attributes since its last call, and was computed.
+    """What modules keep as attributes since their last call, and was computed."""
 
-    All inside of it as well, and its unit's modules.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._keepers = list(map(WeakModule, _keepers_in(module)))
+    def __init__(self, keepers: list[nn.Module]) -> None:
+        self._keepers = list(map(WeakModule, keepers))
 
     def __call__(self) -> list[Tensor]:
         """Each of them once, also those that stay."""
@@ -37,6 +34,12 @@ class KeptLosses:
                     metadata[self] = None
                     kept.append(value)
         return kept
+
+
+def losses_kept_in(module: nn.Module) -> KeptLosses | None:
+    """Of a module that was sharded, as all inside of it: what it and its unit's modules keep."""
+    keepers = list(_keepers_in(module))
+    return KeptLosses(keepers) if keepers else None
 
 
 def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
