@@ -102,9 +102,7 @@ def test_hosts_train_as_one_process_and_go_on_after_one_has_vanished(tmp_path):
     # Beside the timeout: torchrun's end, and what a busy machine adds.
     assert took_s < on_hosts.TIMEOUT_S + 60
     # Where they agree on what comes, or in what moves; whichever is first.
-    named = (
-        r"expected every rank to get here within 0:00:08|to take part within the group's timeout"
-    )
+    named = r"to take part within the group's timeout"
     assert re.search(rf"RuntimeError: .*({named})", (tmp_path / "whole0.log").read_text())
 
     with Hosts(on_hosts.NUM_HOSTS) as hosts:

@@ -8,7 +8,6 @@ included.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import re
@@ -22,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fsdp.core.engine import torch_internals
-from lightning_fsdp.core.engine.communicator import Flags, alive
+from lightning_fsdp.core.engine.communicator import Flags, Pending, alive, collective
 from lightning_fsdp.core.engine.watcher import Watcher
 
 _HOST = torch.device("cpu")  # whatever the user's default device is
@@ -127,7 +126,6 @@ class ControlGroup:
         self.rank = self.ranks.index(dist.get_rank())
         self.world_size = len(self.ranks)
         self.trail, self._numbers = Trail(), itertools.count(1)
-        self._timeout = timeout
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self.has_others = self.world_size > 1 and data_backend not in _without_others
         if self.has_others:
@@ -154,21 +152,19 @@ class ControlGroup:
         if self._group is None:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
-        named = "end of a backward", "ask which parameters any rank has used"
-        with self._open(*named) as group:
+        group = alive(self._group)
+        what = self._about_to("end of a backward", "ask which parameters any rank has used")
+        with collective(what, "every rank"):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
-
-        def answer() -> Flags:
-            with self._open(*named):
-                work.wait()
-            return flags.bool().tolist()
-
-        return answer
+        pending = Pending(what, [(work, "every rank")], flags.bool)
+        return lambda: pending.wait().tolist()
 
     def share(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
         if self._group is not None:
-            with self._open("initial values", "take what rank 0 draws from") as group:
+            group = alive(self._group)
+            what = self._about_to("initial values", "take what rank 0 draws from")
+            with collective(what, "every rank"):
                 dist.broadcast(tensor, group=group, group_src=0)
 
     def collect(
@@ -177,7 +173,8 @@ class ControlGroup:
         """What every rank brings, in their order. Collective."""
         every = [mine] * self.world_size
         if self._group is not None:
-            with self._open(occasion, intention) as group:
+            group = alive(self._group)
+            with collective(self._about_to(occasion, intention), "every rank"):
                 dist.all_gather_object(every, mine, group=group)
         return every
 
@@ -194,15 +191,22 @@ class ControlGroup:
         """
         if self._group is None:
             return
+        group = alive(self._group)
         digest = hashlib.blake2b(f"{occasion}\n{statement}".encode(), digest_size=8).digest()
         mine = torch.tensor([int.from_bytes(digest, "little", signed=True)], device=_HOST)
         digests = torch.empty(self.world_size, dtype=torch.int64, device=_HOST)
-        with self._open(occasion, statement) as group:
+        with collective(self._about_to(occasion, statement), "every rank"):
             torch_internals.all_gather_single(digests, mine, group=group)
         if bool((digests == digests[0]).all()):
             return
         statements = self.collect(f"{occasion}: {statement}", occasion, statement)
-        raise RuntimeError(_describe_disagreement(self.rank, statements))
+        by_statement = ranks_by_statement(dict(enumerate(statements)))
+        lines = [f"  {ranks}: {each}" for each, ranks in by_statement.items()]
+        raise RuntimeError(
+            f"ranks disagree (this is rank {self.rank} of {self.world_size}): expected the same on "
+            "every rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules "
+            "with the same options on every rank, and run them in the same order."
+        )
 
     def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
         """The result of an attempt, once every rank has made the same statement about its own.
@@ -231,20 +235,8 @@ class ControlGroup:
             raise error
         return result
 
-    @contextlib.contextmanager
-    def _open(self, occasion: str, intention: str) -> Iterator[dist.ProcessGroup]:
-        """The group; an error of it inside names what this rank was about to do."""
-        assert self._group is not None, "there are others"
-        group = alive(self._group)
-        try:
-            yield group
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{occasion} (rank {self.rank} of {self.world_size}): expected every rank to get "
-                f"here within {self._timeout}, but at least one did not: it does something else, "
-                f"waits elsewhere or has ended. This rank was about to: {intention}. Make all "
-                "ranks run the same units in the same order."
-            ) from error
+    def _about_to(self, occasion: str, intention: str) -> str:
+        return f"{occasion} (rank {self.rank} of {self.world_size}), about to: {intention}"
 
 
 def ranks_by_statement(statements: Mapping[int, str]) -> dict[str, str]:
@@ -260,13 +252,3 @@ def ranks_by_statement(statements: Mapping[int, str]) -> dict[str, str]:
         statement: f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
         for statement, ranks in ranks_of.items()
     }
-
-
-def _describe_disagreement(rank: int, statements: Sequence[str]) -> str:
-    by_statement = ranks_by_statement(dict(enumerate(statements)))
-    lines = [f"  {ranks}: {statement}" for statement, ranks in by_statement.items()]
-    return (
-        f"ranks disagree (this is rank {rank} of {len(statements)}): expected the same on every "
-        "rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules with the "
-        "same options on every rank, and run them in the same order."
-    )

@@ -19,7 +19,10 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 @dataclass
 class _Usage:
-    """Whether a reduced parameter had a gradient on this rank, in this backward and before it."""
+    """Whether a reduced parameter had a gradient, in this backward and before it.
+
+    On this rank; once all have answered, whether it had one on any in this backward.
+    """
 
     is_used: bool
     had_gradient: bool
@@ -33,7 +36,6 @@ class UnusedParameters(Watcher):
         self._any_rank = any_rank
         self._usage: dict[ShardedTensor, _Usage] = {}
         self._answer: Callable[[], Flags] | None = None
-        self._landed: list[ShardedTensor] = []  # used on some rank
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
         """Note what was used here."""
@@ -54,25 +56,24 @@ class UnusedParameters(Watcher):
 
     def on_landed(self) -> None:
         """Act on the answer."""
-        (usage, self._usage), (answer, self._answer) = (self._usage, {}), (self._answer, None)
-        if answer is None or all(each.is_used for each in usage.values()):
-            self._landed = list(usage)
+        answer, self._answer = self._answer, None
+        if answer is None or all(each.is_used for each in self._usage.values()):
             return
-        for (parameter, each), is_used, had_gradient in zip(usage.items(), *answer(), strict=True):
-            if is_used:
-                self._landed.append(parameter)
-            elif not had_gradient:
+        usage = self._usage.items()
+        for (parameter, each), is_used, had_gradient in zip(usage, *answer(), strict=True):
+            each.is_used = is_used
+            if not is_used and not had_gradient:
                 parameter.grad = None
-            elif isinstance(parameter.grad, ShardedTensor):
+            elif not is_used and isinstance(parameter.grad, ShardedTensor):
                 parameter.grad.micro_batches.pop(each.micro_batch, None)
 
     def on_backward_end(self) -> None:
         """Call what the user registered on the parameters."""
-        landed, self._landed = self._landed, []
-        for parameter in landed:
+        usage, self._usage = self._usage, {}
+        for parameter in (parameter for parameter, each in usage.items() if each.is_used):
             for hook in tuple((parameter.gradient_hooks or {}).values()):
                 hook(parameter)
 
     def on_failure(self, *_: object, **__: object) -> None:
         """Forget all."""
-        self._usage, self._answer, self._landed = {}, None, []
+        self._usage, self._answer = {}, None
