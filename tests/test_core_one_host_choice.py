@@ -161,12 +161,12 @@ def test_gloo_is_found_where_torch_or_the_user_chooses_a_backend_per_device(back
 
 
 @pytest.mark.parametrize(
-    ("config", "moves_cuda"),
-    [("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo,cuda:gloo", False)],
+    ("config", "device_type"),
+    [("cpu:gloo,cuda:nccl", "cuda"), ("cuda:nccl", "cuda"), ("cpu:gloo,cuda:gloo", "cpu")],
 )
-def test_a_group_is_for_cuda_where_it_has_nccl(config, moves_cuda, monkeypatch):
+def test_a_group_is_for_cuda_where_it_has_nccl(config, device_type, monkeypatch):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert torch_internals.moves_cuda(None) == moves_cuda
+    assert torch_internals.device_type_of(None) == device_type
     assert torch_internals.backend_of(None, "cpu") == ("none" if config == "cuda:nccl" else "gloo")
 
 

@@ -196,7 +196,6 @@ def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Wa
 def _make_flat_param(
     plan: FlatParameterPlan, region: Region, policy: PrecisionPolicy
 ) -> FlatParameter:
-    parameters: list[ShardedTensor] = []
     for parameter in plan.parameters:
         if not parameter.is_meta:
             region.take(parameter, parameter)
@@ -205,10 +204,10 @@ def _make_flat_param(
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
         _refuse_backward_of_older_graphs(parameter, spec)
         torch_internals.swap_tensors(parameter, sharded)
-        parameters.append(cast(ShardedTensor, parameter))
+    parameters = cast(tuple[ShardedTensor, ...], tuple(plan.parameters))
     has_replicas = bool(parameters[0].spec.communicator.after_reduction)
     kind = ReplicatedFlatParameter if has_replicas else FlatParameter
-    return kind(plan.users[0].name, region.shard, tuple(parameters), policy, UnreducedGradient)
+    return kind(plan.users[0].name, region.shard, parameters, policy, UnreducedGradient)
 
 
 def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:

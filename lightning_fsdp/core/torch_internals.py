@@ -213,16 +213,16 @@ def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return dict(backend.split(":") for backend in backends).get(device_type, "none")
 
 
-def moves_cuda(group: dist.ProcessGroup) -> bool:
-    """Whether it has NCCL, so that it is meant for tensors on CUDA."""
-    return "nccl" in backend_of(group, "cuda")
+def device_type_of(group: dist.ProcessGroup) -> str:
+    """Of the tensors that a group is meant for: CUDA where it has NCCL."""
+    return "cuda" if "nccl" in backend_of(group, "cuda") else "cpu"
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """How long a collective of ``group`` may take. No public name."""
-    device_type = "cuda" if moves_cuda(group) else "cpu"
+    device = torch.device(device_type_of(group))
     try:
-        timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+        timeout: timedelta = group._get_backend(device).options._timeout
     except (RuntimeError, AttributeError):  # a backend without options
         return timedelta(minutes=30)
     return timeout

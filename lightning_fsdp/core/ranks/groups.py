@@ -45,8 +45,7 @@ def communicator_of(group: dist.ProcessGroup, *, comm: Comm = "auto") -> Communi
         group: That moves data.
         comm: How. There is one for ``"pairs"``, and one for the other two.
     """
-    device_type = "cuda" if torch_internals.moves_cuda(group) else "cpu"
-    return _known(group, None, device_type, comm)
+    return _known(group, None, torch_internals.device_type_of(group), comm)
 
 
 def communicator_of_mesh(
