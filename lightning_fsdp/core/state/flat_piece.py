@@ -11,6 +11,8 @@ from lightning_fsdp.core.engine.layout import FlatSlice
 from lightning_fsdp.core.engine.torch_internals import disabled_torch_function, wrap_without_storage
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
+aten = torch.ops.aten
+
 
 class FlatPiece(FlatChunks, Tensor):
     """A flat slice on its way into a checkpoint or out of it, over memory of somebody else.
@@ -57,8 +59,4 @@ class FlatPiece(FlatChunks, Tensor):
         return f"FlatPiece({self.flat_slice}, {self.dtype})"
 
 
-_COPIES = {
-    torch.ops.aten.detach.default,
-    torch.ops.aten.clone.default,
-    torch.ops.aten._to_copy.default,
-}
+_COPIES = {aten.detach.default, aten.clone.default, aten._to_copy.default}

@@ -68,19 +68,10 @@ def materialize(
         ValueError: A parameter or buffer has no initialiser; the message names it.
     """
     tree = _Tree(root)
-    digest = hashlib.blake2b(digest_size=8)
-    buffers: dict[Tensor, Tensor] = {}
-
-    def keep_and_digest(parameter: Tensor, whole: Tensor) -> None:
-        digest.update(sample(whole))
-        keep(parameter, whole)
-
     with torch.no_grad(), torch.device("cpu"), tree.shielded():
         for batch in tree.plan(groups):
-            tree.compute(batch, keep_and_digest, buffers)
-    for buffer in buffers.values():
-        digest.update(sample(buffer))
-    return buffers, digest.hexdigest()
+            tree.compute(batch, keep)
+    return tree.buffers, tree.digest.hexdigest()
 
 
 _Batch = list[tuple[Site, Tensor]]
@@ -94,6 +85,8 @@ class _Tree:
         names: Of its modules.
         position: Of each module among all, children first.
         models: Per module, the nearest enclosing one with ``_init_weights(module)``.
+        buffers: What was computed, by what was on the meta device.
+        digest: Of samples of all that was computed.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -103,6 +96,8 @@ class _Tree:
         self._visit(root, None)
         self._original = {m: (dict(m._parameters), dict(m._buffers)) for m in self.names}
         self._shields: dict[Tensor, Tensor] = {}
+        self.buffers: dict[Tensor, Tensor] = {}
+        self.digest = hashlib.blake2b(digest_size=8)
 
     def plan(self, groups: Sequence[Mapping[Tensor, Sequence[Site]]]) -> list[_Batch]:
         """Which tensors are real together; batches in the order of a constructor.
@@ -143,26 +138,25 @@ class _Tree:
                 _put_parameters(module, parameters)
                 _put_buffers(module, buffers)
 
-    def compute(
-        self, batch: _Batch, keep: Callable[[Tensor, Tensor], None], finished: dict[Tensor, Tensor]
-    ) -> None:
-        """Compute the tensors of one batch."""
+    def compute(self, batch: _Batch, keep: Callable[[Tensor, Tensor], None]) -> None:
+        """Compute the tensors of one batch, and hand the parameters over."""
         owners = {site.module for site, _ in batch}
         modules: dict[nn.Module, None] = {}  # the owners and what encloses them, children first
         for module in self.position:
             if module in owners or not modules.keys().isdisjoint(module.children()):
                 modules[module] = None
-        self._set(batch, modules, finished)
+        self._set(batch, modules)
         self._initialise(owners, modules)
         for site, meta in batch:
             real = self._result(site, meta)
+            self.digest.update(sample(real))
             if self._is_parameter(site):
                 keep(meta, real)
                 del real
                 site.put(self._shield(meta))  # frees it
             else:
                 real.__dict__.update(meta.__dict__)  # whether it is an nn.Buffer
-                finished[meta] = real
+                self.buffers[meta] = real
 
     def _is_parameter(self, site: Site) -> bool:
         parameters, _ = self._original[site.module]
@@ -179,14 +173,12 @@ class _Tree:
             self._visit(child, model)
         self.position[module] = len(self.position)
 
-    def _set(
-        self, batch: _Batch, initialising: Collection[nn.Module], finished: Mapping[Tensor, Tensor]
-    ) -> None:
+    def _set(self, batch: _Batch, initialising: Collection[nn.Module]) -> None:
         for module, (parameters, buffers) in self._original.items():
             _put_parameters(module, {n: self._shield(p) for n, p in parameters.items()})
             stand_ins: dict[str, Any] = {}
             for name, buffer in buffers.items():
-                real: Any = finished.get(buffer, buffer) if module in initialising else None
+                real: Any = self.buffers.get(buffer, buffer) if module in initialising else None
                 is_absent = real is None or real.is_meta
                 stand_ins[name] = self._shield(buffer) if is_absent else real.clone()
             _put_buffers(module, stand_ins)
