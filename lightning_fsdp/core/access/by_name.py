@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
 
 
 class ByName:
@@ -104,14 +104,10 @@ class ByName:
 
     def _find(self, what: str) -> dict[str, ShardedTensor]:
         """By name; also while their unit computes and leaves stand for them."""
-        computing = {
-            id(leaf): parameter
-            for flat_param in set(self._flat_param_of.values())
-            for leaf, parameter in zip(flat_param.leaves, flat_param.parameters, strict=True)
-        }
+        by_spec = {id(parameter.spec): parameter for parameter in self._flat_param_of}
         found = {}
         for name, parameter in self.module.named_parameters():
-            sharded = computing.get(id(parameter), parameter)
+            sharded = by_spec.get(id(spec_of_leaf(parameter)), parameter)
             if isinstance(sharded, ShardedTensor):
                 found[name] = sharded
         if not found:
