@@ -64,13 +64,10 @@ def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
     Raises:
         RuntimeError: A gradient was not reduced yet.
     """
-    gradients = []
-    for parameter in parameters:
-        gradient = parameter.grad
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
         if isinstance(gradient, UnreducedGradient):
             raise gradient.refusal(what)
-        if gradient is not None:
-            gradients.append(gradient)
     return gradients
 
 

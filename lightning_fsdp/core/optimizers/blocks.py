@@ -40,8 +40,8 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
     """
     said = group.get(BLOCKS_GROUP)
     if isinstance(said, Mapping):
-        patterns = (pattern for pattern in said if fnmatch.fnmatchcase(name, pattern))
-        said = said.get(next(patterns, None))
+        fitting = (value for key, value in said.items() if fnmatch.fnmatchcase(name, key))
+        said = next(fitting, None)
     if said is None:
         return None
     shapes = [tuple(each) for each in said]

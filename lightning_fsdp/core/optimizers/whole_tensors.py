@@ -159,7 +159,13 @@ class WholeTensors:
             was = [piece.seen != found for piece, found in zip(cut, now, strict=True)]
             for piece, is_written in zip(cut, communicator.any_rank(was)(), strict=True):
                 if is_written:
-                    raise RuntimeError(_written_to(self.optimizer, piece))
+                    raise RuntimeError(
+                        f"{type(self.optimizer).__name__}: expected a step that writes to the "
+                        "parameters of its param_groups, which are whole tensors in it, got one "
+                        f"that has written to the slices of {piece.name!r}. If it steps other "
+                        "optimizers, step those instead of it; if it updates each element by "
+                        "itself, give its class to elementwise_optimizer()."
+                    )
             from_owners(of_group)
             for piece, found in zip(cut, fingerprints([p.local for p in cut]), strict=True):
                 piece.seen = found
@@ -302,15 +308,6 @@ def _has_elements(piece: Piece) -> bool:
     """Whether this rank has some, or stands for those that do not exist."""
     is_alone = not control_of(piece.communicator).has_others
     return piece.local.numel() > 0 or piece.cut.numel == 0 or is_alone
-
-
-def _written_to(optimizer: Optimizer, piece: Piece) -> str:
-    return (
-        f"{type(optimizer).__name__}: expected a step that writes to the parameters of its "
-        f"param_groups, which are whole tensors in it, got one that has written to the slices of "
-        f"{piece.name!r}. If it steps other optimizers, step those instead of it; if it updates "
-        "each element by itself, give its class to elementwise_optimizer()."
-    )
 
 
 def _shares_memory(one: Tensor, other: Tensor) -> bool:

@@ -49,8 +49,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in (aten.zero_.default, aten._foreach_zero_.default):
-            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            for tensor in tensors:
+            for tensor in tensors_in(args[0]):  # one, or a list of them
                 if isinstance(tensor, UnreducedGradient):
                     tensor.clear()
                 else:
