@@ -141,14 +141,17 @@ def test_what_cannot_be_right_is_named_on_every_rank(case, error, message):
     assert_errors(errors_on_ranks(case, 2), error, message)
 
 
-def _step_others(rank, world_size):
+def _step_others(rank, world_size, as_many):
     model = shard_model(mlp())
-    chosen = [model.first.weight, model.second.weight][rank : rank + 1]
-    optimizer = Normed(chosen)
+    stop = rank + 1 if as_many else None
+    optimizer = Normed([model.first.weight, model.second.weight][rank:stop])
     mlp_loss(model, mlp_batch(0, 0, rank)).backward()
-    optimizer.step()
+    with pytest.raises(RuntimeError, match="Normed steps"):
+        optimizer.step()
+    optimizer.step()  # no sooner than ranks agree
 
 
-def test_ranks_that_step_other_parameters_are_told():
-    errors = errors_on_ranks(_step_others, 2)
+@pytest.mark.parametrize("as_many", [True, False])
+def test_ranks_that_step_other_parameters_are_told(as_many):
+    errors = errors_on_ranks(_step_others, 2, as_many)
     assert_errors(errors, "RuntimeError", "Normed steps")

@@ -18,7 +18,7 @@ groups as AdamW would. Those with ``"blocks"`` step parts of their tensors (bloc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import compress
 from typing import Any
 
@@ -193,10 +193,9 @@ class WholeTensors:
             not _shares_memory(piece.local, self._slices.local(piece.parameter))
             for piece in before.values()
         ):
-            self._pieces = {
-                id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded
-            }
-            self._give_owners()
+            found = {id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded}
+            self._give_owners(found.values())
+            self._pieces = found  # not before ranks have agreed
         for piece in self._pieces.values():
             if not piece.is_here:  # of before it was sharded, or loaded by every rank
                 optimizer.state.pop(piece.parameter, None)
@@ -245,14 +244,14 @@ class WholeTensors:
                     "allocates state when it is built."
                 )
 
-    def _give_owners(self) -> None:
+    def _give_owners(self, found: Iterable[Piece]) -> None:
         """Agree on who steps what. Collective.
 
         Raises:
             RuntimeError: Ranks step different parameters.
         """
         name, state = type(self.optimizer).__name__, self.optimizer.state
-        for communicator, pieces in grouped(self._pieces.values()).items():
+        for communicator, pieces in grouped(found).items():
             stepped = ", ".join(
                 f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in pieces
             )
