@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -79,8 +78,7 @@ def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
         return value
     if value.is_meta:
         raise ValueError(no_values(parameter.spec.name, key))
-    with torch.no_grad():
-        local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
+    local = parameter.spec.slice_of(value).to(device=parameter.device, copy=True)
     return ShardedTensor(local, parameter.spec)
 
 

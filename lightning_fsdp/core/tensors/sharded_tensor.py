@@ -102,19 +102,17 @@ class ShardedTensor(Sharded, FlatChunks):
         spec, communicator = self.spec, self.spec.communicator
         layout, slot, home = spec.layout, spec.slot, spec.home
         what, local = f"full_tensor of {spec.name!r}", self._local.detach()
-        with torch.no_grad():
-            if rank0_only and communicator.rank != 0:
-                mine = {communicator.rank: local.to(home.compute_device)}
-                collect_each(communicator, mine, what)
-                return torch.empty(slot.shape, dtype=local.dtype, device="meta")
-            pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
-            whole = home.empty(slot.numel, local.dtype)
-            home.to_device(local, whole[spec.slice.start : spec.slice.stop])
-            parts = {rank: whole[piece.start : piece.stop] for rank, piece in enumerate(pieces)}
-            move = collect_each if rank0_only else broadcast_each
-            move(communicator, parts, what)
-            whole = home.to_host(whole, may_pin=False).wait()
-        return whole.view(slot.shape)
+        if rank0_only and communicator.rank != 0:
+            mine = {communicator.rank: local.to(home.compute_device)}
+            collect_each(communicator, mine, what)
+            return torch.empty(slot.shape, dtype=local.dtype, device="meta")
+        pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
+        whole = home.empty(slot.numel, local.dtype)
+        home.to_device(local, whole[spec.slice.start : spec.slice.stop])
+        parts = {rank: whole[piece.start : piece.stop] for rank, piece in enumerate(pieces)}
+        move = collect_each if rank0_only else broadcast_each
+        move(communicator, parts, what)
+        return home.to_host(whole, may_pin=False).wait().view(slot.shape)
 
     def _set_grad(self, value: Any) -> None:
         """Of a whole plain tensor this rank's slice is taken, sharing memory, as by ``copy_``.

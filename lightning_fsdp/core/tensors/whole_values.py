@@ -86,7 +86,7 @@ def one_stream_of_numbers(
             source.set_state(mine)
 
 
-def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Draw the whole on every rank, and keep this rank's slice; as large as the whole meanwhile."""
     target: ShardedTensor = args[0]
     generator = kwargs.get("generator")
@@ -96,9 +96,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTe
     with one_stream_of_numbers(spec.communicator, generator):
         whole = torch.empty(spec.slot.shape, dtype=target.dtype, device=target.device)
         func(whole, *args[1:], **kwargs)
-    target.to_local().copy_(spec.slice_of(whole))
-    torch.autograd.graph.increment_version(target.to_local())
-    return target
+    return target.copy_(whole)
 
 
 def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
