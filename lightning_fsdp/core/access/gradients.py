@@ -195,8 +195,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             edits: Whether it may write into them. If not, it gets them as autograd made them,
                 without a copy.
         """
-        kind = _CallingOnLocal if edits else _ShowingLocal
-        return self._watch(kind(function, self._names()))
+        return self._watch(_CallingOnLocal if edits else _ShowingLocal, function)
 
     def on_reduced(self, function: GradientFunction) -> Handle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
@@ -204,7 +203,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
         can be edited in place. One that no rank used comes as zeros.
         """
-        return self._watch(_CallingOnReduced(function, self._names()))
+        return self._watch(_CallingOnReduced, function)
 
     @contextlib.contextmanager
     def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:
@@ -276,11 +275,10 @@ class Gradients(ByName, Mapping[str, Gradient]):
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return all_gather_slices(communicator, mine.view(1), "dot of gradients").sum()
 
-    def _watch(self, watcher: GradientWatcher) -> Handle:
+    def _watch(self, kind: type[_Calling], function: GradientFunction) -> Handle:
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        watcher = kind(function, names)
         return Handle([register(s.gradient_watchers, watcher) for s in self.flat_params()])
-
-    def _names(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def _reduced(self, micro_batch: int | None) -> dict[str, ShardedTensor]:
         """Those that are there, or what a micro-batch has added to each."""

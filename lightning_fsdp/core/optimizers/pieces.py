@@ -91,10 +91,6 @@ class Piece:
         self.whole = flat.view(self.cut.shape)
         self.stepped = tuple(map(nn.Parameter, self._places()))
 
-    def forget_values(self) -> None:
-        """Remember only who has the state."""
-        self.local, self.whole, self.stepped = self.local.new_empty(0), None, ()
-
     def set_gradient(self, gradient: Tensor | None) -> None:
         """Of what is stepped; the whole's, of the original shape."""
         parts = [None] * len(self.stepped) if gradient is None else blocks_of(gradient, self.blocks)

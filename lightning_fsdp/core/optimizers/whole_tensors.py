@@ -209,7 +209,7 @@ class WholeTensors:
         """
         for piece in self._pieces.values():
             piece.parameter = successors.get(id(piece.parameter), piece.parameter)
-            piece.forget_values()
+            piece.local, piece.whole, piece.stepped = piece.local.new_empty(0), None, ()
         self._pieces = {id(piece.parameter): piece for piece in self._pieces.values()}
 
     def owned(self) -> list[Piece]:

@@ -26,8 +26,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +67,12 @@ def materialize(
         ValueError: A parameter or buffer has no initialiser; the message names it.
     """
     tree = _Tree(root)
-    with torch.no_grad(), torch.device("cpu"), tree.shielded():
-        for batch in tree.plan(groups):
-            tree.compute(batch, keep)
+    with torch.no_grad(), torch.device("cpu"):
+        try:
+            for batch in tree.plan(groups):
+                tree.compute(batch, keep)
+        finally:
+            tree.restore()
     return tree.buffers, tree.digest.hexdigest()
 
 
@@ -128,15 +130,11 @@ class _Tree:
 
         return sorted(batches.values(), key=end)
 
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        """Whatever happens inside, parameters and buffers are in their places afterwards."""
-        try:
-            yield
-        finally:
-            for module, (parameters, buffers) in self._original.items():
-                _put_parameters(module, parameters)
-                _put_buffers(module, buffers)
+    def restore(self) -> None:
+        """Put all parameters and buffers back into their places, whatever has happened."""
+        for module, (parameters, buffers) in self._original.items():
+            _put_parameters(module, parameters)
+            _put_buffers(module, buffers)
 
     def compute(self, batch: _Batch, keep: Callable[[Tensor, Tensor], None]) -> None:
         """Compute the tensors of one batch, and hand the parameters over."""
@@ -159,8 +157,7 @@ class _Tree:
                 self.buffers[meta] = real
 
     def _is_parameter(self, site: Site) -> bool:
-        parameters, _ = self._original[site.module]
-        return site.name in parameters
+        return site.name in self._original[site.module][0]
 
     def _visit(self, module: nn.Module, model: nn.Module | None) -> None:
         if module in self.models:
