@@ -58,13 +58,14 @@ def test_norm_and_clipping_equal_those_of_an_unsharded_model(world_size, task_na
             assert torch.equal(results[p][0], norm), f"p={p}: ranks have different norms"
 
 
-@pytest.mark.parametrize("p", [*NORMS, 0.0, -math.inf])
+@pytest.mark.parametrize("p", [*NORMS, 0.0, -1.0, -math.inf])
 @pytest.mark.parametrize("num_elements", [5, 1024, 2_000_003])
 def test_the_norm_of_many_elements_is_right(p, num_elements):
     gradient = torch.rand(num_elements) + 0.5
     expected = torch.linalg.vector_norm(gradient.double(), p)
     norm = global_norm([gradient], p, None)
-    torch.testing.assert_close(norm.double(), expected, rtol=3e-7, atol=0)
+    rtol = 3e-7 if p >= 0 or math.isinf(p) else 1e-6  # negative powers are less exact in fp32
+    torch.testing.assert_close(norm.double(), expected, rtol=rtol, atol=0)
 
 
 def _clip_while_training(rank, world_size):
