@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import ZERO3 as ZERO3
     from lightning_fsdp.config import CPUOffloadPolicy as CPUOffloadPolicy
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from lightning_fsdp.config import OffloadPolicy as OffloadPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
     from lightning_fsdp.core.access.grad_norm import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.access.weights import weights as weights
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
+    from lightning_fsdp.core.fully_shard import (
+        register_forward_method as register_fsdp_forward_method,
+    )
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
     from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
     from lightning_fsdp.core.memory.host_memory import (
@@ -53,6 +57,8 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.optimizers.optimizer_state import (
         load_full_optimizer_state_dict as load_full_optimizer_state_dict,
     )
+    from lightning_fsdp.core.sharded_module import ShardedModule as FSDPModule
+    from lightning_fsdp.core.sharded_module import UnshardHandle as UnshardHandle
     from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
     from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
     from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
@@ -76,6 +82,7 @@ _HOME = {
     "MicrobatchIsolationProbe": "callbacks.microbatch_isolation",
     "FSDP2Strategy": "strategies.fsdp2",
     "MixedPrecisionPolicy": "config",
+    "OffloadPolicy": "config",
     "ThroughputMonitor": "callbacks.throughput",
     "ResumableLoader": "data",
     "ShardingPlan": "config",
@@ -83,6 +90,8 @@ _HOME = {
     "ZERO3": "config",
     "GradientUnavailable": "core.access.gradients",
     "NonfiniteGradient": "core.access.grad_norm",
+    "FSDPModule": "core.sharded_module",
+    "UnshardHandle": "core.sharded_module",
     "ScratchFSDPStrategy": "strategies.scratch",
     "ShardedEMA": "callbacks.weight_averaging",
     "ShardedTensor": "core.tensors.sharded_tensor",
@@ -102,12 +111,19 @@ _HOME = {
     "load_sharded": "checkpoint.sharded",
     "optimizers_follow": "engines.optimizers",
     "register_forward_method": "core.fully_shard",
+    "register_fsdp_forward_method": "core.fully_shard",
     "share_comm_ctx": "core.fully_shard",
     "save_adapters": "checkpoint.adapters",
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
     "weights": "core.access.weights",
+}
+
+# names of torch's FSDP2 -> what they are called in the module that defines them here
+_RENAMED = {
+    "FSDPModule": "ShardedModule",
+    "register_fsdp_forward_method": "register_forward_method",
 }
 
 __all__ = [
@@ -119,8 +135,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NonfiniteGradient",
     "CPUOffloadPolicy",
+    "OffloadPolicy",
     "ShardedTensor",
+    "FSDPModule",
+    "UnshardHandle",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "call_with",
     "linear_cross_entropy",
     "share_comm_ctx",
@@ -159,7 +179,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
     elif name in _HOME:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        module = importlib.import_module(f"{__name__}.{_HOME[name]}")
+        value = getattr(module, _RENAMED.get(name, name))
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

@@ -86,7 +86,12 @@ def plan_of_stage(zero_stage: int) -> ShardingPlan:
 
 
 @dataclass(frozen=True)
-class CPUOffloadPolicy:
+class OffloadPolicy:
+    """Nothing is offloaded: shards live on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
     """Shards, reduced gradients and optimizer state live on the host; the optimizer steps there.
 
     Attributes:
@@ -118,7 +123,7 @@ class PrecisionPolicy(Protocol):
         """See :class:`MixedPrecisionPolicy`."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)  # by position as well, in the order of torch's
 class MixedPrecisionPolicy:
     """The dtypes of compute, reduction and outputs. Main weights keep the dtype they had.
 

@@ -80,8 +80,8 @@ def fully_shard(
         shard_placement_fn: ``None``, as FSDP2's default: parameters are cut as one flat region.
         mp_policy: Dtypes; this package's or torch's ``MixedPrecisionPolicy``.
         offload_policy: This package's or torch's ``CPUOffloadPolicy``: shards, reduced gradients
-            and optimizer state live on the host. ``None`` or torch's ``OffloadPolicy()``: they live
-            on the device that computes.
+            and optimizer state live on the host. ``None`` or ``OffloadPolicy()``: they live on the
+            device that computes.
         ignored_params: Parameters to leave as they are.
         comm: How gloo's ranks get data from each other. ``"direct"``: those of one host read each
             other's memory. ``"pairs"``: they send. ``"auto"``: directly where the kernel permits it
