@@ -1,6 +1,7 @@
 """What a script written for torch's FSDP2 imports is imported from here by the same names.
 
-And what torch's functions for FSDP2's state dicts do with modules that were sharded here.
+And what torch's pipelining and its functions for FSDP2's state dicts do with modules that were
+sharded here.
 """
 
 import copy
@@ -8,6 +9,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,7 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import _fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import lightning_fsdp
 from lightning_fsdp import (
@@ -131,3 +135,39 @@ def _load_by_torch(rank, world_size, options):
 def test_torch_loads_whole_state_dicts_and_keeps_what_it_reads_sharded(options):
     for ours, theirs in run_on_ranks(_load_by_torch, 2, options):
         assert_same_tensors(ours, theirs, atol=1e-6, what="weights")
+
+
+def _layers():
+    torch.manual_seed(1)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(4)])
+
+
+def _inputs(replica):
+    return mlp_batch(0, 0, replica, size=6)["inputs"]
+
+
+def _in_a_pipeline(rank, world_size):
+    """Two stages, each sharded over two ranks; six micro-batches."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    index, replica = mesh.get_local_rank("stage"), mesh.get_local_rank("data")
+    part = _layers()[2 * index : 2 * index + 2]
+    for module in [*part, part]:
+        fully_shard(module, mesh=mesh["data"])
+    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = Schedule1F1B(
+        stage, n_microbatches=6, loss_fn=lambda out, _: out.square().sum(), scale_grads=False
+    )
+    inputs = _inputs(replica)
+    schedule.step(*([inputs] if index == 0 else []), target=inputs)
+    gradients = [whole(parameter.grad) for parameter in part.parameters()]
+    return index, dict(enumerate(gradients))
+
+
+def test_stages_of_torchs_pipelining_give_the_gradients_of_plain_torch():
+    plain = _layers()
+    for replica in range(2):
+        (plain(_inputs(replica)).square().sum() / 2).backward()
+    for index, gradients in run_on_ranks(_in_a_pipeline, 4):
+        part = plain[2 * index : 2 * index + 2]
+        expected = {i: parameter.grad for i, parameter in enumerate(part.parameters())}
+        assert_same_tensors(gradients, expected, atol=1e-5, what=f"stage {index}")
