@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 from torch import nn
 
 from lightning_fsdp import gradients, shard_model
@@ -152,6 +153,7 @@ def _refuse(rank, world_size):
         lambda: gradient.apply_(lambda value: value),
         gradient.share_memory_,
         model.share_memory,
+        lambda: save(model.state_dict()),  # asks for the memory of each
     ):
         advice = _advice(array)
         assert "full_tensor() on every rank" in advice

@@ -194,8 +194,8 @@ class ShardedTensor(Sharded, FlatChunks):
         return register(self.gradient_hooks, hook)
 
     # Refused: torch would take the address of memory that is not there, and the process might end.
-    numpy, tolist, __array__ = map(_without_values, ("numpy()", "tolist()", "numpy"))
-    apply_, share_memory_, __dlpack__ = map(_without_values, ("apply_", "share_memory_", "DLPack"))
+    numpy, tolist, apply_, storage = map(_without_values, ("numpy", "tolist", "apply_", "storage"))
+    share_memory_, __array__, __dlpack__ = map(_without_values, ("share_memory", "numpy", "DLPack"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
