@@ -47,6 +47,16 @@ class _LooksByHand(Regressor):
         optimizer.step()
 
 
+class _Perturbs(Regressor):
+    """Adversarial samples: a backward in the step, beside gradients of the step before."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = x.clone().requires_grad_()
+        (towards,) = torch.autograd.grad(self.loss((x, y)), x)
+        return super().training_step((x.detach() + 0.1 * towards.sign(), y), batch_idx)
+
+
 class _Freezes(ScaledRegressor):
     def on_train_epoch_start(self):
         self.requires_grad_(self.current_epoch != 1)
@@ -100,6 +110,7 @@ def _trained(kind, strategy, folder, rank):
 
 
 def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
-    kinds = _LooksFirst, _LooksBeforeStep, _LooksByHand, _Freezes, _Scales, _GoesBack, _Follows
+    kinds = _LooksFirst, _LooksBeforeStep, _LooksByHand, _Perturbs
+    kinds += _Freezes, _Scales, _GoesBack, _Follows
     scenarios = [functools.partial(_trained, kind) for kind in kinds]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)

@@ -224,10 +224,11 @@ class FSDP1Engine(NativeEngine):
                     "for all but the last micro-batch), scratch_fsdp or fsdp2."
                 )
         # What was put aside, torch notices in the root's hook: after that of a unit whose output is
-        # the root's own, where it would be added to.
+        # the root's own, where it would be added to. A backward inside of a forward
+        # (torch.autograd.grad) meets gradients of the step before, which are cleared after it.
         for flat, originals in self._flat_of.values():
             if all(p.grad is None for p in originals):
-                flat.grad = None
+                torch_internals.fsdp1_clear(flat)
 
     @override
     def after_backward(self) -> None:

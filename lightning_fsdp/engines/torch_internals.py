@@ -185,6 +185,12 @@ def fsdp1_holds_unreduced(flat: Any) -> bool:
     return bool(flat.grad.size() == flat._unpadded_unsharded_size)
 
 
+def fsdp1_clear(flat: Any) -> None:
+    """Drop a flat gradient, and the reduced one that the next is added to."""
+    flat.grad = None
+    flat.__dict__.pop("_saved_grad_shard", None)
+
+
 @contextmanager
 def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
