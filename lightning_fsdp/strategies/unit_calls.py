@@ -9,11 +9,13 @@ alone: its forward is theirs, and would be computed once more for each level.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
@@ -83,7 +85,24 @@ def undo(root: nn.Module) -> None:
 
 
 def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
+    # Without transformers there are none.
+    caches = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+
+    def without(argument: Any) -> Any:
+        """Of a cache nothing: each forward appends its keys to it, also the one in the backward."""
+        if not isinstance(argument, caches) or not torch.is_grad_enabled():
+            return argument
+        if argument.get_seq_length() > 0:
+            raise ValueError(
+                "activation_checkpointing: expected past_key_values without keys, got some (of "
+                "prefix tuning, or of a call before), to which the forward in the backward would "
+                "append once more. Train without activation_checkpointing, or without a cache."
+            )
+        return None
+
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(map(without, args))
+        kwargs = {name: without(value) for name, value in kwargs.items()}
         if own is not None:
             return checkpoint(own, *args, use_reentrant=False, **kwargs)
         return checkpoint(type(module).forward, module, *args, use_reentrant=False, **kwargs)
