@@ -28,9 +28,8 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
-from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
 from lightning_fsdp.core.tensors.slices import slices_beside
@@ -68,17 +67,18 @@ def _register_once() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     _refuse_whole_copies(optimizer)
     sharded = _sharded_in(optimizer)
-    whole_tensors = whole_tensors_of(optimizer)
+    whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)
     if whole_tensors is not None:
         torch_internals.next_to_step(optimizer, _to_owners, _from_owners)
     if not sharded:
         return None
-    _shard_whole_state(optimizer, {id(p.parameter) for p in owned_places(optimizer).values()})
+    owned = [] if whole_tensors is None else whole_tensors.owned()
+    _shard_whole_state(optimizer, {id(piece.parameter) for piece in owned})
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
         _check_gradients(sharded)
-    bring_scale(optimizer, next(p.device for p in parameters_of(optimizer) if id(p) in sharded))
+    bring_scale(optimizer, next(iter(sharded.values())).device)
     if type(optimizer) not in ELEMENTWISE:
         return None  # also a derived class: on plain slices its own step could take a norm, unseen
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
@@ -108,8 +108,9 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         whole_tensors.end()
 
 
-def _sharded_in(optimizer: Optimizer) -> set[int]:
-    return {id(p) for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
+def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
+    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
+    return {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
 
 
 def _refuse_whole_copies(optimizer: Optimizer) -> None:
@@ -118,7 +119,7 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: Names the parameter.
     """
-    for parameter in parameters_of(optimizer):
+    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
         if (spec := spec_of_leaf(parameter)) is not None:
             raise RuntimeError(
                 f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
@@ -199,4 +200,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not stepped:
         return
     for schedule in schedules():
-        schedule.after_optimizer_step(stepped)
+        schedule.after_optimizer_step(set(stepped))
