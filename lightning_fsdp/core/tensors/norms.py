@@ -43,12 +43,12 @@ def _row_norms(tensor: Tensor, norm_type: float) -> Iterator[Tensor]:
     wrong by 1e-5 for half a million elements and by 4e-4 for seven million.
     """
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    flat, in_rows = tensor.reshape(-1), tensor.numel() // _ROW_NUMEL * _ROW_NUMEL
+    rest, in_rows = tensor.reshape(-1), tensor.numel() // _ROW_NUMEL * _ROW_NUMEL
     if in_rows:
-        rows = flat[:in_rows].view(-1, _ROW_NUMEL)
+        rows, rest = rest[:in_rows].view(-1, _ROW_NUMEL), rest[in_rows:]
         yield torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=wide)
-    if in_rows < len(flat):
-        yield torch.linalg.vector_norm(flat[in_rows:], norm_type, dtype=wide).view(1)
+    if rest.numel():
+        yield torch.linalg.vector_norm(rest, norm_type, dtype=wide).view(1)
 
 
 def norm_of_norms(norms: Tensor, norm_type: float) -> Tensor:
