@@ -3,7 +3,8 @@
     python -m benchmarks.host_cost --out benchmarks/results/host_cost.json
 
 One process on torch's fake backend, as rank 0 of 8: collectives return at once, so what remains is
-Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved round by round:
+Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved round by round: medians,
+and of the ratios of all rounds median and quartiles:
 
 * *units*: forward and backward of 100 units, each a linear layer of width 8, over the time of the
   same model unsharded; microseconds per unit and step.
@@ -15,6 +16,7 @@ Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved roun
 from __future__ import annotations
 
 import gc
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -126,18 +128,16 @@ def main() -> None:
     gc.freeze()
     rows = []
     for case, arms in cases.items():
-        medians = {
-            name: statistics.median(values)
-            for name, values in measure(arms, args.rounds, 1 if case == "units" else 10).items()
-        }
+        seconds = measure(arms, args.rounds, 1 if case == "units" else 10)
         if case == "units":
-            base = medians.pop("unsharded")
-            medians = {name: (value - base) / NUM_UNITS for name, value in medians.items()}
+            base = statistics.median(seconds.pop("unsharded"))
+            seconds = {n: [(s - base) / NUM_UNITS for s in of_arm] for n, of_arm in seconds.items()}
+        ratios = map(operator.truediv, seconds["scratch"], seconds["fsdp2"])  # of each round
         row: dict[str, Any] = {
             "case": case,
-            **{f"{name}_us": value * 1e6 for name, value in medians.items()},
+            **{f"{name}_us": statistics.median(values) * 1e6 for name, values in seconds.items()},
+            "ratio_quartiles": statistics.quantiles(ratios, n=4),
         }
-        row["ratio"] = medians["scratch"] / medians["fsdp2"]
         rows.append(row)
     print("\n".join(host_table({"rows": rows})))
     write_record(args.out, "host_cost", {"rows": rows})
@@ -149,7 +149,7 @@ def make_parser() -> BenchmarkParser:
     parser = BenchmarkParser(
         "host_cost", __doc__, examples=["--rounds 5", "--out runs/host_cost.json"]
     )
-    parser.add_rounds(30)
+    parser.add_rounds(60)
     parser.add_out(says="rows")
     return parser
 

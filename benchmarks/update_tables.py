@@ -91,14 +91,15 @@ def core_table(document: dict[str, Any]) -> list[str]:
 def host_table(document: dict[str, Any]) -> list[str]:
     """The rows of ``host_cost.py``."""
     lines = [
-        "| case | this core, µs | FSDP2, µs | of FSDP2's | bare slices, µs |",
+        "| case | this core, µs | FSDP2, µs | of FSDP2's (quartiles) | bare slices, µs |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in document["rows"]:
         bare = f"{row['bare_us']:.0f}" if "bare_us" in row else ""
+        low, ratio, high = row["ratio_quartiles"]
         lines.append(
             f"| {row['case']} | {row['scratch_us']:.0f} | {row['fsdp2_us']:.0f} "
-            f"| {row['ratio']:.2f} | {bare} |"
+            f"| {ratio:.2f} ({low:.2f}..{high:.2f}) | {bare} |"
         )
     return lines
 
