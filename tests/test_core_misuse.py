@@ -120,6 +120,12 @@ def _call_with_a_parameter(model):
     call_with(model, lambda x, weight: x @ weight, torch.ones(2, 7), model.weight)
 
 
+def _with_other_gradients():
+    model = mlp().to(torch.bfloat16)
+    model.second.weight.grad_dtype = torch.float32
+    fully_shard(model)
+
+
 MISUSES = {
     "outer module first": (_outer_first, "bottom-up"),
     "DDP": (
@@ -134,6 +140,7 @@ MISUSES = {
         lambda: fully_shard(nn.Embedding(11, 3, max_norm=1.0)),
         "Renormalise after",
     ),
+    "gradient of another dtype": (_with_other_gradients, "Leave grad_dtype alone"),
     "sparse bag of embeddings": (
         lambda: fully_shard(nn.EmbeddingBag(11, 3, sparse=True)),
         "Build it dense",

@@ -207,6 +207,9 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
         return "a strided parameter", str(parameter.layout), "Convert it with to_dense()."
     if parameter.grad is not None:
         return "no gradient yet", "one in .grad", "Call zero_grad() before sharding."
+    if (dtype := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
+        cure = "Leave grad_dtype alone: shards and gradients have the dtype of their parameter."
+        return f"a gradient of {parameter.dtype}", f"grad_dtype = {dtype}", cure
     if _has_weak_references(parameter, sites):
         cure = "Delete the object that refers to it weakly, or create it after sharding."
         return "a parameter without weak references", "one that has some", cure
