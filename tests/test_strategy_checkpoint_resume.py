@@ -85,13 +85,17 @@ def test_a_resumed_run_is_the_one_of_ddp(tmp_path):
     assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
 
 
+def _save_after_an_epoch(strategy, folder, path):
+    trainer = make_trainer(strategy, folder, max_epochs=1)
+    trainer.fit(seeded(Adamw), make_loader())
+    trainer.save_checkpoint(path)
+
+
 def _across(rank, world_size, folder):
     """Files of one strategy, resumed by another, end like a run that never changed."""
     for writer, reader in (("ddp", SHARDED[0]), (SHARDED[0], "ddp"), (SHARDED[1], SHARDED[0])):
         path = folder / f"{writer}-{reader}.ckpt"
-        trainer = make_trainer(writer, folder, max_epochs=1)
-        trainer.fit(seeded(Adamw), make_loader())
-        trainer.save_checkpoint(path)
+        _save_after_an_epoch(writer, folder, path)
         expected = seeded(Adamw)
         make_trainer(reader, folder, max_epochs=2).fit(expected, make_loader())
         found = seeded(Adamw, seed=5)
@@ -158,9 +162,7 @@ class _OtherNames(Adamw):
 
 def _by_name(rank, world_size, strategy, folder):
     path = folder / f"{strategy}.ckpt"
-    trainer = make_trainer(strategy, folder, max_epochs=1)
-    trainer.fit(seeded(Adamw), make_loader())
-    trainer.save_checkpoint(path)
+    _save_after_an_epoch(strategy, folder, path)
     expected = seeded(Adamw)
     make_trainer(strategy, folder, max_epochs=2).fit(expected, make_loader())
     expected = weights_of(expected)
