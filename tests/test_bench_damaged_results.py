@@ -20,7 +20,7 @@ from tests.support.bench_results import (
 def test_values_of_rows_that_are_not_numbers_count_as_not_measured():
     document = document_of(**SMALL)
     document["rows"][2]["mfu"] = math.inf
-    assert as_results(document).arms[2].figures.mfu is None
+    assert as_results(document).arms[2].mfu is None
 
 
 RANK = ("runs", 1, "ranks", 0)

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.plot_style import HATCHES, PARTS, SMALL
-from lightning_fsdp.bench.records import sum_of
-from lightning_fsdp.bench.results import ArmResult, Results, kind_label, shape_label
+from lightning_fsdp.bench.records import Row, sum_of
+from lightning_fsdp.bench.results import Results, kind_label, shape_label
 from lightning_fsdp.callbacks.memory_picture import COLORS as OWNERS
 from lightning_fsdp.harness.tables import three_digits
 
@@ -41,41 +41,41 @@ class _Panel:
     """
 
     title: str
-    stack: Callable[[ArmResult], Stack | None]
+    stack: Callable[[Row], Stack | None]
     looks: Mapping[str, tuple[str, str]]
     form: Callable[[float], str] = three_digits
-    mark: Callable[[ArmResult], float | None] = lambda _: None
+    mark: Callable[[Row], float | None] = lambda _: None
     mark_title: str = ""
     marker: str = "|"
 
 
 def communication(results: Results) -> Figure:
     """Calls, sent bytes and time of collectives per optimizer step, beside what theory demands."""
-    kinds = sorted({kind for arm in results.arms for kind in arm.figures.data_calls or {}})
-    unit, suffix = plot_style.byte_unit(arm.figures.sent_bytes for arm in results.arms)
+    kinds = sorted({kind for arm in results.arms for kind in arm.data_calls or {}})
+    unit, suffix = plot_style.byte_unit(arm.sent_bytes for arm in results.arms)
     calls = _Panel(
         title="calls that move parameters and gradients",
-        stack=lambda arm: arm.figures.data_calls,
+        stack=lambda arm: arm.data_calls,
         looks=_hatched(kinds, itertools.cycle(_COLORS)),
         form="{:g}".format,
-        mark=lambda arm: sum_of(arm.theory.collectives),
+        mark=lambda arm: sum_of(arm.demanded.collectives),
         **_OF_THEORY,
     )
     sent = _Panel(
         title=f"{suffix} sent",
-        stack=lambda arm: {"bytes sent": plot_style.per(arm.figures.sent_bytes, unit)},
+        stack=lambda arm: {"bytes sent": plot_style.per(arm.sent_bytes, unit)},
         looks={"bytes sent": ("#777777", "")},
-        mark=lambda arm: plot_style.per(arm.theory.sent_bytes, unit),
+        mark=lambda arm: plot_style.per(arm.demanded.sent_bytes, unit),
         **_OF_THEORY,
     )
     seconds = _Panel(
         title="ms (exposed + overlapped)",
         stack=lambda arm: {
-            _EXPOSED: arm.parts_ms.get("exposed_ms"),
-            _OVERLAPPED: arm.parts_ms.get("overlapped_ms"),
+            _EXPOSED: arm.part_ms("exposed"),
+            _OVERLAPPED: arm.part_ms("overlapped"),
         },
         looks={_EXPOSED: PARTS["exposed"], _OVERLAPPED: ("#e8e8e8", "\\\\")},
-        mark=lambda arm: arm.figures.communication_limit_ms,
+        mark=lambda arm: arm.communication_limit_ms,
         mark_title="limit: bytes over measured bandwidth",
     )
     title = "Communication per optimizer step, rank 0"
@@ -92,12 +92,12 @@ def time_breakdown(results: Results) -> Figure:
     unknown = "not told apart"
     labels = {name: "exposed communication" if name == "exposed" else name for name in PARTS}
 
-    def stack(arm: ArmResult) -> Stack | None:
+    def stack(arm: Row) -> Stack | None:
         if not arm.parts_ms:
             return None
-        parts = {label: arm.parts_ms.get(f"{name}_ms") for name, label in labels.items()}
+        parts = {label: arm.part_ms(name) for name, label in labels.items()}
         known = {label: ms for label, ms in parts.items() if ms is not None}
-        whole_ms = arm.parts_ms.get("whole_ms")
+        whole_ms = arm.part_ms("whole")
         if len(known) < len(parts) and whole_ms is not None:
             known[unknown] = max(0.0, whole_ms - sum(known.values()))
         return known
@@ -106,12 +106,12 @@ def time_breakdown(results: Results) -> Figure:
         title="ms per step (median of profiled steps)",
         stack=stack,
         looks={**{labels[name]: look for name, look in PARTS.items()}, unknown: ("#ffffff", "--")},
-        mark=lambda arm: arm.figures.compute_limit_ms,
+        mark=lambda arm: arm.compute_limit_ms,
         mark_title="limit: compute alone",
     )
     figure, (axes,) = _bars(results, "Where an optimizer step's time goes, rank 0", [panel])
     for row, arm in enumerate(results.arms):
-        if hidden := arm.parts_ms.get("overlapped_ms"):
+        if hidden := arm.part_ms("overlapped"):
             axes.barh(row + 0.39, hidden, height=0.14, color="#e8e8e8", edgecolor="black",
                       hatch="\\\\\\\\", linewidth=0.5,
                       label="communication hidden behind compute")  # fmt: skip
@@ -121,11 +121,11 @@ def time_breakdown(results: Results) -> Figure:
 
 def memory_at_peak(results: Results) -> Figure:
     """What rank 0's memory is for at the moment when there is most of it."""
-    unit, suffix = plot_style.byte_unit(sum(a.peak_by_owner.values()) for a in results.arms)
-    names = list(dict.fromkeys(owner for arm in results.arms for owner in arm.peak_by_owner))
+    unit, suffix = plot_style.byte_unit(sum_of(arm.peak_by_kind) for arm in results.arms)
+    names = list(dict.fromkeys(owner for arm in results.arms for owner in arm.peak_by_kind or {}))
     panel = _Panel(
         title=suffix,
-        stack=lambda arm: {name: n / unit for name, n in arm.peak_by_owner.items()} or None,
+        stack=lambda arm: {of: n / unit for of, n in (arm.peak_by_kind or {}).items()} or None,
         looks=_hatched(names, (OWNERS.get(name, "#ffffff") for name in names)),
     )
     figure, named = _bars(results, "Memory at its peak by owner, rank 0", [panel])
@@ -182,7 +182,7 @@ def _draw_heat_map(axes: Any, results: Results, device: str) -> None:
 
 def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figure, Sequence[Any]]:
     """A picture of panels side by side, with the arms' names at the left."""
-    arms, names = results.arms, [arm.name for arm in results.arms]
+    arms, names = results.arms, [arm.arm for arm in results.arms]
     width = 3.8 * len(panels) + 0.075 * max((len(name) for name in names), default=0)
     size = max(10.0, width), 1.8 + 0.27 * max(2, len(names))
     figure, (columns,) = plot_style.new_figure(title, size, 1, len(panels), sharey=True)
@@ -192,14 +192,14 @@ def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figur
         axes.set_ylim(max(len(names), 1) - 0.4, -0.6)  # the first arm on top
         plot_style.rule(axes, "x")
         for shape in shapes[1::2]:
-            rows = [row for row, arm in enumerate(arms) if arm.row.shape == shape]
+            rows = [row for row, arm in enumerate(arms) if arm.shape == shape]
             axes.axhspan(min(rows) - 0.5, max(rows) + 0.5, color="black", alpha=0.05, lw=0)
         _draw_bars(axes, arms, panel)
         axes.set_xlabel(panel.title)
     return figure, columns
 
 
-def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
+def _draw_bars(axes: Any, arms: Sequence[Row], panel: _Panel) -> None:
     """A bar of parts per arm, its length written behind it; words where there is none."""
     stacks = [panel.stack(arm) for arm in arms]
     rows, ends = np.arange(len(arms)), np.zeros(len(arms))
@@ -226,7 +226,7 @@ def _draw_bars(axes: Any, arms: Sequence[ArmResult], panel: _Panel) -> None:
         is_known = stack is not None and None not in stack.values()
         axes.text(
             np.fmax(ends, marks)[row] + 0.03 * longest, row,
-            panel.form(ends[row]) if is_known else arm.failure or "not measured",
+            panel.form(ends[row]) if is_known else arm.failure_kind or "not measured",
             va="center", style="normal" if is_known else "italic", fontsize=SMALL - 1,
         )  # fmt: skip
     axes.set_xlim(0, longest * 1.25)

@@ -18,11 +18,12 @@ from matplotlib.figure import Figure
 
 from lightning_fsdp.bench import plot_style
 from lightning_fsdp.bench.plot_style import SMALL
-from lightning_fsdp.bench.results import MEMORY, ArmResult, Results, kind_label, shape_label
+from lightning_fsdp.bench.records import Row
+from lightning_fsdp.bench.results import MEMORY, Results, kind_label, shape_label
 from lightning_fsdp.harness.tables import three_digits
 
-Value = Callable[[ArmResult], float | None]
-Point = Callable[[ArmResult], tuple[float | None, float | None, float | None]]
+Value = Callable[[Row], float | None]
+Point = Callable[[Row], tuple[float | None, float | None, float | None]]
 """How low a whisker reaches at an arm, how high the arm is, and how high the whisker reaches."""
 _MOST_COLUMNS = 3
 _OF_BATCH = "Batch: sequences per rank and micro-batch x micro-batches per step."
@@ -32,9 +33,9 @@ _OF_TIME = "The number is the peak. Seconds are left out: watching slows steps d
 def tokens_per_s(results: Results) -> Figure:
     """Throughput; whiskers from the slowest repeat to the fastest."""
 
-    def point(arm: ArmResult) -> tuple[float | None, float | None, float | None]:
+    def point(arm: Row) -> tuple[float | None, float | None, float | None]:
         rates = [statistics.median(run.rates) for run in arm.runs]
-        return min(rates, default=None), arm.figures.tokens_per_s, max(rates, default=None)
+        return min(rates, default=None), arm.tokens_per_s, max(rates, default=None)
 
     figure, grid = _against_batch(results, "Throughput", {"tokens/s of all ranks": point})
     notes = ["Whiskers: slowest and fastest repeat."]
@@ -97,7 +98,7 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
     return top
 
 
-def _in_unit(view: Value, unit: float, arm: ArmResult) -> tuple[None, float | None, None]:
+def _in_unit(view: Value, unit: float, arm: Row) -> tuple[None, float | None, None]:
     return None, plot_style.per(view(arm), unit), None
 
 
@@ -129,7 +130,7 @@ def memory_over_time(results: Results) -> Figure:
     return plot_style.finish(figure, results, ["Memory over time"], notes=notes)
 
 
-def _draw_memory(axes: Any, arm: ArmResult, unit: float) -> None:
+def _draw_memory(axes: Any, arm: Row, unit: float) -> None:
     plot_style.rule(axes)
     axes.tick_params(labelsize=SMALL - 1)
     axes.locator_params(nbins=3)
@@ -139,7 +140,7 @@ def _draw_memory(axes: Any, arm: ArmResult, unit: float) -> None:
         return
     xs = [100 * second / (timeline[-1][0] or 1.0) for second, _ in timeline]
     ys = [nbytes / unit for _, nbytes in timeline]
-    color = plot_style.line_style(arm.row.kind)["color"]
+    color = plot_style.line_style(arm.kind)["color"]
     axes.fill_between(xs, ys, step="post", color=color, alpha=0.25, linewidth=0)
     axes.plot(xs, ys, color=color, linewidth=1.2, drawstyle="steps-post")
     axes.text(0.98, 0.93, three_digits(max(ys)), ha="right", va="top", transform=axes.transAxes,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
@@ -26,6 +27,11 @@ FailureKind = Literal[
     "out of memory", "error", "timed out", "no measurement", "wrong losses", "wrong gradients"
 ]
 """Why a run gave nothing."""
+PER_RANK = (
+    *("peak_bytes", "mean_bytes", "resting_bytes", "peak_rss_bytes"),
+    *("cuda_peak_allocated_bytes", "cuda_peak_reserved_bytes"),
+)
+"""What a rank measures of memory, and a row has of all ranks."""
 
 
 @dataclass(kw_only=True)
@@ -189,7 +195,7 @@ class OfArm:
 
 @dataclass
 class Row(Observed, OfArm):
-    """One arm over all its repeats. Times are medians; bytes are exact and per rank.
+    """One arm over all its repeats. Times are medians; bytes are exact, the most of the repeats.
 
     Attributes:
         loss_first: Mean over ranks of the first micro-batch's loss.
@@ -209,7 +215,7 @@ class Row(Observed, OfArm):
         host_ms: Median CPU time of rank 0's process per step.
         peak_flops: Assumed of one process, per second.
         mfu: ``flops_per_token * tokens_per_s / (peak_flops * num_processes)``.
-        peak_rss_bytes: Per rank, of the process, the highest of the repeats.
+        peak_rss_bytes: Per rank, of the process.
         cuda_peak_allocated_bytes: Likewise, of torch's allocator.
         cuda_peak_reserved_bytes: Likewise, what that took from the device.
         utilization_percent: Mean of all samples of all ranks.
@@ -220,6 +226,7 @@ class Row(Observed, OfArm):
             beaten.
         failure: Why the other fields are empty, or wrong.
         failure_kind: In a word; see :data:`FailureKind`.
+        runs: Its repeats that measured something; not written with it.
     """
 
     num_processes: int
@@ -249,6 +256,37 @@ class Row(Observed, OfArm):
     times_limit: Figure = None
     failure: str | None = None
     failure_kind: str | None = None
+    runs: Annotated[Listed[Run], Field(exclude=True)] = field(default_factory=list)
+
+    @property
+    def demanded(self) -> Demand:
+        """As far as anybody says."""
+        return self.theory or Demand()
+
+    @property
+    def timeline(self) -> Sequence[tuple[float, int]]:
+        """Of rank 0 in the first repeat, of an arm that did not fail: seconds, bytes."""
+        runs = self.runs if self.failure is None else ()
+        return next((run.ranks[0].timeline or [] for run in runs), [])
+
+    @property
+    def utilization(self) -> dict[str, float]:
+        """Mean percent of all samples of all ranks, by what was sampled (``gpu`` or ``cpu``)."""
+        samples = defaultdict[str, list[float]](list)
+        for rank in (rank for run in self.runs for rank in run.ranks if self.failure is None):
+            found = [percent for _, percent in rank.utilization or ()]
+            samples[rank.utilization_of or "cpu"] += found
+        return {device: fmean(found) for device, found in samples.items() if found}
+
+    @property
+    def step_losses(self) -> list[float]:
+        """The mean loss of each optimizer step, of the first repeat; empty without one."""
+        losses, accum = self.runs[0].mean_losses if self.runs else [], self.grad_accum
+        return [fmean(losses[i : i + accum]) for i in range(0, len(losses), accum)]
+
+    def part_ms(self, name: str) -> float | None:
+        """Of :class:`~lightning_fsdp.bench.parts.Parts`, as far as it is known."""
+        return (self.parts_ms or {}).get(f"{name}_ms")
 
     @property
     def data_calls(self) -> dict[str, float] | None:
@@ -256,7 +294,7 @@ class Row(Observed, OfArm):
 
         The core counts its own. Of another engine's they are the kinds that theory demands.
         """
-        demanded = self.theory.collectives if self.theory is not None else None
+        demanded = self.demanded.collectives
         if self.data_collectives is not None or self.collectives is None or not demanded:
             return self.collectives if self.data_collectives is None else self.data_collectives
         return {kind: n for kind, n in self.collectives.items() if kind in demanded}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
 from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.parts import Parts
-from lightning_fsdp.bench.records import RankMeasurement, Row, Run, Shape, in_ms, of_all, worst
+from lightning_fsdp.bench.records import PER_RANK, Row, Run, Shape, in_ms, of_all, worst
 from lightning_fsdp.bench.theory import demand, sent_bytes
 
 LOSS_TOLERANCE = 5e-3
@@ -49,15 +49,17 @@ def summarize(
     bytes_per_s = None if limits is None else limits.bytes_per_s
     units = next((r.units for run in runs for r in run.ranks if r.units is not None), None)
     for arm, row in zip(arms, rows, strict=True):
-        of_arm = [run for run in runs if run.arm == row.arm]
-        failed = [run for run in of_arm if run.failure is not None]
+        row.runs = [run for run in runs if run.arm == row.arm]
+        failed = [run for run in row.runs if run.failure is not None]
         if failed:
             row.failure, row.failure_kind = failed[0].failure, failed[0].failure_kind
             continue
-        _fill_in(row, of_arm, arm.num_shards(workload))
-        _judge(row, of_arm, references.get(row.shape), workload.precision)
-        if row.failure is None:
-            references.setdefault(row.shape, of_arm[0])
+        _fill_in(row, arm.num_shards(workload))
+        wrong = [*_judge(row, references.get(row.shape), workload.precision)]
+        if wrong:
+            row.failure, row.failure_kind = wrong[0]
+        else:
+            references.setdefault(row.shape, row.runs[0])
         if row.flops_per_token is not None and row.tokens_per_s is not None and peak_flops:
             used = row.flops_per_token * row.tokens_per_s
             row.mfu = used / (peak_flops * row.num_processes)
@@ -69,16 +71,16 @@ def summarize(
     return rows
 
 
-def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
+def _fill_in(row: Row, num_shards: int) -> None:
     """Everything but what other arms or the machine must be known for."""
-    ranks, firsts = runs[0].ranks, [run.ranks[0] for run in runs]
-    first = ranks[0]
-    quartiles = statistics.quantiles([step for run in runs for step in run.slowest_s], n=4)
+    firsts = [run.ranks[0] for run in row.runs]
+    first = firsts[0]
+    quartiles = statistics.quantiles([step for run in row.runs for step in run.slowest_s], n=4)
     row.step_ms_q1, row.step_ms, row.step_ms_q3 = (1e3 * second for second in quartiles)
-    row.tokens_per_s = statistics.median(rate for run in runs for rate in run.rates)
-    row.peak_bytes = [rank.peak_bytes for rank in ranks]
-    row.mean_bytes = [rank.mean_bytes for rank in ranks]
-    row.resting_bytes = [rank.resting_bytes for rank in ranks]
+    row.tokens_per_s = statistics.median(rate for run in row.runs for rate in run.rates)
+    for name in PER_RANK:
+        of_runs = ([getattr(rank, name) for rank in run.ranks] for run in row.runs)
+        setattr(row, name, [worst(figures) for figures in zip(*of_runs, strict=True)])
     row.take_over(first)
     if (nbytes := first.collective_bytes) is not None:
         row.sent_bytes = sent_bytes(nbytes, first.world_size, shard_size=num_shards)
@@ -88,59 +90,42 @@ def _fill_in(row: Row, runs: Sequence[Run], num_shards: int) -> None:
         medians = {name: in_ms(statistics.median, of) for name, of in seconds.items()}
         row.parts_ms = {f"{name.removesuffix('_s')}_ms": ms for name, ms in medians.items()}
     row.host_ms = in_ms(statistics.median, [second for rank in firsts for second in rank.host_s])
-    row.peak_rss_bytes = _highest(runs, lambda rank: rank.peak_rss_bytes)
-    row.cuda_peak_allocated_bytes = _highest(runs, lambda rank: rank.cuda_peak_allocated_bytes)
-    row.cuda_peak_reserved_bytes = _highest(runs, lambda rank: rank.cuda_peak_reserved_bytes)
-    row.utilization_percent = utilization_of(runs).get(first.utilization_of or "cpu")
+    row.utilization_percent = row.utilization.get(first.utilization_of or "cpu")
     row.end_to_end_s = of_all(statistics.median, [rank.fit_s for rank in firsts])
 
 
-def utilization_of(runs: Iterable[Run]) -> dict[str, float]:
-    """Mean percent of all samples of all ranks, by what was sampled (``gpu`` or ``cpu``)."""
-    samples: dict[str, list[float]] = {}
-    for rank in (rank for run in runs for rank in run.ranks if rank.utilization):
-        found = samples.setdefault(rank.utilization_of or "cpu", [])
-        found += [percent for _, percent in rank.utilization or ()]
-    return {device: statistics.fmean(found) for device, found in samples.items()}
-
-
-def _judge(row: Row, runs: Sequence[Run], reference: Run | None, precision: str) -> None:
-    """Whether the arm trained what the reference did; gradients first."""
+def _judge(row: Row, reference: Run | None, precision: str) -> Iterator[tuple[str, str]]:
+    """What the arm trained otherwise than the reference did; gradients first."""
     norm_gap, early_gap, late_gap = HALF_NORM_TOLERANCE, HALF_LOSS_TOLERANCE, HALF_LOSS_TOLERANCE
     if precision == "32-true":
         norm_gap, early_gap, late_gap = NORM_TOLERANCE, LOSS_TOLERANCE, LATE_LOSS_TOLERANCE
     # What losses do not show: Adam steps as far with gradients of twice the size.
-    norms = [n for run in runs for rank in run.ranks if (n := rank.grad_norm) is not None]
+    norms = [n for run in row.runs for rank in run.ranks if (n := rank.grad_norm) is not None]
     expected = None if reference is None else reference.ranks[0].grad_norm
-    if expected is not None:
-        others = [n for n in norms if not abs(n - expected) <= norm_gap * expected]
-        for norm in others[:1]:
-            found = (
-                f"gradients of norm {norm:.4g} in the first step, the reference's {expected:.4g}"
-            )
-            row.failure, row.failure_kind = found, "wrong gradients"
-    compared = [*runs, reference] if reference is not None else runs
+    for norm in norms:
+        if expected is not None and not abs(norm - expected) <= norm_gap * expected:
+            says = f"gradients of norm {norm:.4g} in the first step, the reference's {expected:.4g}"
+            yield says, "wrong gradients"
+    compared = [*row.runs, reference] if reference is not None else row.runs
     lengths = {len(rank.losses) for run in compared for rank in run.ranks}
     if len(lengths) > 1 or 0 in lengths:
-        found = f"numbers of losses differ: {', '.join(map(str, sorted(lengths)))}"
-        row.failure, row.failure_kind = found, "wrong losses"
+        yield f"numbers of losses differ: {', '.join(map(str, sorted(lengths)))}", "wrong losses"
         return
-    losses = [run.mean_losses for run in runs]
+    losses = [run.mean_losses for run in row.runs]
     gaps = [] if reference is None else [_gaps(of_run, reference.mean_losses) for of_run in losses]
     row.loss_first, row.loss_last = losses[0][0], losses[0][-1]
     row.loss_gap = max(map(max, gaps), default=None)
     early = max((max(of_run[: len(of_run) // 2 + 1]) for of_run in gaps), default=0.0)
     if not all(math.isfinite(loss) for of_run in losses for loss in of_run):
-        row.failure, row.failure_kind = "a loss is not a finite number", "wrong losses"
+        yield "a loss is not a finite number", "wrong losses"
     elif early > early_gap or (row.loss_gap or 0.0) > late_gap:
-        found = f"losses differ from the reference by {row.loss_gap:.2g}"
-        row.failure, row.failure_kind = found, "wrong losses"
+        yield f"losses differ from the reference by {row.loss_gap:.2g}", "wrong losses"
 
 
 def _add_limits(row: Row, alone_ms: float | None, bytes_per_s: float | None) -> None:
     if alone_ms is not None:
         row.compute_limit_ms = alone_ms / row.num_processes
-    sent = row.sent_bytes if row.theory is None else row.theory.sent_bytes
+    sent = (row.theory or row).sent_bytes
     if sent == 0 or row.num_processes == 1:
         row.communication_limit_ms = 0.0
     elif sent is not None and bytes_per_s is not None:
@@ -148,12 +133,6 @@ def _add_limits(row: Row, alone_ms: float | None, bytes_per_s: float | None) -> 
     limit_ms = worst((row.compute_limit_ms, row.communication_limit_ms))  # if both are known
     if limit_ms and row.step_ms is not None:
         row.times_limit = row.step_ms / limit_ms
-
-
-def _highest(runs: Sequence[Run], get: Callable[[RankMeasurement], int | None]) -> list[int | None]:
-    """Over the repeats, per rank."""
-    per_rank = zip(*(map(get, run.ranks) for run in runs), strict=True)
-    return [worst(figures) for figures in per_rank]
 
 
 def _gaps(losses: list[float], reference: list[float]) -> list[float]:

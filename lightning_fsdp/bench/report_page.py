@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lightning_fsdp.bench.arms import notes_on
 from lightning_fsdp.bench.records import Row, listed, sum_of
-from lightning_fsdp.bench.results import ArmResult, Results, missing
+from lightning_fsdp.bench.results import Results, missing
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import UNKNOWN, number, table_of, three_digits
 
-Cell = Callable[[ArmResult], str]
+Cell = Callable[[Row], str]
 
 
 def _part(name: str) -> Cell:
-    return lambda arm: three_digits(arm.parts_ms.get(f"{name}_ms"))
+    return lambda arm: three_digits(arm.part_ms(name))
 
 
-def _utilization(arm: ArmResult) -> str:
+def _utilization(arm: Row) -> str:
     return " ".join(f"{v:.0f} ({k})" for k, v in arm.utilization.items()) or UNKNOWN
 
 
@@ -28,32 +28,32 @@ def _megabytes(per_rank: Sequence[float | None]) -> str:
 _PARTS = ("whole", "data", "compute", "exposed", "optimizer", "other", "overlapped")
 _TIMES: dict[str, Cell] = {
     **{name: _part(name) for name in _PARTS},
-    "host": lambda arm: three_digits(arm.figures.host_ms),
+    "host": lambda arm: three_digits(arm.host_ms),
     "utilization %": _utilization,
-    "end to end s": lambda arm: number(arm.figures.end_to_end_s, ".1f"),
+    "end to end s": lambda arm: number(arm.end_to_end_s, ".1f"),
 }
 _LIMITS: dict[str, Cell] = {
-    "step ms": lambda arm: three_digits(arm.figures.step_ms),
-    "limit of compute ms": lambda arm: three_digits(arm.figures.compute_limit_ms),
+    "step ms": lambda arm: three_digits(arm.step_ms),
+    "limit of compute ms": lambda arm: three_digits(arm.compute_limit_ms),
     "exposed ms": _part("exposed"),
-    "limit of communication ms": lambda arm: three_digits(arm.figures.communication_limit_ms),
-    "times the larger limit": lambda arm: number(arm.figures.times_limit, ".2f"),
-    "calls": lambda arm: number(sum_of(arm.figures.data_calls), "g"),
-    "calls demanded": lambda arm: number(sum_of(arm.theory.collectives), "g"),
-    "MB sent": lambda arm: number(arm.figures.sent_bytes, ".1f", unit=1e6),
-    "MB demanded": lambda arm: number(arm.theory.sent_bytes, ".1f", unit=1e6),
+    "limit of communication ms": lambda arm: three_digits(arm.communication_limit_ms),
+    "times the larger limit": lambda arm: number(arm.times_limit, ".2f"),
+    "calls": lambda arm: number(sum_of(arm.data_calls), "g"),
+    "calls demanded": lambda arm: number(sum_of(arm.demanded.collectives), "g"),
+    "MB sent": lambda arm: number(arm.sent_bytes, ".1f", unit=1e6),
+    "MB demanded": lambda arm: number(arm.demanded.sent_bytes, ".1f", unit=1e6),
 }
 _MEMORY: dict[str, Cell] = {
-    "peak of tensors, MB per rank": lambda arm: _megabytes(arm.figures.peak_bytes),
-    "mean over a step, MB per rank": lambda arm: _megabytes(arm.figures.mean_bytes),
-    "between steps, MB per rank": lambda arm: _megabytes(arm.figures.resting_bytes),
-    "peak of the process, MB per rank": lambda arm: _megabytes(arm.figures.peak_rss_bytes),
-    "CUDA allocated, MB per rank": lambda arm: _megabytes(arm.figures.cuda_peak_allocated_bytes),
-    "CUDA reserved, MB per rank": lambda arm: _megabytes(arm.figures.cuda_peak_reserved_bytes),
+    "peak of tensors, MB per rank": lambda arm: _megabytes(arm.peak_bytes),
+    "mean over a step, MB per rank": lambda arm: _megabytes(arm.mean_bytes),
+    "between steps, MB per rank": lambda arm: _megabytes(arm.resting_bytes),
+    "peak of the process, MB per rank": lambda arm: _megabytes(arm.peak_rss_bytes),
+    "CUDA allocated, MB per rank": lambda arm: _megabytes(arm.cuda_peak_allocated_bytes),
+    "CUDA reserved, MB per rank": lambda arm: _megabytes(arm.cuda_peak_reserved_bytes),
 }
 _MFU: dict[str, Cell] = {
-    "FLOPs per token": lambda arm: number(arm.figures.flops_per_token, ".4g"),
-    "MFU %": lambda arm: number(arm.figures.mfu, ".2f", unit=0.01),
+    "FLOPs per token": lambda arm: number(arm.flops_per_token, ".4g"),
+    "MFU %": lambda arm: number(arm.mfu, ".2f", unit=0.01),
 }
 _OF_TIMES = """\
 Medians, in ms. Overlapped is communication hidden behind compute, beside the sum.
@@ -119,12 +119,12 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _table(arms: Sequence[ArmResult], columns: Mapping[str, Cell]) -> str:
-    return table_of(arms, {"arm": lambda arm: arm.name, **columns})
+def _table(arms: Sequence[Row], columns: Mapping[str, Cell]) -> str:
+    return table_of(arms, {"arm": lambda arm: arm.arm, **columns})
 
 
-def _mfu(arms: Sequence[ArmResult]) -> str:
-    peaks = sorted({peak for arm in arms if (peak := arm.figures.peak_flops) is not None})
+def _mfu(arms: Sequence[Row]) -> str:
+    peaks = sorted({peak for arm in arms if (peak := arm.peak_flops) is not None})
     if not peaks:
         return f"{_OF_MFU}\n\nNot given: without an assumed peak there is no MFU."
     assumed = ", ".join(f"{peak:.4g} FLOP/s" for peak in peaks)
@@ -133,7 +133,7 @@ def _mfu(arms: Sequence[ArmResult]) -> str:
 
 def _failures(results: Results) -> str:
     lines = [
-        f"* `{arm.name}`: {arm.row.failure} ({arm.failure})"
+        f"* `{arm.arm}`: {arm.failure} ({arm.failure_kind})"
         for arm in results.arms
         if arm.failure is not None
     ]

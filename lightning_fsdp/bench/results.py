@@ -7,9 +7,8 @@ not there is ``None`` or empty; :func:`missing` says what.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,74 +20,9 @@ from typing_extensions import TypedDict
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.limits import Limits
 from lightning_fsdp.bench.records import Kind, Row, Run, Shape, sum_of, worst
-from lightning_fsdp.bench.report import utilization_of
-from lightning_fsdp.bench.theory import Demand
 
 _with_others = with_config(ConfigDict(extra="allow"))  # names that a later version has
 _MOST_NAMES = 6  # of arms in one sentence; report.md has all of them
-
-
-@dataclass(frozen=True)
-class ArmResult:
-    """One arm.
-
-    Attributes:
-        row: Its medians, of a failed arm as well.
-        runs: Its repeats that measured something.
-    """
-
-    row: Row
-    runs: Sequence[Run]
-
-    @cached_property
-    def figures(self) -> Row:
-        """The row; of an arm that failed, without what was measured."""
-        row = self.row
-        if self.failure is None:
-            return row
-        return Row(row.arm, *row.kind, *row.shape, num_processes=row.num_processes)
-
-    @property
-    def name(self) -> str:
-        """As in the table."""
-        return self.row.arm
-
-    @property
-    def failure(self) -> str | None:
-        """In a few words; the whole reason is in the row."""
-        return self.row.failure and (self.row.failure_kind or "error")
-
-    @property
-    def parts_ms(self) -> Mapping[str, float | None]:
-        """Where the time goes, as far as it is known."""
-        return self.figures.parts_ms or {}
-
-    @property
-    def theory(self) -> Demand:
-        """What is demanded, as far as anybody says."""
-        return self.figures.theory or Demand()
-
-    @property
-    def peak_by_owner(self) -> Mapping[str, int]:
-        """Bytes of rank 0 when there are most of them, of an arm that did not fail."""
-        return self.figures.peak_by_kind or {}
-
-    @property
-    def timeline(self) -> Sequence[tuple[float, int]]:
-        """Of rank 0 in the first repeat, of an arm that did not fail: seconds, bytes."""
-        runs = self.runs if self.failure is None else ()
-        return next((run.ranks[0].timeline or [] for run in runs), [])
-
-    @property
-    def utilization(self) -> dict[str, float]:
-        """Mean percent by what was sampled, of an arm that did not fail."""
-        return utilization_of(self.runs) if self.failure is None else {}
-
-    @property
-    def step_losses(self) -> list[float]:
-        """The mean loss of each optimizer step, of the first repeat; empty without one."""
-        losses, accum = self.runs[0].mean_losses if self.runs else [], self.row.grad_accum
-        return [statistics.fmean(losses[i : i + accum]) for i in range(0, len(losses), accum)]
 
 
 @_with_others
@@ -135,10 +69,11 @@ class Results:
     runs: list[Run] = field(default_factory=list)
 
     @cached_property
-    def arms(self) -> list[ArmResult]:
-        """In the order of the table."""
-        runs = [run for run in self.runs if run.ranks]
-        return [ArmResult(row, [run for run in runs if run.arm == row.arm]) for row in self.rows]
+    def arms(self) -> list[Row]:
+        """The rows with their runs; of arms that failed, without what was measured."""
+        for row in self.rows:
+            row.runs = [run for run in self.runs if run.ranks and run.arm == row.arm]
+        return [row if row.failure is None else _without_figures(row) for row in self.rows]
 
     @property
     def kinds(self) -> list[Kind]:
@@ -150,16 +85,23 @@ class Results:
         """From small to large, by accumulation first."""
         return sorted({row.shape for row in self.rows}, key=lambda shape: shape[::-1])
 
-    def at(self, kind: Kind, shape: Shape) -> ArmResult:
+    def at(self, kind: Kind, shape: Shape) -> Row:
         """An arm; one that the folder lacks has no name and no figures."""
-        found = (arm for arm in self.arms if (arm.row.kind, arm.row.shape) == (kind, shape))
-        return next(found, ArmResult(Row("", *kind, *shape, num_processes=1), []))
+        found = (arm for arm in self.arms if (arm.kind, arm.shape) == (kind, shape))
+        return next(found, Row("", *kind, *shape, num_processes=1))
 
     @property
     def num_ranks(self) -> int:
         """Of the arms that share the work."""
         most = max((row.num_processes for row in self.rows), default=1)
         return self.workload.get("num_ranks") or most
+
+
+def _without_figures(row: Row) -> Row:
+    """A failure without a kind, as of older versions, is an error."""
+    kept = {name: getattr(row, name) for name in ("num_processes", "failure", "runs")}
+    failure_kind = row.failure_kind or "error"
+    return Row(row.arm, *row.kind, *row.shape, **kept, failure_kind=failure_kind)
 
 
 def read(out: Path) -> Results:
@@ -183,32 +125,32 @@ def kind_label(kind: Kind) -> str:
     return engine if stage is None else f"{engine} ZeRO-{stage}"
 
 
-MEMORY: dict[str, Callable[[ArmResult], float | None]] = {
-    "Peak of tensors": lambda arm: worst(arm.figures.peak_bytes),
-    "Tensors between steps": lambda arm: worst(arm.figures.resting_bytes),
-    "Peak of the process (RSS)": lambda arm: worst(arm.figures.peak_rss_bytes),
-    "CUDA peak, allocated": lambda arm: worst(arm.figures.cuda_peak_allocated_bytes),
-    "CUDA peak, reserved": lambda arm: worst(arm.figures.cuda_peak_reserved_bytes),
+MEMORY: dict[str, Callable[[Row], float | None]] = {
+    "Peak of tensors": lambda arm: worst(arm.peak_bytes),
+    "Tensors between steps": lambda arm: worst(arm.resting_bytes),
+    "Peak of the process (RSS)": lambda arm: worst(arm.peak_rss_bytes),
+    "CUDA peak, allocated": lambda arm: worst(arm.cuda_peak_allocated_bytes),
+    "CUDA peak, reserved": lambda arm: worst(arm.cuda_peak_reserved_bytes),
 }
 """Memory of the rank that takes most, in bytes."""
-FIGURES: dict[str, Callable[[ArmResult], object]] = {
+FIGURES: dict[str, Callable[[Row], object]] = {
     **MEMORY,
-    "Mean of tensors": lambda arm: worst(arm.figures.mean_bytes),
-    "Memory by owner": lambda arm: arm.peak_by_owner,
+    "Mean of tensors": lambda arm: worst(arm.mean_bytes),
+    "Memory by owner": lambda arm: arm.peak_by_kind,
     "Memory over time": lambda arm: arm.timeline,
-    "Tokens/s": lambda arm: arm.figures.tokens_per_s,
+    "Tokens/s": lambda arm: arm.tokens_per_s,
     "Losses": lambda arm: arm.step_losses,
     "Parts of a step": lambda arm: arm.parts_ms,
-    "Exposed communication": lambda arm: arm.parts_ms.get("exposed_ms"),
+    "Exposed communication": lambda arm: arm.part_ms("exposed"),
     "Utilization": lambda arm: arm.utilization,
-    "Host time": lambda arm: arm.figures.host_ms,
-    "End-to-end time": lambda arm: arm.figures.end_to_end_s,
-    "MFU": lambda arm: arm.figures.mfu,
-    "Limit of compute": lambda arm: arm.figures.compute_limit_ms,
-    "Limit of communication": lambda arm: arm.figures.communication_limit_ms,
-    "Calls": lambda arm: sum_of(arm.figures.collectives),
-    "Calls demanded by theory": lambda arm: sum_of(arm.theory.collectives),
-    "Bytes sent": lambda arm: arm.figures.sent_bytes,
+    "Host time": lambda arm: arm.host_ms,
+    "End-to-end time": lambda arm: arm.end_to_end_s,
+    "MFU": lambda arm: arm.mfu,
+    "Limit of compute": lambda arm: arm.compute_limit_ms,
+    "Limit of communication": lambda arm: arm.communication_limit_ms,
+    "Calls": lambda arm: sum_of(arm.collectives),
+    "Calls demanded by theory": lambda arm: sum_of(arm.demanded.collectives),
+    "Bytes sent": lambda arm: arm.sent_bytes,
 }
 """All that an arm may lack, by name; ``None`` or empty where it does."""
 
@@ -228,16 +170,16 @@ def missing(
     ran = [arm for arm in results.arms if arm.failure is None]
     sentences = []
     for name in names:
-        lacking = [arm.name for arm in ran if FIGURES[name](arm) in (None, {}, [])]
+        lacking = [arm.arm for arm in ran if FIGURES[name](arm) in (None, {}, [])]
         whose = "any arm" if len(lacking) == len(ran) else _listed(lacking, is_short=is_short)
         if lacking:
             sentences.append(f"{name}: not measured for {whose}.")
     reasons = defaultdict[str, list[str]](list)
     for arm in results.arms:
         if arm.failure is not None:
-            reasons[f"Failed ({arm.failure})"].append(arm.name)
+            reasons[f"Failed ({arm.failure_kind})"].append(arm.arm)
     for shape, kind in itertools.product(results.shapes, results.kinds):
-        if not results.at(kind, shape).name:
+        if not results.at(kind, shape).arm:
             place = f"{kind_label(kind)} at {shape_label(shape)}"
             reasons["Not in these results"].append(place)
     if results.interrupted is not None:
