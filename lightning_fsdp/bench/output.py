@@ -9,7 +9,6 @@ DIR/tensorboard/         a run per arm, and one with the pictures
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from lightning_fsdp.bench import documents, plot_style, plots_by_arm, plots_of_l
 from lightning_fsdp.bench.report_page import page
 from lightning_fsdp.bench.results import Results, read
 from lightning_fsdp.bench.scaling import redraw_scaling
+from lightning_fsdp.harness.command_line import end
 
 PICTURES: dict[str, Callable[[Results], Figure]] = {
     "tokens_per_s": plots_of_lines.tokens_per_s,
@@ -51,25 +51,21 @@ def redraw(folder: Path) -> int:
     }
     sources = [name for name in redrawn if (folder / name).exists()]
     has_largest = (folder / "largest_batch.json").exists()
-    if not sources:
-        found = "only largest_batch.json, of which there is no picture" if has_largest else "none"
-        wanted = " or ".join(redrawn)
-        wrong = f"{folder}: expected {wanted} of the benchmark, got {found}. Name another folder."
-        print(f"error: {wrong}", file=sys.stderr)
-        return 1
-    code = 0
+    errors = []
     for name in sources:
         make, made = redrawn[name]
         try:
             make(folder)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            code = 1
-        else:
             print(f"Written to {folder}/ from {name}: {made}")
-    if has_largest:
+        except ValueError as error:
+            errors.append(str(error))
+    if not sources:
+        found = "only largest_batch.json, of which there is no picture" if has_largest else "none"
+        wanted = f"{' or '.join(redrawn)} of the benchmark"
+        errors.append(f"{folder}: expected {wanted}, got {found}. Name another folder.")
+    elif has_largest:
         print("Nothing is made of largest_batch.json; its table is largest_batch.md.")
-    return code
+    return end(None, errors)
 
 
 def write(out: Path, results: Results) -> None:
