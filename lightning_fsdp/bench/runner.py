@@ -50,7 +50,6 @@ def in_turns(
         KeyboardInterrupt: None was made.
     """
     made: list[tuple[T, R]] = []
-    parts: list[tuple[T, R]] = []
     rounds = [(repeat, name) for repeat in range(repeats) for name in turns]
     with tqdm(total=len(rounds), bar_format=_BAR, smoothing=0, disable=None) as bar:
         try:
@@ -60,15 +59,16 @@ def in_turns(
                 made.append((turns[name], run(turns[name], repeat)))
                 bar.bar_format = _BAR + ", until {eta:%H:%M}"
                 bar.update()
-        except Interrupted as interrupt:
-            parts.append((turns[name], interrupt.part))
-        except KeyboardInterrupt:
+            return made, None
+        except KeyboardInterrupt as interrupt:
+            num_missing = len(rounds) - len(made)
+            if isinstance(interrupt, Interrupted):
+                made.append((turns[name], interrupt.part))
             if not made:
                 raise
-    never = [name for repeat, name in rounds[len(made + parts) :] if repeat == 0]
+    never = [name for repeat, name in rounds[len(made) :] if repeat == 0]
     names = f"; nothing of {', '.join(never)}" if never else ""
-    missing = f"{len(rounds) - len(made)} of {len(rounds)} {not_made}{names}"
-    return made + parts, missing if len(made) < len(rounds) else None
+    return made, f"{num_missing} of {len(rounds)} {not_made}{names}"
 
 
 def run_arm(arm: Arm, workload: Workload, *, repeat: int, out: Path, timeout_s: float) -> Run:
