@@ -96,10 +96,9 @@ def judge(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, str]:
     """
     wrong: dict[str, str] = {}
     for arm, ranks in outcomes.items():
-        reference = outcomes.get(reference_of(arm))
-        for outcome in ranks:
-            reason = _judge_rank(outcome, reference[outcome.rank] if reference else None)
-            if reason is not None:
+        reference = outcomes.get(reference_of(arm), [None] * len(ranks))
+        for outcome, right in zip(ranks, reference, strict=True):
+            if (reason := _judge_rank(outcome, right)) is not None:
                 wrong.setdefault(arm, f"rank {outcome.rank}: {reason}")
     return wrong
 
@@ -157,9 +156,8 @@ def _likeness(ranks: Sequence[Outcome], reference: Sequence[Outcome] | None) -> 
         return "?"
     if ranks is reference:
         return "reference"
-    pairs = list(zip(ranks, reference, strict=True))
-    losses = all(a.losses == b.losses for a, b in pairs)
-    weights = all(a.weights == b.weights for a, b in pairs)
+    losses = [o.losses for o in ranks] == [o.losses for o in reference]
+    weights = [o.weights for o in ranks] == [o.weights for o in reference]
     return ", ".join("same" if is_same else "other" for is_same in (losses, weights))
 
 

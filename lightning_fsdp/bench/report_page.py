@@ -104,6 +104,8 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
     """
     lacking = missing(results, is_short=False)
     good = [arm for arm in results.arms if arm.failure is None]
+    failed = [arm for arm in results.arms if arm.failure is not None]
+    failures = [f"* `{arm.arm}`: {arm.failure} ({arm.failure_kind})" for arm in failed]
     links = [f"* [{name}](plots/{name}.png) ([SVG](plots/{name}.svg))" for name in pictures]
     notes = notes_on(results.workload.get("precision", ""))
     sections = [
@@ -112,7 +114,7 @@ def page(results: Results, pictures: Iterable[str] = ()) -> str:
         "## Distance to the limits", _table(good, _LIMITS), _OF_LIMITS,
         "## Memory", _table(good, _MEMORY), _OF_MEMORY,
         "## Model FLOPs utilization", _mfu(good),
-        "## Failures", _failures(results),
+        "## Failures", "\n".join(failures) or "None.",
         "## What is missing", "\n".join(f"* {line}" for line in lacking) or "Nothing.",
         "## Pictures", "\n".join(links),
     ]  # fmt: skip
@@ -129,12 +131,3 @@ def _mfu(arms: Sequence[Row]) -> str:
         return f"{_OF_MFU}\n\nNot given: without an assumed peak there is no MFU."
     assumed = ", ".join(f"{peak:.4g} FLOP/s" for peak in peaks)
     return f"{_OF_MFU}\n\nAssumed peak: {assumed} per rank.\n\n{_table(arms, _MFU)}"
-
-
-def _failures(results: Results) -> str:
-    lines = [
-        f"* `{arm.arm}`: {arm.failure} ({arm.failure_kind})"
-        for arm in results.arms
-        if arm.failure is not None
-    ]
-    return "\n".join(lines) or "None."

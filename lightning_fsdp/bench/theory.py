@@ -179,13 +179,9 @@ def _end_of(plan: grouping.UnitPlan, order: dict[nn.Module, int]) -> tuple[int, 
 def _role(users: Sequence[grouping.UnitPlan], last: grouping.UnitPlan | None) -> Role:
     if len(users) > 1:
         return "shared"
-    only_embeds = all(
-        isinstance(inner, nn.Embedding)
-        for module in users[0].modules
-        for inner in module.modules()
-        if next(inner.parameters(recurse=False), None) is not None
-    )
-    if only_embeds:
+    inside = [inner for module in users[0].modules for inner in module.modules()]
+    holders = [inner for inner in inside if any(True for _ in inner.parameters(recurse=False))]
+    if all(isinstance(holder, nn.Embedding) for holder in holders):
         return "first"
     return "last" if users[0] is last else "inner"
 
