@@ -99,12 +99,7 @@ def legend(figure: Figure, axes: Iterable[Any], **options: Any) -> None:
 
 
 def finish(
-    figure: Figure,
-    results: Results,
-    names: Iterable[str],
-    *,
-    notes: Sequence[str] = (),
-    named: Iterable[Any] = (),
+    figure: Figure, results: Results, names: Iterable[str], *, note: str = "", named: Any = ()
 ) -> Figure:
     """What stands below a picture and beside it.
 
@@ -112,10 +107,10 @@ def finish(
         figure: With all that is drawn.
         results: Of the folder.
         names: Of what it shows; see :func:`~lightning_fsdp.bench.results.missing`.
-        notes: Sentences before what is missing.
+        note: Before what is missing.
         named: Axes with a legend.
     """
-    footnote(figure, [*notes, *missing(results, names)])
+    footnote(figure, [note, *missing(results, names)])
     legend(figure, named)
     return figure
 

@@ -147,8 +147,8 @@ def utilization(results: Results) -> Figure:
             _draw_heat_map(axes, results, device)
     else:
         figure, _ = _bars(results, title, [_utilization_bars(device) for device in devices])
-    notes = ["Mean of all samples of all ranks."]
-    return plot_style.finish(figure, results, ["Utilization"], notes=notes)
+    note = "Mean of all samples of all ranks."
+    return plot_style.finish(figure, results, ["Utilization"], note=note)
 
 
 def _utilization_bars(device: str) -> _Panel:

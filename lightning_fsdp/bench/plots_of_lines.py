@@ -38,8 +38,8 @@ def tokens_per_s(results: Results) -> Figure:
         return min(rates, default=None), arm.tokens_per_s, max(rates, default=None)
 
     figure, grid = _against_batch(results, "Throughput", {"tokens/s of all ranks": point})
-    notes = ["Whiskers: slowest and fastest repeat."]
-    return plot_style.finish(figure, results, ["Tokens/s"], notes=notes, named=grid.flat)
+    note = "Whiskers: slowest and fastest repeat."
+    return plot_style.finish(figure, results, ["Tokens/s"], note=note, named=grid.flat)
 
 
 def memory(results: Results) -> Figure:
@@ -126,8 +126,8 @@ def memory_over_time(results: Results) -> Figure:
     for shape, top, bottom in zip(shapes, panels[0], panels[-1], strict=True):
         top.set_title(f"batch {shape_label(shape)}", fontsize=10)
         bottom.set_xlabel("percent of the step", fontsize=SMALL)
-    notes = [f"{_OF_TIME} {_OF_BATCH}"]
-    return plot_style.finish(figure, results, ["Memory over time"], notes=notes)
+    note = f"{_OF_TIME} {_OF_BATCH}"
+    return plot_style.finish(figure, results, ["Memory over time"], note=note)
 
 
 def _draw_memory(axes: Any, arm: Row, unit: float) -> None:
@@ -178,4 +178,4 @@ def losses(results: Results) -> Figure:
         plot_style.rule(axes)
     for axes in shown[::columns]:
         axes.set_ylabel("loss, nats per token")
-    return plot_style.finish(figure, results, ["Losses"], notes=[_OF_BATCH], named=shown)
+    return plot_style.finish(figure, results, ["Losses"], note=_OF_BATCH, named=shown)
