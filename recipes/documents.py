@@ -145,7 +145,7 @@ def _read_json(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
             if not window.skip(","):
                 raise _broken(window.source(), "no ',' or ']' after a list's object")
             yield from _document(*window.value(), field)
-    if window.peek():
+    if not window.skip(""):
         raise _broken(window.source(), "text after the end")
 
 
@@ -164,17 +164,12 @@ class _Window:
         """Where what comes next stands, as ``path:line``."""
         return f"{self._path}:{self._line}"
 
-    def peek(self) -> str:
-        """The next character that is no space; empty at the end of the file."""
+    def skip(self, character: str) -> bool:
+        """Pass over spaces, and over a character if it comes next; the empty one ends the file."""
         while not (rest := self._text.lstrip(" \t\r\n")) and self._grow():
             pass
-        self._drop(len(self._text) - len(rest))
-        return rest[:1]
-
-    def skip(self, character: str) -> bool:
-        """Pass over a character, if it comes next."""
-        is_next = self.peek() == character
-        self._drop(int(is_next))
+        is_next = rest[:1] == character
+        self._drop(len(self._text) - len(rest) + len(character) * is_next)
         return is_next
 
     def value(self) -> tuple[str, object]:
@@ -183,7 +178,7 @@ class _Window:
         Raises:
             CorpusError: There is none, or it is too large. What follows cannot be read.
         """
-        self.peek()
+        self.skip("")
         source = self.source()
         while True:
             try:
