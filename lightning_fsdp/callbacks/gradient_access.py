@@ -25,12 +25,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import reporting
-from lightning_fsdp.callbacks.plain_access import (
-    ReadableGradients,
-    close,
-    gradients_of,
-    square_of,
-)
+from lightning_fsdp.callbacks.observing import GradientReader
+from lightning_fsdp.callbacks.plain_access import ReadableGradients, square_of
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 
 Moment = Literal["before_backward", "after_zero_grad", "after_backward", "before_step"]
@@ -72,7 +68,7 @@ class AccessRecord:
         return len(self.states)
 
 
-class GradientAccessProbe(pl.Callback):
+class GradientAccessProbe(GradientReader):
     """Reads every gradient at every moment of the chosen steps.
 
     Logged: ``probes/gradient_access/{moment}/accessible`` and ``/total`` (parameters; of the last
@@ -95,14 +91,12 @@ class GradientAccessProbe(pl.Callback):
     def __init__(self, *, steps: reporting.Steps = 50) -> None:
         self.steps = reporting.checked_steps(steps, self)
         self.records: list[AccessRecord] = []
-        self._access: ReadableGradients | None = None
         self._micro_batch = 0
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the gradients."""
-        reporting.refuse_manual_optimization(self, pl_module)
-        self._access = gradients_of(trainer, pl_module)
+        """Look for activations that are not finite as well, where the strategy can."""
+        super().on_train_start(trainer, pl_module)
         trace_activations = getattr(trainer.strategy, "trace_activations", None)
         if trace_activations is not None:
             trace_activations()
@@ -138,26 +132,11 @@ class GradientAccessProbe(pl.Callback):
         if record is not None:
             self._report(trainer, record)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look no more."""
-        close(self._access)
-        self._access = None
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Look no more."""
-        close(self._access)
-        self._access = None
-
     def _look(self, trainer: pl.Trainer, moment: Moment, scale: float = 1.0) -> AccessRecord | None:
         if not reporting.is_chosen(self.steps, trainer.global_step):
             return None
-        assert self._access is not None, "training has started"
-        names = self._access.names()
-        read = [_read(self._access, name) for name in names]
+        names = self.access.names()
+        read = [_read(self.access, name) for name in names]
         of_ranks = reporting.of_every_rank(trainer, _as_numbers(read))
         states, norms, nan, inf = {}, {}, [], []
         for index, name in enumerate(names):

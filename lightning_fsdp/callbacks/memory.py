@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import memory_picture, modes, reporting, torch_internals
-from lightning_fsdp.callbacks.plain_access import ReadableGradients, close, gradients_of
+from lightning_fsdp.callbacks.observing import GradientReader
+from lightning_fsdp.callbacks.plain_access import ReadableGradients
 from lightning_fsdp.callbacks.storages import Ledger, local_part
 from lightning_fsdp.core.optimizers.whole_state import kept_by
 
@@ -66,7 +67,7 @@ class MemoryReport:
     ranks: list[dict[str, PhaseMemory]]
 
 
-class MemoryProbe(pl.Callback):
+class MemoryProbe(GradientReader):
     """Measures the bytes of tensors, exactly, in the chosen steps; those run slower, uncompiled.
 
     Logged: ``memory/{phase}/{resting,peak}_bytes/rank{r}``, on CUDA also ``reserved_bytes``; and
@@ -93,7 +94,6 @@ class MemoryProbe(pl.Callback):
         self.steps = reporting.checked_steps(steps, self)
         self.snapshot = None if snapshot is None else Path(snapshot)
         self.reports: list[MemoryReport] = []
-        self._access: ReadableGradients | None = None
         self._ledger: Ledger | None = None
         self._phases: list[tuple[str, int, int]] = []  # name, clock at its beginning and end
         self._device_peaks: list[tuple[int, int]] = []  # allocated, reserved; one per phase
@@ -102,14 +102,13 @@ class MemoryProbe(pl.Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the gradients."""
-        reporting.refuse_manual_optimization(self, pl_module)
+        """Refuse a snapshot without CUDA."""
+        super().on_train_start(trainer, pl_module)
         if self.snapshot is not None and trainer.strategy.root_device.type != "cuda":
             raise ValueError(
                 f"MemoryProbe(snapshot={str(self.snapshot)!r}): expected a CUDA device, whose "
                 f"allocator keeps a history, got {trainer.strategy.root_device}. Leave it out."
             )
-        self._access = gradients_of(trainer, pl_module)
 
     @override
     def on_train_batch_start(
@@ -170,18 +169,6 @@ class MemoryProbe(pl.Callback):
         self.reports.append(MemoryReport(self._step, ranks))
         self._report(trainer, moments)
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Watch no more."""
-        self._release(trainer)
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Watch no more."""
-        self._release(trainer)
-
     # -- phases ------------------------------------------------------------------------------------
 
     def _begin(self, trainer: pl.Trainer, phase: str) -> None:
@@ -212,8 +199,7 @@ class MemoryProbe(pl.Callback):
 
     def _tell_owners(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert self._ledger is not None, "a step is watched"
-        assert self._access is not None, "training has started"
-        tell_owners(self._ledger, self._access, trainer, module)
+        tell_owners(self._ledger, self.access, trainer, module)
 
     def _stop(self, trainer: pl.Trainer) -> None:
         if self._ledger is None:
@@ -226,10 +212,11 @@ class MemoryProbe(pl.Callback):
             torch_internals.dump_memory_snapshot(str(self.snapshot / name))
             torch_internals.record_memory_history(False)
 
-    def _release(self, trainer: pl.Trainer) -> None:
+    @override
+    def release(self, trainer: pl.Trainer) -> None:
+        """Watch no more."""
         self._stop(trainer)
-        close(self._access)
-        self._access = None
+        super().release(trainer)
 
     # -- figures -----------------------------------------------------------------------------------
 

@@ -23,13 +23,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import reporting
-from lightning_fsdp.callbacks.plain_access import (
-    ReadableGradients,
-    close,
-    gradients_of,
-    square_of,
-)
-from lightning_fsdp.engines.access import Removable
+from lightning_fsdp.callbacks.observing import GradientReader
+from lightning_fsdp.callbacks.plain_access import square_of
 
 
 class GradientsLeaked(RuntimeError):  # noqa: N818 (says what happened)
@@ -52,7 +47,7 @@ class MicroBatchReport:
     cosines: list[list[float]]
 
 
-class MicrobatchIsolationProbe(pl.Callback):
+class MicrobatchIsolationProbe(GradientReader):
     """Raises when a micro-batch's gradient leaks into another one or into the next step.
 
     Logged in the chosen steps: ``probes/micro_batch/{i}/norm`` and ``.../cosine``, the mean over
@@ -81,24 +76,15 @@ class MicrobatchIsolationProbe(pl.Callback):
         self.tolerance = tolerance
         self.reports: list[MicroBatchReport] = []
         self._own, self._last = [], []
-        self._access: ReadableGradients | None = None
-        self._handle: Removable | None = None
         self._is_new_step = True
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the gradients."""
-        reporting.refuse_manual_optimization(self, pl_module)
-        self._access = gradients_of(trainer, pl_module)
 
     @override
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Look at this micro-batch, if its step is chosen."""
-        assert self._access is not None, "training has started"
         if self._handle is None and reporting.is_chosen(self.steps, trainer.global_step):
-            self._handle = self._access.on_local(self._on_local, edits=False)
+            self._handle = self.access.on_local(self._on_local, edits=False)
 
     @override
     def on_before_zero_grad(
@@ -140,18 +126,6 @@ class MicrobatchIsolationProbe(pl.Callback):
         goes_on = reporting.is_chosen(self.steps, trainer.global_step + 1)
         self._last, self._own = (self._own if goes_on else []), []
 
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look no more."""
-        self._release()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Look no more."""
-        self._release()
-
     # -- the comparison ----------------------------------------------------------------------------
 
     def _on_local(self, name: str, gradient: Tensor, _micro_batch: int) -> None:
@@ -163,9 +137,8 @@ class MicrobatchIsolationProbe(pl.Callback):
 
         All ranks judge the same numbers, so that all of them raise, and the same.
         """
-        assert self._access is not None, "training has started"
         # What was reduced within the replica alone is looked at once all have been averaged.
-        names = [name for name in self._access.names() if self._access[name].state != "replica"]
+        names = [name for name in self.access.names() if self.access[name].state != "replica"]
         states = self._agreed_states(trainer, names)
         numbers: list[float] = []
         for name in names:
@@ -192,8 +165,7 @@ class MicrobatchIsolationProbe(pl.Callback):
 
     def _agreed_states(self, trainer: pl.Trainer, names: list[str]) -> dict[str, str]:
         """``reduced`` where all ranks have it reduced; else ``local``. Collective."""
-        assert self._access is not None, "training has started"
-        flags = [float(self._access[name].state == "reduced") for name in names]
+        flags = [float(self.access[name].state == "reduced") for name in names]
         of_names = zip(*reporting.of_every_rank(trainer, flags), strict=True)
         states = {}
         for name, of_ranks in zip(names, of_names, strict=True):
@@ -209,8 +181,7 @@ class MicrobatchIsolationProbe(pl.Callback):
 
     def _difference(self, trainer: pl.Trainer, name: str, state: str) -> Tensor:
         """What is there, less the sum of its parts. Collective where it is reduced."""
-        assert self._access is not None, "training has started"
-        gradient, parts = self._access[name], self._parts(name)
+        gradient, parts = self.access[name], self._parts(name)
         if state == "reduced":
             found = gradient.full().to(trainer.strategy.root_device)
             expected = _sum_of(parts, found)
@@ -283,11 +254,10 @@ class MicrobatchIsolationProbe(pl.Callback):
                 metrics[f"probes/micro_batch/{index}/{what}"] = mean
         reporting.log(trainer, metrics, trainer.global_step)
 
-    def _release(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        close(self._access)
-        self._handle, self._access = None, None
+    @override
+    def release(self, trainer: pl.Trainer) -> None:
+        """Forget the gradients."""
+        super().release(trainer)
         self._own, self._last = [], []
 
 

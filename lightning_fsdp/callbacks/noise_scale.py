@@ -31,13 +31,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import reporting
-from lightning_fsdp.callbacks.plain_access import (
-    ReadableGradients,
-    close,
-    gradients_of,
-    square_of,
-)
-from lightning_fsdp.engines.access import Removable
+from lightning_fsdp.callbacks.observing import GradientReader
+from lightning_fsdp.callbacks.plain_access import ReadableGradients, square_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class NoiseScale:
         return self.noise / self.signal if self.signal > 0 else math.nan
 
 
-class GradientNoiseScale(pl.Callback):
+class GradientNoiseScale(GradientReader):
     """Logs the simple noise scale, without any backward of its own.
 
     Logged, every ``every_n_steps``: ``noise_scale/simple`` (samples), ``/signal`` (|G|^2),
@@ -97,22 +92,19 @@ class GradientNoiseScale(pl.Callback):
         self.num_samples = num_samples or _first_dimension
         self._averages = [0.0, 0.0]  # signal and noise; not yet divided by what they weigh
         self._weight = 0.0
-        self._access: ReadableGradients | None = None
-        self._handle: Removable | None = None
         self._forget_step()
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at gradients from here on."""
-        reporting.refuse_manual_optimization(self, pl_module)
+        super().on_train_start(trainer, pl_module)
         if trainer.world_size * trainer.accumulate_grad_batches < 2:
             raise ValueError(
                 "GradientNoiseScale: expected at least two micro-batches in a step, which differ "
                 "by noise alone, got one rank without accumulation. Set "
                 "accumulate_grad_batches=2 (with half the batch size), or train on more ranks."
             )
-        self._access = gradients_of(trainer, pl_module)
-        self._handle = self._access.on_local(self._on_local, edits=False)
+        self._handle = self.access.on_local(self._on_local, edits=False)
         self._forget_step()
 
     @override
@@ -148,8 +140,7 @@ class GradientNoiseScale(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Estimate. Collective; clipping comes later."""
-        assert self._access is not None, "training has started"
-        big = [square_of(g.shard) for g in _reduced(self._access)]
+        big = [square_of(g.shard) for g in _reduced(self.access)]
         parts = [(float(square), float(weight), size) for square, weight, size in self._parts]
         # Without a sample or a token there is no gradient.
         parts = [part for part in parts if part[1] > 0 and part[2] > 0]
@@ -184,18 +175,6 @@ class GradientNoiseScale(pl.Callback):
         return NoiseScale(signal, noise, batch_size)
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look no more."""
-        self._release()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Look no more."""
-        self._release()
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         """The averages."""
         return {"averages": list(self._averages), "weight": self._weight}
@@ -228,12 +207,6 @@ class GradientNoiseScale(pl.Callback):
 
     def _forget_step(self) -> None:
         self._arriving, self._parts, self._samples = [], [], 0.0
-
-    def _release(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-        close(self._access)
-        self._handle, self._access = None, None
 
 
 def _estimate(

@@ -60,21 +60,6 @@ def is_chosen(steps: Steps, step: int) -> bool:
     return step % steps == 0 if isinstance(steps, int) else step in steps
 
 
-def refuse_manual_optimization(callback: pl.Callback, module: pl.LightningModule) -> None:
-    """For callbacks that rely on Lightning's own order of micro-batches and its loss division.
-
-    Raises:
-        NotImplementedError: The module steps by hand.
-    """
-    if not module.automatic_optimization:
-        raise NotImplementedError(
-            f"{type(callback).__name__}: expected automatic optimization, got "
-            f"{type(module).__name__} with automatic_optimization=False, where nothing tells which "
-            "backwards make up a step. Look from your training_step, with "
-            "self.trainer.strategy.gradients.on_local()."
-        )
-
-
 def loss_scale(trainer: pl.Trainer) -> float:
     """By how much a gradient is too large between its backward and the step: fp16's scaling."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)

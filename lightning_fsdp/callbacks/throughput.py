@@ -32,11 +32,12 @@ from torch.utils.flop_counter import (
 from typing_extensions import override
 
 from lightning_fsdp.callbacks import modes, reporting, torch_internals
+from lightning_fsdp.callbacks.observing import Observer
 
 PARTS = ("data", "forward", "backward", "optimizer")
 
 
-class ThroughputMonitor(pl.Callback):
+class ThroughputMonitor(Observer):
     """Logs speed every ``log_every_n_steps`` of the Trainer, over the steps since the last time.
 
     Logged: ``throughput/tokens_per_s`` (of all ranks together, by the slowest one's clock),
@@ -89,7 +90,7 @@ class ThroughputMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        reporting.refuse_manual_optimization(self, pl_module)
+        super().on_train_start(trainer, pl_module)
         self._device = trainer.strategy.root_device
         self._restart(self._now())
 
@@ -159,15 +160,8 @@ class ThroughputMonitor(pl.Callback):
             self._last = self._now()
 
     @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Count no more."""
-        self._close_counter()
-
-    @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Likewise."""
         self._close_counter()
 
     # -- the clock ---------------------------------------------------------------------------------
