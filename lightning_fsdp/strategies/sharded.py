@@ -230,6 +230,11 @@ class ShardedStrategy(ProcessStrategy):
         return self.engine.weights
 
     @property
+    def _module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None, "during or after fit, test or predict"
+        return self.lightning_module
+
+    @property
     def num_replicas(self) -> int:
         """How often the ranks hold each shard; once there are processes."""
         return self.engine.grid.num_copies
@@ -269,9 +274,8 @@ class ShardedStrategy(ProcessStrategy):
         """
         from lightning_fsdp.checkpoint.pretrained import save_pretrained
 
-        assert self.lightning_module is not None, "during or after fit, test or predict"
         save_pretrained(
-            self.lightning_module,
+            self._module,
             directory,
             max_shard_size=max_shard_size,
             tokenizer=tokenizer,
@@ -287,8 +291,7 @@ class ShardedStrategy(ProcessStrategy):
         """
         from lightning_fsdp.checkpoint.adapters import save_adapters
 
-        assert self.lightning_module is not None, "during or after fit, test or predict"
-        save_adapters(self.lightning_module, directory, adapter_name=adapter_name)
+        save_adapters(self._module, directory, adapter_name=adapter_name)
 
     # -- Trainer.__init__ ------------------------------------------------------------------------
 
@@ -375,16 +378,14 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        self._checkpoints.load_checkpoint(self.lightning_module, checkpoint, strict=strict)
+        self._checkpoints.load_checkpoint(self._module, checkpoint, strict=strict)
 
     @override
     @torch.inference_mode(False)
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        module, is_fitting = self.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        module, is_fitting = self._module, trainer.state.fn == TrainerFn.FITTING
         refuse_unsupported(
             trainer,
             module,
@@ -431,14 +432,13 @@ class ShardedStrategy(ProcessStrategy):
         lightning_internals.share_zero_grad(self)
 
     def _watch_numbers(self, trainer: pl.Trainer, units: Mapping[str, str]) -> None:
-        assert self.lightning_module is not None
         plugin = self.precision_plugin
         plugin.token_mean = TokenMean(self.engine, self.root_device, self._weigh_by)
         plugin.nonfinite = None
         if self._on_nonfinite is not None and units:
             plugin.nonfinite = NonfiniteGuard(
                 self.engine,
-                self.lightning_module,
+                self._module,
                 units,
                 device=self.root_device,
                 raises=self._on_nonfinite == "raise",
@@ -464,19 +464,17 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def model_to_device(self) -> None:
-        assert self.lightning_module is not None
         self.engine.shard(
-            self.lightning_module,
+            self._module,
             device=self.root_device,
             precision=self.precision_plugin.policy,
         )
-        self._checkpoints.load_what_waits(self.lightning_module)
+        self._checkpoints.load_what_waits(self._module)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
         self._checkpoints.load_optimizers(
-            self.lightning_module,
+            self._module,
             self.optimizers,
             checkpoint["optimizer_states"],
             checkpoint.get(NAMES),
@@ -487,8 +485,7 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._module.trainer
         states, self._random_states = self._random_states, None
         if states is not None and training_position.is_inside_epoch(trainer):
             # The Trainer has made the epoch's iterator once more, which may have drawn a number. At
@@ -523,8 +520,7 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        token_mean, module = self.precision_plugin.token_mean, self.lightning_module
+        token_mean, module = self.precision_plugin.token_mean, self._module
         num_micro_batches = module.trainer.accumulate_grad_batches
         # Where Lightning clears gradients: a step before may have been left without its last batch.
         if token_mean is not None and module.trainer.fit_loop.batch_idx % num_micro_batches == 0:
@@ -540,32 +536,24 @@ class ShardedStrategy(ProcessStrategy):
         return output
 
     @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        with self.precision_plugin.val_step_context(), self._in_evaluation_step():
-            output: STEP_OUTPUT = self.engine.run(
-                self.lightning_module.validation_step, *args, **kwargs
-            )
-            return output
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate(self._module.validation_step, *args, **kwargs)
 
     @override
-    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        assert self.lightning_module is not None
-        with self.precision_plugin.test_step_context(), self._in_evaluation_step():
-            output: STEP_OUTPUT = self.engine.run(self.lightning_module.test_step, *args, **kwargs)
-            return output
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate(self._module.test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.lightning_module is not None
-        with self.precision_plugin.predict_step_context(), self._in_evaluation_step():
-            return self.engine.run(self.lightning_module.predict_step, *args, **kwargs)
+        with self.precision_plugin.predict_step_context():
+            return self._evaluate(self._module.predict_step, *args, **kwargs)
 
-    @contextmanager
-    def _in_evaluation_step(self) -> Iterator[None]:
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_in_step = True
         try:
-            yield
+            return self.engine.run(step, *args, **kwargs)
         finally:
             self._is_in_step = False
 
@@ -600,32 +588,21 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._meet()
-
-    @override
-    def on_test_end(self) -> None:
-        self._meet()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._meet()
-
-    def _meet(self) -> None:
         if self._lockstep is not None:
             self._lockstep.meet()
+
+    on_test_end = on_predict_end = on_validation_end
 
     # -- each save ---------------------------------------------------------------------------------
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._checkpoints.module_state(self.lightning_module)
+        return self._checkpoints.module_state(self._module)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.lightning_module is not None
         return self._checkpoints.optimizer_state(
-            self.lightning_module,
+            self._module,
             self.optimizers,
             lightning_internals.unwrap_optimizer(optimizer),
         )
@@ -634,7 +611,6 @@ class ShardedStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        assert self.lightning_module is not None
         filepath = self.broadcast(filepath)  # it may tell a metric, which may differ by rank
         # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
@@ -650,7 +626,7 @@ class ShardedStrategy(ProcessStrategy):
             self._checkpoints.write_folder(checkpoint, filepath)
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
-        self._checkpoints.note_parameter_names(checkpoint, self.lightning_module, optimizers)
+        self._checkpoints.note_parameter_names(checkpoint, self._module, optimizers)
         io, save = self.checkpoint_io, super().save_checkpoint
         self._checkpoints.write_file(
             checkpoint,
