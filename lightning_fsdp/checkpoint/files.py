@@ -216,12 +216,8 @@ def naming(file: str) -> Iterator[None]:
 
 def write_file(path: Path, data: bytes) -> Sum:
     """Write a new file of ``data``; it is on the disk afterwards."""
-    with naming(path.name):
-        file = SummedFile(path)
-        try:
-            file.write(data)
-        finally:
-            file.close()
+    with naming(path.name), SummedFile(path) as file:
+        file.write(data)
     return file.sum
 
 

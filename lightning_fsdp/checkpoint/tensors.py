@@ -97,20 +97,16 @@ def write_slices(path: Path, plan: SavePlan, planner: SlicePlanner) -> tuple[Whe
         Where in the file each slice lies, and the sum of the file.
     """
     where: Where = {}
-    with naming(path.name):
-        file = SummedFile(path)
-        try:
-            for item in plan.items:
-                data = planner.resolve_data(item).cpu()
-                if data.untyped_storage().nbytes() != data.nbytes:
-                    data = data.clone()  # torch.save writes whole storages
-                offset = file.tell()
-                with _without_sums_by_torch():
-                    torch.save(data, cast(BinaryIO, file))
-                where[item.index] = StorageInfo(path.name, offset, file.tell() - offset)
-                del data  # before the next one is made
-        finally:
-            file.close()
+    with naming(path.name), SummedFile(path) as file:
+        for item in plan.items:
+            data = planner.resolve_data(item).cpu()
+            if data.untyped_storage().nbytes() != data.nbytes:
+                data = data.clone()  # torch.save writes whole storages
+            offset = file.tell()
+            with _without_sums_by_torch():
+                torch.save(data, cast(BinaryIO, file))
+            where[item.index] = StorageInfo(path.name, offset, file.tell() - offset)
+            del data  # before the next one is made
     return where, file.sum
 
 
