@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 
@@ -40,10 +39,5 @@ class NewFolder:
         """All of it is written."""
         self.beside.replace(self._path)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         shutil.rmtree(self.beside, ignore_errors=True)  # unless it took its place
