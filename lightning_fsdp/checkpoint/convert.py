@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import folder, torch_internals
 from lightning_fsdp.checkpoint.contents import FORMS, LEFT_OUT, NAMES, Contents, open_checkpoint
 from lightning_fsdp.checkpoint.files import write_for_torch
+from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF
 from lightning_fsdp.core.memory.host_memory import return_unused_memory
@@ -241,10 +242,8 @@ def _write_safetensors(
         else:
             name_of[key], key_of[stored] = stored, key
     outlines = {name: contents.outlines[key] for name, key in key_of.items()}
-    beside = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(beside, ignore_errors=True)  # of a conversion that was interrupted
-    beside.mkdir()
-    try:
+    with NewFolder(target) as new:
+        beside = new.beside
         with SafetensorsWriter(beside, outlines, max_bytes=max_bytes, aliases=aliases) as writer:
             for group in writer.groups:
                 tensors = contents.read([key_of[name] for name in group])
@@ -257,9 +256,7 @@ def _write_safetensors(
             for file in Path(str(config)).glob(pattern):
                 shutil.copy(file, beside)
         _say_dtype(beside / "config.json", outlines.values())
-        beside.replace(target)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        new.finish()
     return _left_out(contents, prefix, has_config=config is not None)
 
 
