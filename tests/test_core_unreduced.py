@@ -122,12 +122,20 @@ def _train_what_is_left(rank, world_size):
     torch.testing.assert_close(weight.grad.full_tensor(), plain.grad, rtol=0, atol=1e-4)
 
 
+def _noting(seen, what, event):
+    def note(flat_param):
+        seen.append(what)
+        event(flat_param)
+
+    return note
+
+
 def _watched_when_another_is_gone(rank, world_size):
     weight = nn.Parameter(torch.randn(4, 4))
     first, second = fully_shard(_Hiding(weight)), fully_shard(_Hiding(weight))
     watchers, seen = hooks_of(first).schedule.watchers, []
-    watchers.before_whole.append(lambda flat_param: seen.append("whole"))
-    watchers.on_freed.append(lambda flat_param: seen.append("freed"))
+    watchers.before_whole = _noting(seen, "whole", watchers.before_whole)
+    watchers.on_freed = _noting(seen, "freed", watchers.on_freed)
     of_second = weakref.ref(hooks_of(second).schedule.watchers)
     del second
     assert of_second() is None  # without the collector

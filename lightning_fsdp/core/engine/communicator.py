@@ -163,6 +163,11 @@ class LocalRegion:
                 place.zero_()
         return packed
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the dtype that is sent cannot hold the sum; that of fp16 may be too large."""
+        return self.sent_dtype != self.dtype or self.dtype == torch.float16
+
     def _can_be_sent(self, slot: int, numel: int) -> bool:
         """Whether a slot's gradient is laid out as a whole run of ``numel`` elements is sent."""
         gradient, num_ranks = self.gradients.get(slot), self.layout.shard_world_size
@@ -249,11 +254,11 @@ class Communicator:
         Source: ZeRO (arXiv 1910.02054), section 5.
         """
         what = f"reduction of unit {region.unit_name!r} {self.where}"
-        if self.world_size > 1:
-            return self._reduce(region, what)
-        self.count("reduce_scatter", 0)
-        packed = region.pack()
-        return Pending(what, (), lambda: packed.to(region.dtype))
+        if self.world_size == 1:
+            self.count("reduce_scatter", 0)
+            packed = region.pack()
+            return Pending(what, (), lambda: packed.to(region.dtype))
+        return (self._reduce_narrow if region.is_narrow else self._reduce)(region, what)
 
     def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
         """:meth:`gather` of a whole copy that was freed, of which a rank may have kept a part.
@@ -280,6 +285,10 @@ class Communicator:
         with collective(what, "every rank"):
             work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
         return [(work, "every rank")]
+
+    def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
+        """The same where the region is narrow; here, widened before it is sent."""
+        return self._reduce(region, what)
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
         sent, group = region.pack().to(region.dtype), self.group

@@ -121,8 +121,7 @@ class FlatParameter:
         """From now on, let a schedule run this, and its watchers see it."""
         self._runners.append(weakref.ref(runner))
         if self.copy is ParameterState.SHARDED:
-            for call in runner.watchers.on_freed:
-                call(self)
+            runner.watchers.on_freed(self)
 
     @property
     def _runner(self) -> Runner:
@@ -142,8 +141,7 @@ class FlatParameter:
             return
         self.copy = ParameterState.GATHERING
         try:
-            for call in self._runner.watchers.before_whole:
-                call(self)
+            self._runner.watchers.before_whole(self)
             self.buffer.allocate()
             self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
@@ -366,8 +364,7 @@ class FlatParameter:
             if self.copy is ParameterState.UNSHARDED:  # not if Ctrl-C came before the wait
                 self.copy = ParameterState.SHARDED
                 self.buffer.free()
-                for call in self._runner.watchers.on_freed:
-                    call(self)
+                self._runner.watchers.on_freed(self)
 
     def _add(self, slot: int, shard: Tensor) -> None:
         """Add a reduced gradient to ``.grad``, where local ones may wait beside it."""

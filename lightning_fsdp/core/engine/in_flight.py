@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.engine.unit import Unit
-from lightning_fsdp.core.engine.watcher import Watchers
+from lightning_fsdp.core.engine.watcher import Watcher
 
 
 class Order:
@@ -54,7 +53,7 @@ class Gathers:
         kept: The last unit of a forward, kept whole for the backward, which needs it first.
     """
 
-    def __init__(self, watchers: Watchers) -> None:
+    def __init__(self, watchers: Watcher) -> None:
         self.kept: Unit | None = None
         self._watchers = watchers
         self._ahead: Unit | None = None
@@ -64,8 +63,7 @@ class Gathers:
         if unit.is_held:
             return False
         is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
-        for call in self._watchers.before_collective:
-            call("gather anew" if is_new else "gather", unit.name)
+        self._watchers.before_collective("gather anew" if is_new else "gather", unit.name)
         unit.unshard()
         return True
 
@@ -110,7 +108,7 @@ class Gathers:
 class Reductions:
     """The reductions of one schedule that are in flight."""
 
-    def __init__(self, watchers: Watchers) -> None:
+    def __init__(self, watchers: Watcher) -> None:
         self._watchers = watchers
         self._in_flight: list[FlatParameter] = []  # in the order of their start
 
@@ -119,27 +117,25 @@ class Reductions:
         if not flat_params:
             return
         for flat_param in flat_params:
-            for call in self._watchers.before_collective:
-                call(f"reduce {flat_param.sent_dtype} gradients of", flat_param.name)
+            event = f"reduce {flat_param.sent_dtype} gradients of"
+            self._watchers.before_collective(event, flat_param.name)
         self._advance()  # what they read is freed before more is started
         for flat_param in flat_params:
             if has_one := flat_param.reduce():
-                for note in self._watchers.on_reduce:
-                    note(flat_param, has_one)
+                self._watchers.on_reduce(flat_param, has_one)
         self._in_flight += flat_params
 
     def land(self) -> None:
         """Wait for all: their results are in ``.grad`` then."""
-        for call in self._watchers.before_landing:
-            call()
+        self._watchers.before_landing()
         while self._in_flight:
             self._advance()
-        for call in self._watchers.on_landed:
-            call()
+        self._watchers.on_landed()
 
     def _advance(self) -> None:
         """Start the next stage of each; those that have none left land."""
         # All are started before any is waited for, so that a slow network is never idle in between.
-        for flat_param in [f for f in self._in_flight if not f.advance()]:
+        landing = [flat_param for flat_param in self._in_flight if not flat_param.advance()]
+        for flat_param in landing:
             flat_param.land()
-        self._in_flight = [f for f in self._in_flight if f.gradients is Gradients.REDUCING]
+        self._in_flight = [f for f in self._in_flight if f not in landing]

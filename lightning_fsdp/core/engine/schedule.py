@@ -129,8 +129,7 @@ class Schedule(Runner):
                 self._recover()
             self._order_in_forward.begin()
             self.num_calls.clear()
-            for call in self.watchers.on_pass:
-                call()
+            self.watchers.on_pass()
         self.calls.append(module)
         if unit is None:
             return
@@ -214,8 +213,7 @@ class Schedule(Runner):
         is_first = unit not in backward.entered
         backward.entered.add(unit)
         backward.has_left[unit] = False
-        for call in self.watchers.before_gradients:
-            call(unit)
+        self.watchers.before_gradients(unit)
         if not unit.needs_backward_gather:
             return
         # With create_graph=True the backward is recorded, and its graph saves weights again. There
@@ -273,8 +271,7 @@ class Schedule(Runner):
                 synced.append(flat_param)
             else:
                 flat_param.leave_unreduced()
-                for call in self.watchers.on_unreduced:
-                    call(flat_param)
+                self.watchers.on_unreduced(flat_param)
         self._reductions.start([flat_param for flat_param in synced if flat_param.is_trainable])
 
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
@@ -314,15 +311,13 @@ class Schedule(Runner):
             flat_param.micro_batch += 1
         self._backward = None
         self._order_in_forward.begin()  # a forward may go on after a backward inside of it
-        for call in self.watchers.on_backward_end:
-            call()
+        self.watchers.on_backward_end()
 
     def reduce_waiting(self) -> None:
         """Reduce the local gradients that wait on any rank. Collective, between backwards."""
         self._reduce_waiting(self._users)
         self._reductions.land()
-        for call in self.watchers.on_backward_end:
-            call()
+        self.watchers.on_backward_end()
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
         """Reduce those of ``candidates`` (alike on all ranks) whose gradients wait on any rank."""
@@ -346,8 +341,7 @@ class Schedule(Runner):
         of_step = {f for f in self._users if not stepped.isdisjoint(map(id, f.parameters))}
         if not of_step:
             return
-        for call in self.watchers.on_step:
-            call()
+        self.watchers.on_step()
         for unit in self.units:
             if of_step.isdisjoint(unit.sites) and not unit.is_kept_for_graph:
                 continue
@@ -366,5 +360,5 @@ class Schedule(Runner):
         in_backward, self._backward = self._backward is not None, None
         self._running = self._running if self.calls else {}
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
-        for call in self.watchers.on_failure:
-            call({u: u in self._running for u in self.units}, in_backward=in_backward)
+        goes_on = {unit: unit in self._running for unit in self.units}
+        self.watchers.on_failure(goes_on, in_backward=in_backward)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -61,19 +62,21 @@ class Watcher:
         """
 
 
-class Watchers:
-    """The watchers of a schedule. Each event is an attribute: the list of methods to call."""
+class Watchers(Watcher):
+    """Several watchers as one. An event calls, in order, those that have a method of their own."""
 
-    def __init__(self, each: Sequence[Watcher] = ()) -> None:
-        self._each = tuple(each)
+    def __init__(self, each: Sequence[Watcher]) -> None:
+        for event in [name for name in vars(Watcher) if not name.startswith("_")]:
+            nothing = getattr(Watcher, event)
+            calls = [getattr(w, event) for w in each if getattr(type(w), event) is not nothing]
+            if calls:  # a single one takes the place of the event, which so costs no more
+                each_of_them = functools.partial(_call_each, calls)
+                setattr(self, event, calls[0] if len(calls) == 1 else each_of_them)
 
-    def __getattr__(self, event: str) -> list[Callable[..., None]]:
-        # An event is looked up once, and is a plain attribute from then on. A watcher that does not
-        # override the method of the class above, which does nothing, is not called at all.
-        nothing = getattr(Watcher, event)
-        calls = [getattr(w, event) for w in self._each if getattr(type(w), event) is not nothing]
-        setattr(self, event, calls)
-        return calls
+
+def _call_each(calls: Sequence[Callable[..., None]], *args: Any, **kwargs: Any) -> None:
+    for call in calls:
+        call(*args, **kwargs)
 
 
 class Runner:
@@ -83,7 +86,7 @@ class Runner:
         watchers: Called at the events of the schedule.
     """
 
-    watchers = Watchers()
+    watchers = Watcher()
 
     def note_arrival(self, flat_param: FlatParameter) -> None:
         """A local gradient arrives."""

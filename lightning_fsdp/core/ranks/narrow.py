@@ -22,9 +22,7 @@ _BLOCK_NUMEL = 2**20  # widened at a time: 4 MB in fp32, which caches hold
 class NarrowCommunicator(Communicator):
     """An all-to-all in the place of a reduce-scatter whose sum would be wider."""
 
-    def _reduce(self, region: LocalRegion, what: str) -> Pending:
-        if region.sent_dtype == region.dtype and not may_overflow(region.dtype):
-            return super()._reduce(region, what)
+    def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
         sent = region.pack()
         received = torch.empty_like(sent)
         self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
