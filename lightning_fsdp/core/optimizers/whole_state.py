@@ -19,7 +19,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.travel import collect, grouped
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
+from lightning_fsdp.core.ranks.exchange import move_each
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,8 @@ class Owned:
         whole = value.new_empty(self.shape, device=communicator.device)
         if me == self.owner:
             whole.copy_(value)
-        move = collect_each if rank0_only else broadcast_each
-        move(communicator, {self.owner: whole.view(-1)}, "optimizer state")
+        parts = {self.owner: whole.view(-1)}
+        move_each(communicator, parts, "optimizer state", rank0_only=rank0_only)
         return whole.to("meta") if rank0_only and communicator.mesh_rank != 0 else whole
 
 

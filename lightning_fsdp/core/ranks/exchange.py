@@ -52,42 +52,30 @@ def _num_bytes(parts: Iterable[Tensor]) -> int:
     return sum(part.nbytes for part in parts)
 
 
-def broadcast_each(communicator: Communicator, parts: Mapping[int, Tensor], what: str) -> None:
-    """The parts of some ranks to all ranks, in place. Synchronous.
+def move_each(
+    communicator: Communicator, parts: Mapping[int, Tensor], what: str, *, rank0_only: bool
+) -> None:
+    """The parts of some ranks to all ranks, or to rank 0 of the group, in place. Synchronous.
 
     Args:
         communicator: Of the ranks.
-        parts: ``(n,)`` by rank, of the same ones everywhere; this rank's has its values.
+        parts: ``(n,)`` by rank; this rank's has its values. Of the same ranks everywhere; if only
+            rank 0 gets them, the others need their own alone.
         what: The operation, for the message if it fails.
+        rank0_only: Whether only that one gets them.
 
     Raises:
         RuntimeError: Another rank did not take part within the group's timeout.
     """
-    group = communicator.group
+    group, me, tag = communicator.group, communicator.rank, tag_of(what, reduces=False)
     with collective(f"{what} {communicator.where}", "every rank"):
         for rank, part in parts.items():
-            if part.numel() and communicator.world_size > 1:
-                # As bytes: gloo does not know every dtype.
-                dist.broadcast(part.view(torch.uint8), group=group, group_src=rank)
-
-
-def collect_each(communicator: Communicator, parts: Mapping[int, Tensor], what: str) -> None:
-    """The parts of some ranks to rank 0 of the group, in place. Synchronous.
-
-    Args:
-        communicator: Of the ranks.
-        parts: ``(n,)`` by rank: on rank 0 those of all, on the others their own.
-        what: The operation, for the message if it fails.
-
-    Raises:
-        RuntimeError: Another rank did not take part within the group's timeout.
-    """
-    group, tag = communicator.group, tag_of(what, reduces=False)
-    with collective(f"{what} {communicator.where}", "every rank"):
-        for rank, part in parts.items():
-            if rank == 0 or not part.numel():
+            data = part.view(torch.uint8)  # gloo does not know every dtype
+            if not part.numel() or communicator.world_size == 1 or (rank0_only and rank == 0):
                 continue
-            if communicator.rank == 0:
-                dist.recv(part.view(torch.uint8), group=group, group_src=rank, tag=tag)
+            if not rank0_only:
+                dist.broadcast(data, group=group, group_src=rank)
+            elif me == 0:
+                dist.recv(data, group=group, group_src=rank, tag=tag)
             else:
-                dist.send(part.view(torch.uint8), group=group, group_dst=0, tag=tag)
+                dist.send(data, group=group, group_dst=0, tag=tag)

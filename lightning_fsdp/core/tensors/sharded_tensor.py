@@ -24,7 +24,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatSlice
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
-from lightning_fsdp.core.ranks.exchange import broadcast_each, collect_each
+from lightning_fsdp.core.ranks.exchange import move_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 
 Hook = TypeVar("Hook")
@@ -104,14 +104,13 @@ class ShardedTensor(Sharded, FlatChunks):
         what, local = f"full_tensor of {spec.name!r}", self._local.detach()
         if rank0_only and communicator.rank != 0:
             mine = {communicator.rank: local.to(home.compute_device)}
-            collect_each(communicator, mine, what)
+            move_each(communicator, mine, what, rank0_only=True)
             return torch.empty(slot.shape, dtype=local.dtype, device="meta")
         pieces = [layout.slice_of(slot, rank) for rank in range(layout.shard_world_size)]
         whole = home.empty(slot.numel, local.dtype)
         home.to_device(local, whole[spec.slice.start : spec.slice.stop])
         parts = {rank: whole[piece.start : piece.stop] for rank, piece in enumerate(pieces)}
-        move = collect_each if rank0_only else broadcast_each
-        move(communicator, parts, what)
+        move_each(communicator, parts, what, rank0_only=rank0_only)
         return home.to_host(whole, may_pin=False).wait().view(slot.shape)
 
     def _set_grad(self, value: Any) -> None:
