@@ -129,7 +129,7 @@ def kept_of(communicator: Communicator, whole: Tensor) -> list[Tensor]:
 def _reduce_in_column(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     """The mean over hosts, ``(n / hosts,)``, of the means over each, ``(n,)``."""
     numel, size, dtype = shard.numel(), column.world_size, shard.dtype
-    layout = FlatLayout((Slot(unit_name, (numel,), 0, numel),), numel // size, size)
+    layout = FlatLayout((Slot(unit_name, (numel,), 0),), numel // size, size)
     empty = functools.partial(torch.empty, device=shard.device)
     return column.reduce(
         LocalRegion({0: shard}, layout, unit_name, lambda n, d: empty(n, dtype=d), dtype, dtype)
