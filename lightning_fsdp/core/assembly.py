@@ -78,8 +78,8 @@ class Region:
     """
 
     def __init__(self, plan: FlatParameterPlan, communicator: Communicator, home: Home) -> None:
-        shapes = [tuple(parameter.shape) for parameter in plan.parameters]
-        named_shapes = list(zip(plan.names, shapes, strict=True))
+        names = plan.users[0].names
+        named_shapes = [(names[p], tuple(p.shape)) for p in plan.parameters]
         self.layout = plan_layout(named_shapes, communicator.world_size, communicator.places)
         dtype = plan.parameters[0].dtype
         self.shard = home.new_shard(self.layout.shard_numel, dtype)

@@ -61,7 +61,6 @@ class FlatParameterPlan:
     """Parameters that share one flat region, and the units that use it."""
 
     parameters: list[Tensor]
-    names: list[str]
     users: list[UnitPlan]
 
 
@@ -124,9 +123,8 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     flat_params: dict[object, FlatParameterPlan] = {}
     for parameter, plans_of_parameter in users.items():
         key = (parameter.dtype, parameter.requires_grad, *plans_of_parameter)
-        flat_param = flat_params.setdefault(key, FlatParameterPlan([], [], plans_of_parameter))
+        flat_param = flat_params.setdefault(key, FlatParameterPlan([], plans_of_parameter))
         flat_param.parameters.append(parameter)
-        flat_param.names.append(plans_of_parameter[0].names[parameter])
     return list(flat_params.values())
 
 
