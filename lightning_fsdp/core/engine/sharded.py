@@ -83,10 +83,6 @@ class Sharded(Tensor):
         sharded._local, sharded.spec = local, spec
         return sharded
 
-    def to_local(self) -> Tensor:
-        """This rank's slice, ``(slice.numel,)``, sharing memory; may be empty."""
-        return self._local
-
 
 class LocalGradient(Sharded):
     """The gradient of one parameter that waits to be reduced. It is empty when it is made."""

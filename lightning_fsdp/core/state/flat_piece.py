@@ -23,8 +23,6 @@ class FlatPiece(FlatChunks, Tensor):
         start: The first of the elements in the whole.
     """
 
-    _local: Tensor
-
     @staticmethod
     def __new__(cls, local: Tensor, shape: tuple[int, ...], start: int) -> FlatPiece:  # noqa: D102, PYI034
         piece: FlatPiece = wrap_without_storage(  # type: ignore[assignment]
@@ -50,10 +48,6 @@ class FlatPiece(FlatChunks, Tensor):
         options.pop("memory_format", None)
         local = func(piece._local, *args[1:], **options)
         return FlatPiece(local, tuple(piece.shape), piece.flat_slice.start)
-
-    def to_local(self) -> Tensor:
-        """``(n,)``, the elements of this rank, sharing memory."""
-        return self._local
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"FlatPiece({self.flat_slice}, {self.dtype})"

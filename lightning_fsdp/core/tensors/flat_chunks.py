@@ -42,10 +42,11 @@ class FlatChunks:
 
     dtype: torch.dtype
     flat_slice: FlatSlice
+    _local: Tensor
 
     def to_local(self) -> Tensor:
-        """``(n,)``, the elements of this rank."""
-        raise NotImplementedError
+        """This rank's elements, ``(n,)``, sharing memory; may be empty."""
+        return self._local
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

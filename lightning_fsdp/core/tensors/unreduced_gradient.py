@@ -27,7 +27,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
 
     @staticmethod
     def __new__(cls, parameter: Sharded) -> Self:  # noqa: D102
-        stand_in = super().__new__(cls, parameter.to_local().new_empty(0), parameter.spec)
+        stand_in = super().__new__(cls, parameter._local.new_empty(0), parameter.spec)
         stand_in.part, stand_in.of_replica, stand_in.is_used = None, None, False
         stand_in.prior = cast(Sharded | None, parameter.grad)
         stand_in._parameter = weakref.ref(parameter)
@@ -102,4 +102,4 @@ def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> Run
 
 def zero_gradient(parameter: Sharded) -> ShardedTensor:
     """A reduced gradient of zeros."""
-    return ShardedTensor(torch.zeros_like(parameter.to_local()), parameter.spec)
+    return ShardedTensor(torch.zeros_like(parameter._local), parameter.spec)
