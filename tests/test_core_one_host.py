@@ -15,7 +15,7 @@ from lightning_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import lines, one_host, pairs, process_memory
-from lightning_fsdp.core.ranks.groups import communicator_of_mesh
+from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
@@ -59,7 +59,7 @@ def train(rank, world_size, shape, task_name, plan, build, options, accumulation
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     batches = batches_for(task_name, world_size)
     trace = train_on_rank(model, batches, task.loss, optimizer, rank, accumulation=accumulation)
-    return communicator_of_mesh(mesh).reads_memory, trace
+    return communicator_of(mesh).reads_memory, trace
 
 
 def built(task):

@@ -245,18 +245,16 @@ def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
 
 
 def _open_group(options: _Options) -> Communicator:
-    mesh, comm = options.mesh, options.comm
+    mesh = options.mesh
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh):
-        return groups.communicator_of_mesh(mesh, comm=comm, state_over=options.state_over)
-    # No mesh, or one that will be refused: ranks say so to each other in the default group.
-    default = dist.group.WORLD
-    assert default is not None, "it is initialized"
-    return groups.communicator_of(default, comm=comm)
+    # Of a mesh that will be refused, ranks say so to each other in the default group.
+    over = mesh if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh) else dist.group.WORLD
+    assert over is not None, "it is initialized"
+    return groups.communicator_of(over, comm=options.comm, state_over=options.state_over)
 
 
 def _prepare(

@@ -37,7 +37,7 @@ from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
 from lightning_fsdp.core.optimizers.whole_state import kept_by
-from lightning_fsdp.core.ranks.groups import StateOver, communicator_of_mesh
+from lightning_fsdp.core.ranks.groups import StateOver, communicator_of
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
@@ -477,7 +477,7 @@ def _group_of(rank: int, run: Run, pace: Pace | None) -> Iterator[DeviceMesh]:
         shape = (run.world_size // size, size)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         in_pairs = exchanges_in_pairs(run.backend, size)
-        communicator_of_mesh(mesh, in_pairs=in_pairs, state_over=run.state_over)
+        communicator_of(mesh, in_pairs=in_pairs, state_over=run.state_over)
         yield mesh
 
 

@@ -38,30 +38,19 @@ StateOver = Literal["replica", "all"]
 """Over which ranks of a 2-D mesh shards and optimizer state are spread."""
 
 
-def communicator_of(group: dist.ProcessGroup, *, comm: Comm = "auto") -> Communicator:
-    """The communicator of a group, made at the first request. Collective.
-
-    Args:
-        group: That moves data.
-        comm: How. There is one for ``"pairs"``, and one for the other two.
-    """
-    return _known(group, None, torch_internals.device_type_of(group), comm)
-
-
-def communicator_of_mesh(
-    mesh: DeviceMesh,
+def communicator_of(
+    over: dist.ProcessGroup | DeviceMesh,
     *,
     comm: Comm = "auto",
     in_pairs: bool | None = None,
     state_over: StateOver = "replica",
 ) -> Communicator:
-    """The communicator of a mesh: sharded over its last dimension, replicated over the first.
-
-    Collective over the mesh.
+    """The communicator of a group or a mesh, made at the first request. Collective over it.
 
     Args:
-        mesh: 1-D or 2-D; one replica is the same as none.
-        comm: As in :func:`communicator_of`.
+        over: A group that moves data, or a mesh, 1-D or 2-D: parameters are sharded over its last
+            dimension and replicated over the first; one replica is the same as none.
+        comm: How. There is one for ``"pairs"``, and one for the other two.
         in_pairs: Whether ranks send to each other in pairs; by default, as the backend wants it,
             and on one host by its memory.
         state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
@@ -69,9 +58,40 @@ def communicator_of_mesh(
     Raises:
         ValueError: See :func:`check_order`.
     """
-    if mesh.ndim == 1 or mesh.size(0) == 1:
-        return _known(mesh.get_group(mesh.ndim - 1), None, mesh.device_type, comm, in_pairs)
-    return _known(mesh.get_group(1), mesh, mesh.device_type, comm, in_pairs, state_over)
+    if isinstance(over, DeviceMesh):
+        group, device_type = over.get_group(over.ndim - 1), over.device_type
+        mesh = over if over.ndim > 1 and over.size(0) > 1 else None  # the group is a row of it
+    else:
+        group, device_type, mesh = over, torch_internals.device_type_of(over), None
+    name = None if mesh is None else mesh.get_group(0).group_name
+    of_group = _communicators.setdefault(group, {})
+    is_over_all = mesh is not None and state_over == "all"
+    key = name, device_type, comm == "pairs", is_over_all
+    if key not in of_group:  # a plan shards later under fake tensors, and could not read a mesh
+        if mesh is not None:
+            check_order(mesh)
+        # Ranks that choose differently agree in one.
+        others = [other for (of, *_), other in of_group.items() if of == name]
+        control = _controls[others[0]] if others else _new_control(group, mesh)
+        device = torch.device(device_type)
+        if device_type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        def member_of(group: dist.ProcessGroup) -> Communicator:
+            kind = _kind_of(group, device_type, in_pairs)
+            return kind(group, control.rank, control.world_size, device)
+
+        communicator = member_of(group)
+        if mesh is not None:
+            column = member_of(mesh.get_group(0))
+            if is_over_all:
+                communicator = HostsCommunicator(communicator, column, _places(mesh))
+            else:
+                average_over(column, communicator)
+        _controls[communicator] = control
+        communicator.any_rank = control.any_rank
+        of_group[key] = communicator
+    return of_group[key]
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
@@ -190,45 +210,6 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     return rows
 
 
-def _known(
-    group: dist.ProcessGroup,
-    mesh: DeviceMesh | None,
-    device_type: str,
-    comm: Comm,
-    in_pairs: bool | None = None,
-    state_over: StateOver = "replica",
-) -> Communicator:
-    """The communicator of a group, which is a row of ``mesh`` if there are columns."""
-    of_group = _communicators.setdefault(group, {})
-    name = None if mesh is None else mesh.get_group(0).group_name
-    key = name, device_type, comm == "pairs", state_over
-    if key not in of_group:  # a plan shards later under fake tensors, and could not read a mesh
-        if mesh is not None:
-            check_order(mesh)
-        # Ranks that choose differently agree in one.
-        others = [other for (of, *_), other in of_group.items() if of == name]
-        control = _controls[others[0]] if others else _new_control(group, mesh)
-        device = torch.device(device_type)
-        if device_type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-
-        def over(group: dist.ProcessGroup) -> Communicator:
-            kind = _kind_of(group, device_type, in_pairs)
-            return kind(group, control.rank, control.world_size, device)
-
-        communicator = over(group)
-        if mesh is not None:
-            column = over(mesh.get_group(0))
-            if state_over == "all":
-                communicator = HostsCommunicator(communicator, column, _places(mesh))
-            else:
-                average_over(column, communicator)
-        _controls[communicator] = control
-        communicator.any_rank = control.any_rank
-        of_group[key] = communicator
-    return of_group[key]
-
-
 def check_order(mesh: DeviceMesh) -> None:
     """Refuse a mesh whose columns would join ranks that have different shards.
 
@@ -304,8 +285,8 @@ def _kind_of(
 
 
 # By sharding group, then by the name of the group of replicas, the devices' type, whether it is for
-# pairs alone, and over which ranks state is.
+# pairs alone, and whether state is over all ranks of a mesh.
 _communicators: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[str | None, str, bool, StateOver], Communicator]
+    dist.ProcessGroup, dict[tuple[str | None, str, bool, bool], Communicator]
 ] = weakref.WeakKeyDictionary()
 _controls: weakref.WeakKeyDictionary[Communicator, ControlGroup] = weakref.WeakKeyDictionary()
