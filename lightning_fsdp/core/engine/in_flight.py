@@ -47,16 +47,17 @@ class Order:
 
 
 class Gathers:
-    """Gathers the units of a pass. At most two are whole or in flight: this one and the next.
+    """Gathers the units of a pass. At most two are whole or in flight: this one and one beside it.
 
     Attributes:
-        kept: The last unit of a forward, kept whole for the backward, which needs it first.
+        beside: The unit that comes next, gathered ahead; or the last one of a forward, kept whole
+            for the backward, which needs it first.
     """
 
     def __init__(self, watchers: Watcher) -> None:
-        self.kept: Unit | None = None
+        self.beside: Unit | None = None
         self._watchers = watchers
-        self._ahead: Unit | None = None
+        self._is_ahead = True  # not kept
 
     def start(self, unit: Unit) -> bool:
         """Start a unit's gather, agreed on by all ranks; false if it is whole or in flight."""
@@ -72,7 +73,7 @@ class Gathers:
         self.drop(expected=unit)
         self.start(unit)
         if then is not None and self.start(then):
-            self._ahead = then
+            self.beside, self._is_ahead = then, True
         unit.wait_for_unshard()
 
     def refresh(self, unit: Unit) -> None:
@@ -81,28 +82,23 @@ class Gathers:
             unit.reshard()
             self.make_whole(unit)
 
-    def drop_ahead(self, expected: Unit | None = None) -> None:
-        """Free the unit that was gathered ahead, unless it is the expected one."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead is not expected:
-            ahead.reshard()
-
     def keep(self, unit: Unit) -> None:
-        """Leave a unit whole after its forward, or free it if another one is gathered or kept.
-
-        It takes the place of the unit gathered ahead, so that no more than two are whole.
-        """
-        if self._ahead is None and self.kept is None:
-            self.kept = unit
+        """Leave a unit whole after its forward, or free it if there is one beside it."""
+        if self.beside is None:
+            self.beside, self._is_ahead = unit, False
         else:
             unit.reshard()
 
+    def drop_ahead(self) -> None:
+        """Free the unit that was gathered ahead; one that is kept stays."""
+        if self._is_ahead:
+            self.drop()
+
     def drop(self, expected: Unit | None = None) -> None:
-        """Free the units that were gathered ahead and kept, unless it is the expected one."""
-        self.drop_ahead(expected)
-        kept, self.kept = self.kept, None
-        if kept is not None and kept is not expected:
-            kept.reshard()
+        """Free the unit beside, unless it is the expected one."""
+        beside, self.beside = self.beside, None
+        if beside is not None and beside is not expected:
+            beside.reshard()
 
 
 class Reductions:

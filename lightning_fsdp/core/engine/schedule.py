@@ -219,7 +219,7 @@ class Schedule(Runner):
         # With create_graph=True the backward is recorded, and its graph saves weights again. There
         # is no event for the last time that this graph is used.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
-        if not unit.is_whole or self.gathers.kept is unit:
+        if not unit.is_whole or self.gathers.beside is unit:
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
