@@ -133,8 +133,7 @@ class _Tree:
     def restore(self) -> None:
         """Put all parameters and buffers back into their places, whatever has happened."""
         for module, (parameters, buffers) in self._original.items():
-            _put_parameters(module, parameters)
-            _put_buffers(module, buffers)
+            _put(module, parameters, buffers)
 
     def compute(self, batch: _Batch, keep: Callable[[Tensor, Tensor], None]) -> None:
         """Compute the tensors of one batch, and hand the parameters over."""
@@ -172,13 +171,12 @@ class _Tree:
 
     def _set(self, batch: _Batch, initialising: Collection[nn.Module]) -> None:
         for module, (parameters, buffers) in self._original.items():
-            _put_parameters(module, {n: self._shield(p) for n, p in parameters.items()})
             stand_ins: dict[str, Any] = {}
             for name, buffer in buffers.items():
                 real: Any = self.buffers.get(buffer, buffer) if module in initialising else None
                 is_absent = real is None or real.is_meta
                 stand_ins[name] = self._shield(buffer) if is_absent else real.clone()
-            _put_buffers(module, stand_ins)
+            _put(module, {n: self._shield(p) for n, p in parameters.items()}, stand_ins)
         for site, meta in batch:
             fresh = marked(meta)
             if self._is_parameter(site):
@@ -267,15 +265,12 @@ class _Tree:
         return self._shields[tensor]
 
 
-def _put_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> None:
+def _put(module: nn.Module, parameters: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
     for name in [name for name in module._parameters if name not in parameters]:
         del module._parameters[name]
     for name, parameter in parameters.items():
         if name not in module._parameters or module._parameters[name] is not parameter:
             Site(module, name).put(parameter)
-
-
-def _put_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
     module._buffers.clear()
     module._buffers.update(buffers)
 
