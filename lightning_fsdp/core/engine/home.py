@@ -10,6 +10,8 @@ this storage too, so gathering again before the backward is enough for exact gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -44,9 +46,9 @@ class Home:
         """``(numel,)``, on the device that computes; the content is undefined."""
         return torch.empty(numel, dtype=dtype, device=self.compute_device)
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give the storage of such a tensor, which was freed, its bytes back."""
-        storage.resize_(num_bytes)
+    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
+        """What gives the storage of such a tensor so many bytes back each time it was freed."""
+        return storage.resize_
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device that computes, and cast.
@@ -83,13 +85,14 @@ class FlatBuffer:
         # Outside of inference mode: an inference tensor could never be written to in training.
         with torch.inference_mode(False):
             self.flat = home.empty(numel, dtype)
-        self._home, self._storage = home, self.flat.untyped_storage()
+        self._storage = self.flat.untyped_storage()
         self._nbytes = self._storage.nbytes()
+        self._resize = home.allocator(self._storage, self._nbytes)
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
         if self._storage.nbytes() == 0:  # else it could not be freed
-            self._home.allocate(self._storage, self._nbytes)
+            self._resize(self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

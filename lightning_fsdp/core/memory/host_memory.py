@@ -24,7 +24,7 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -114,24 +114,28 @@ class HostHome(Home):
         storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
         if not _is_own(storage, num_bytes):
             return super().empty(numel, dtype)
-        self.allocate(storage, num_bytes)
+        _allocate_own(storage, num_bytes)
         return flat.resize_(numel)
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give an empty storage its bytes."""
-        libc = _glibc()
-        if libc is None or not _is_own(storage, num_bytes):
-            storage.resize_(num_bytes)
-            return
-        libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
-        try:
-            storage.resize_(num_bytes)
-        finally:
-            libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
-        # Pages that are the block's alone.
-        begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
+    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
+        """Small ones go where all others are, at no cost of their own."""
+        is_own = _is_own(storage, num_bytes)
+        return functools.partial(_allocate_own, storage) if is_own else storage.resize_
+
+
+def _allocate_own(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Map the bytes of an empty storage on their own, in huge pages."""
+    libc = _glibc()
+    assert libc is not None, "it keeps freed memory"
+    libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
+    try:
+        storage.resize_(num_bytes)
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+    # Pages that are the block's alone.
+    begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
 
 
 def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
