@@ -19,6 +19,7 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -188,13 +189,14 @@ class FlatParameter:
         self.micro_batch = 0
         self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
-    def note_use(self, slot: int) -> None:
-        """A forward uses a leaf. Frozen or thawed there, its parameter is so too from now on."""
-        trains = self.leaves[slot].requires_grad  # follows that of the parameter at once
-        if trains != self._trains[slot]:
-            self._trains[slot] = trains
-            self.parameters[slot].requires_grad_(trains)
-        self._trained[slot] |= trains
+    def note_use(self, slots: Iterable[int]) -> None:
+        """A forward uses leaves. Frozen or thawed there, a parameter is so too from now on."""
+        for slot in slots:
+            trains = self.leaves[slot].requires_grad  # follows that of the parameter at once
+            if trains != self._trains[slot]:
+                self._trains[slot] = trains
+                self.parameters[slot].requires_grad_(trains)
+            self._trained[slot] |= trains
 
     # -- gradients -------------------------------------------------------------------------------
 

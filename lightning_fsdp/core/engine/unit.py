@@ -200,7 +200,7 @@ class Unit:
                 for site in sites:
                     if not site.replace(parameter, leaf):
                         raise RuntimeError(self._describe_replaced(parameter, site))
-                flat_param.note_use(slot)
+            flat_param.note_use(slots)
 
     def install_shards(self) -> None:
         """Put the user's own, sharded parameters back into the modules."""
@@ -209,7 +209,7 @@ class Unit:
             for slot, sites in slots.items():
                 for site in sites:
                     site.replace(flat_param.leaves[slot], flat_param.parameters[slot])
-                flat_param.note_use(slot)
+            flat_param.note_use(slots)
 
     def _describe_replaced(self, parameter: Sharded, site: Site) -> str:
         return (
