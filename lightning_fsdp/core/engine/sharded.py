@@ -59,11 +59,12 @@ class ShardSpec:
     def part_of(self, shard: Tensor) -> Tensor:
         """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory.
 
-        ``shard`` may also be a larger one, of which this rank's is a part: then all of the
-        parameter's elements in it.
+        ``shard`` may also be what a row of hosts has reduced, as long as the shards of a column, of
+        which this rank's is one (see ``ranks/hosts.py``): then all of the parameter's elements in
+        it.
         """
-        numel = shard.numel()
-        offset = self.slot.offset - self.start // max(numel, 1) * numel
+        numel = max(shard.numel(), 1)
+        offset = self.slot.offset - self.start // numel * numel  # from where ``shard`` begins
         return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
@@ -87,9 +88,9 @@ class Sharded(Tensor):
 class LocalGradient(Sharded):
     """The gradient of one parameter that waits to be reduced. It is empty when it is made."""
 
-    part: Tensor | None  # the sum of this rank's own: original shape, reduce dtype
-    of_replica: Tensor | None  # the sum of means over a replica: (slice.numel,), reduce dtype
-    is_used: bool  # whether this rank had gradients in ``of_replica``
+    part: Tensor | None = None  # the sum of this rank's own: original shape, reduce dtype
+    of_replica: Tensor | None = None  # the sum of means over a replica: (n,), reduce dtype
+    is_used: bool = False  # whether this rank had gradients in ``of_replica``
     prior: Sharded | None  # reduced gradient of earlier micro-batches, to be added to
 
 

@@ -28,7 +28,6 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
     @staticmethod
     def __new__(cls, parameter: Sharded) -> Self:  # noqa: D102
         stand_in = super().__new__(cls, parameter._local.new_empty(0), parameter.spec)
-        stand_in.part, stand_in.of_replica, stand_in.is_used = None, None, False
         stand_in.prior = cast(Sharded | None, parameter.grad)
         stand_in._parameter = weakref.ref(parameter)
         return stand_in
