@@ -90,10 +90,9 @@ def global_norm(
     """
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
-    device = torch.device("cpu") if communicator is None else communicator.device
-    home = next((gradient.device for gradient in (*sharded, *plain)), device)
-    if communicator is None:
-        device = home
+    default = torch.device("cpu") if communicator is None else communicator.device
+    home = next((gradient.device for gradient in (*sharded, *plain)), default)
+    device = home if communicator is None else default
     parts = partial_norm(sharded, norm_type, device).view(1)
     if communicator is not None:
         # Gathered and joined in rank order: an all-reduce need not give every rank the same bits.

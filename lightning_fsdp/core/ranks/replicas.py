@@ -55,7 +55,7 @@ class ReplicatedFlatParameter(FlatParameter):
         """See :meth:`FlatParameter.take_in`; nothing waits in the replica."""
         super().take_in(shard)
         self.waits_for_mean = False
-        self._used: list[bool] = []  # by slot, in the reduction in flight if it stays there
+        self._used: list[bool] = []  # by slot, in a reduction in flight that stays there
 
     @property
     def may_wait(self) -> bool:
@@ -76,15 +76,14 @@ class ReplicatedFlatParameter(FlatParameter):
 
     def land(self) -> None:
         """Let the reduction end: in ``.grad``, or beside what waits there for the replicas."""
-        if not self._used:
+        if self._reduction is None or not self.waits_for_mean:
             super().land()
             return
-        (reduction, self._reduction), (used, self._used) = (self._reduction, None), (self._used, [])
-        assert reduction is not None, "it was started"
+        reduction, self._reduction = self._reduction, None
         with torch_internals.profiled("wait_for_reduce", self.name), torch_internals.unrecorded():
             shard = reduction.wait()
             for parameter, has_trained, is_used in zip(
-                self.parameters, self._trained, used, strict=True
+                self.parameters, self._trained, self._used, strict=True
             ):  # what has trained stays noted
                 if has_trained:
                     local = let_wait(parameter, self.make_waiting)
@@ -94,7 +93,6 @@ class ReplicatedFlatParameter(FlatParameter):
 
     def abandon(self, holder: object, *, drops_gradients: bool) -> None:
         """See :meth:`FlatParameter.abandon`."""
-        self._used = []
         if drops_gradients:
             self._take_of_replica([False] * len(self.parameters))
         super().abandon(holder, drops_gradients=drops_gradients)
