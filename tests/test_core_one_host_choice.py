@@ -53,7 +53,7 @@ def refused_on_one_rank(rank, world_size, road):
         neighbours.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
     if road == "no /proc" and rank == 1:
         process_memory.Path.readlink = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
-    one_host.connect, leaked = _noting_descriptors(one_host.connect)
+    one_host.lines_to_all, leaked = _noting_descriptors(one_host.lines_to_all)
     gather_on(dist.group.WORLD).wait()
     return communicator_of(dist.group.WORLD).reads_memory, log, leaked, len(_threads())
 
@@ -224,7 +224,7 @@ def _threads():
 
 def make_and_destroy_groups(rank, world_size):
     gather_on(dist.group.WORLD).wait()  # it is there until the process ends
-    one_host.connect, opened = _noting_descriptors(one_host.connect)
+    one_host.lines_to_all, opened = _noting_descriptors(one_host.lines_to_all)
     groups = [dist.new_group() for _ in range(3)]
     for number, group in enumerate(groups, start=2):
         gather_on(group).wait()

@@ -19,10 +19,10 @@ from typing_extensions import override
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.whole_state import (
     Owned,
-    kept_of,
     map_leaves,
     owned_places,
     state_of_all,
+    state_of_rank,
 )
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
@@ -227,7 +227,7 @@ def load_full_optimizer_state_dict(
     def cut(place: int, key: str, value: Any) -> Any:
         return cut_state(engine, names[place], value)
 
-    mine = kept_of(optimizer, state["state"], cut)
+    mine = state_of_rank(optimizer, state["state"], cut)
     optimizer.load_state_dict({**state, "state": mine})
 
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.whole_state import (
     Owned,
-    kept_of,
     map_leaves,
     state_of_all,
+    state_of_rank,
 )
 from lightning_fsdp.core.state.full_state import mesh_rank_of, whole_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
@@ -55,7 +55,7 @@ def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str
     def cut(place: int, key: str, value: Any) -> Any:
         return slice_state(parameters[place], key, value)
 
-    state = kept_of(optimizer, state_dict["state"], cut)
+    state = state_of_rank(optimizer, state_dict["state"], cut)
     optimizer.load_state_dict({**state_dict, "state": state})
 
 

@@ -94,7 +94,7 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
-def kept_of(
+def state_of_rank(
     optimizer: Optimizer, state: Mapping[Any, Any], cut: Callable[[int, str, Any], Any]
 ) -> dict[Any, Any]:
     """Of a whole state that every rank brings, what this one keeps, in memory of its own.

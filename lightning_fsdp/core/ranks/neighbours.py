@@ -44,7 +44,7 @@ class _Card:
     content: bytes
 
 
-def connect(group: dist.ProcessGroup) -> Lines | str:
+def lines_to_all(group: dist.ProcessGroup) -> Lines | str:
     """Lines to all other ranks, or why there are none, the same on all ranks. Collective."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     timeout_s = torch_internals.group_timeout(group).total_seconds()

@@ -20,7 +20,7 @@ from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works,
 from lightning_fsdp.core.engine.layout import complement
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.lines import Lines, Places, Take
-from lightning_fsdp.core.ranks.neighbours import connect
+from lightning_fsdp.core.ranks.neighbours import lines_to_all
 from lightning_fsdp.core.ranks.pairs import Parts, Piece
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class OneHostCommunicator(pairs.PairCommunicator):
         found: Lines | str = "comm='pairs'"
         if may_read:
             with collective(f"first exchange {self.where}", "every rank"):
-                found = connect(self.group)
+                found = lines_to_all(self.group)
         if isinstance(found, str):
             self.refusal, way = found, f"send to each other in pairs: {found}"
         else:

@@ -58,7 +58,7 @@ _FLAGS = "_lightning_fsdp_access_flags"  # attribute of a flat buffer's tensor
 
 
 class FreedMemory(Watcher):
-    """Refuses what would read whole copies that were freed."""
+    """Refuses what would read whole copies that were freed, or never see them gathered."""
 
     def __init__(self) -> None:
         # Those whose memory numpy holds, which was said once.
