@@ -18,6 +18,8 @@ pytestmark = pytest.mark.usefixtures("kept_ranks")
 class Reentrant(nn.Module):
     """Blocks that are recomputed by a backward inside of the backward, and a head behind them."""
 
+    order = 0, 1, 2
+
     def __init__(self, how):
         super().__init__()
         torch.manual_seed(0)
@@ -26,8 +28,8 @@ class Reentrant(nn.Module):
         self.how = how
 
     def run(self, x):
-        for block in self.blocks:
-            x = block(x)
+        for index in self.order:
+            x = self.blocks[index](x)
         return x
 
     def forward(self, x):
@@ -37,8 +39,8 @@ class Reentrant(nn.Module):
         elif self.how == "several":
             x = checkpoint(self.run, x, use_reentrant=True)
         else:
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=True)
+            for index in self.order:
+                x = checkpoint(self.blocks[index], x, use_reentrant=True)
         return self.head(x).square().sum()
 
 
@@ -64,6 +66,7 @@ def train_reentrant(rank, world_size, how, plan):
     inputs = [torch.randn(2, 6, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     for units in UNITS.values():
         plain, model = Reentrant(None), REENTRANT[how](how)
+        plain.order = model.order = 0, 1, 1, 2, 0  # in one region: in a row, and again later
         optimizers = [torch.optim.SGD(plain.parameters(), lr=0.01)]
         shard_model(model, PLANS[plan], units=units)
         optimizers.append(torch.optim.SGD(model.parameters(), lr=0.01))

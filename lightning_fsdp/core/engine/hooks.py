@@ -131,10 +131,10 @@ class ModuleHooks:
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
+        if torch.is_grad_enabled():  # after a recomputation, too: it may have a backward of its own
+            beside = self.outputs_beside() if self.outputs_beside is not None else ()
+            self._announce_backward(output, beside)
         if current_backward() < 0:  # a backward ends what a recomputation began
-            if torch.is_grad_enabled():
-                beside = self.outputs_beside() if self.outputs_beside is not None else ()
-                self._announce_backward(output, beside)
             self.schedule.post_forward(unit, module, failed=False)
         return output
 
@@ -147,9 +147,9 @@ class ModuleHooks:
         marked = [tensor for tensor in tensors_in(*inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        # A recomputation is not counted: it may have no backward.
-        self.schedule.num_calls[unit] += current_backward() < 0
-        passed = iter(_EndOfBackward.apply(self, unit, *marked))  # type: ignore[no-untyped-call]
+        # Those of recomputations are counted apart: without use_reentrant they have no backward.
+        self.schedule.num_calls[call := (unit, current_backward() >= 0)] += 1
+        passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, *outputs: Any) -> None:
@@ -185,14 +185,14 @@ class _EndOfBackward(torch.autograd.Function):
     """The identity. Its backward runs after that of everything computed from its outputs."""
 
     @staticmethod
-    def forward(ctx: Any, hooks: ModuleHooks, unit: Unit, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.hooks, ctx.unit = hooks, unit
+    def forward(ctx: Any, hooks: ModuleHooks, call: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.hooks, ctx.call = hooks, call
         ctx.set_materialize_grads(False)
         return tensors
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.hooks.schedule.leave(ctx.unit)
+        ctx.hooks.schedule.leave(ctx.call)
         return None, None, *gradients
 
     @staticmethod

@@ -74,7 +74,8 @@ class Schedule(Runner):
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
         calls: Those into sharded modules that have not returned.
-        num_calls: By unit, its calls in this pass that a backward will leave through their inputs.
+        num_calls: By unit and whether it was computed again, its calls since this pass began that a
+            backward will leave through their inputs.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Schedule(Runner):
         self._backward: _Backward | None = None
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
-        self.num_calls: Counter[Unit] = Counter()
+        self.num_calls: Counter[tuple[Unit, bool]] = Counter()
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
@@ -223,11 +224,11 @@ class Schedule(Runner):
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
-    def leave(self, unit: Unit) -> None:
-        """The backward leaves a unit through the inputs of a call."""
-        self._reach(unit).leaving = unit
-        self.num_calls[unit] -= 1
-        if self.num_calls[unit] <= 0:  # no other call of it can follow
+    def leave(self, call: tuple[Unit, bool]) -> None:
+        """The backward leaves a unit through the inputs of a call; see ``num_calls``."""
+        self._reach(call[0]).leaving = call[0]
+        self.num_calls[call] -= 1
+        if self.num_calls[call] <= 0:  # no other call of it can follow
             self._reach(None)
 
     def _reach(self, unit: Unit | None) -> _Backward:
