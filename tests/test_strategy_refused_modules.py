@@ -89,6 +89,7 @@ def _refuse_at_setup(rank, world_size, folder):
     for kind, message in (
         (_Hooked, "expected no hook of its gradient"),
         (_Renormalizes, "with max_norm.*Renormalise after the optimizer's step"),
+        (_TiedByMemory, "own memory, got that of 'blocks.0.up.weight'.*Register one parameter"),
     ):
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
             with pytest.raises(ValueError, match=message):
@@ -127,6 +128,14 @@ class _Renormalizes(Regressor):
     def __init__(self):
         super().__init__()
         self.table = nn.EmbeddingBag(11, 5, max_norm=1.0)
+
+
+class _TiedByMemory(Regressor):
+    """Trains one weight of two names in plain torch; shards of each would go their own way."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].up.weight.data = self.blocks[0].up.weight.data
 
 
 class _Lbfgs(Regressor):

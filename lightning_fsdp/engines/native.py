@@ -544,9 +544,12 @@ def _refuse_what_is_lost(module: nn.Module) -> None:
     Raises:
         ValueError: A parameter is used so.
     """
-    for prefix, child in module.named_modules():
-        for name, parameter in child.named_parameters(prefix, recurse=False):
-            problem = checks.problem_with_use(parameter, [child])
+    name_of = {parameter: name for name, parameter in module.named_parameters()}
+    found: dict[int, str] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            name = name_of[parameter]
+            problem = checks.problem_with_use(parameter, name, [child], found)
             if problem is not None:
                 expected, got, cure = problem
                 raise ValueError(f"parameter {name!r}: expected {expected}, got {got}. {cure}")

@@ -146,18 +146,15 @@ def check_parameters(units: Iterable[UnitPlan], known: Container[Tensor]) -> Non
         ValueError: A parameter is of another kind, or used in a way that slices cannot serve, or
             shares memory with another one: each would have slices of its own, and go its own way.
     """
-    found: dict[int, str] = {}  # by the address of the first element
+    found: dict[int, str] = {}
     for plan in units:
         for parameter, sites in plan.sites.items():
             if parameter in known:
                 continue  # tied to one of their parameters
             name = plan.names[parameter]
+            modules = [site.module for site in sites]
             problem = _problem_with(parameter, sites)
-            problem = problem or problem_with_use(parameter, [site.module for site in sites])
-            if problem is None and torch_internals.has_values(parameter) and parameter.numel():
-                other = found.setdefault(parameter.data_ptr(), name)
-                cure = "Register one parameter in both places, which ties them, or clone values."
-                problem = None if other == name else ("own memory", f"that of {other!r}", cure)
+            problem = problem or problem_with_use(parameter, name, modules, found)
             if problem is not None:
                 expected, got, cure = problem
                 unit = plan.name or type(plan.modules[0]).__name__
@@ -217,20 +214,30 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
 
 
 def problem_with_use(
-    parameter: Tensor, modules: Iterable[nn.Module]
+    parameter: Tensor, name: str, modules: Iterable[nn.Module], found: dict[int, str]
 ) -> tuple[str, str, str] | None:
-    """What is done with a parameter and lost where modules compute with a copy of it; likewise."""
+    """What is done with a parameter and lost where modules compute with a copy of it; likewise.
+
+    Args:
+        parameter: It.
+        name: Its name, one wherever it is registered.
+        modules: Where it is registered.
+        found: The names of those asked about before, by the address of the first element.
+    """
     if torch_internals.has_gradient_hooks(parameter):
         cure = "Use on_local or on_reduced of gradients(module), or of trainer.strategy.gradients."
         return "no hook of its gradient before sharding", "one", cure
-    for module in modules:
-        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            continue
+    for module in (m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)):
         if module.sparse:
             return "a dense gradient", "an embedding with sparse=True", "Build it dense."
         if module.max_norm is not None:  # it would write to the copy, which is thrown away
             cure = "Renormalise after the optimizer's step; fully_shard also has ignored_params."
             return "a forward that reads weights", "an embedding with max_norm", cure
+    if torch_internals.has_values(parameter) and parameter.numel():
+        other = found.setdefault(parameter.data_ptr(), name)
+        if other != name:
+            cure = "Register one parameter in both places, which ties them, or clone values."
+            return "own memory", f"that of {other!r}", cure
     return None
 
 
