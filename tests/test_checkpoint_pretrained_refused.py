@@ -262,6 +262,21 @@ def test_what_hides_its_elements_is_refused(tmp_path):
     run_on_ranks(_fsdp1, 2, str(tmp_path))
 
 
+def test_ties_that_the_config_does_not_know_are_refused(tmp_path):
+    model = seeded(_gpt2)
+    model.transformer.h[1].mlp.c_fc.weight = model.transformer.h[0].mlp.c_fc.weight
+    with pytest.raises(ValueError, match=r"one weight for '\S+h\.0\S+c_fc\.weight' and '\S+h\.1"):
+        save_pretrained(model, tmp_path / "model")
+    model = GPT2LMHeadModel(
+        type(model.config)(**_gpt2().config.to_dict() | {"tie_word_embeddings": False})
+    )
+    model.config.tie_word_embeddings = True  # after construction
+    model.tie_weights()
+    save_pretrained(model, tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(logits_of(loaded), logits_of(model))
+
+
 class _WithExtraState(torch.nn.Linear):
     def __init__(self):
         super().__init__(2, 2)

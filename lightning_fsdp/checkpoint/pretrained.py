@@ -250,11 +250,14 @@ def _layout_of(
     """
     is_pretrained = conventions.is_pretrained_model(model)
     names = [n for n in weights if not is_pretrained or not conventions.is_left_out(model, n)]
-    kept: dict[int, str] = {}
-    for name in sorted(
-        names, key=lambda n: is_pretrained and conventions.is_copy_of_tied(model, n)
-    ):
-        kept.setdefault(weights[name].identity, name)
+    names_of: dict[int, list[str]] = {}
+    for name in names:
+        names_of.setdefault(weights[name].identity, []).append(name)
+    copies_of_tied = conventions.copies_of_tied(model, names_of) if is_pretrained else ()
+    kept = {
+        identity: min(of_one, key=lambda name: name in copies_of_tied)
+        for identity, of_one in names_of.items()
+    }
     stored_as = {name: name for name in names}
     if is_pretrained:
         outlines = {name: torch.empty(weights[name].outline.shape, device="meta") for name in names}

@@ -144,9 +144,28 @@ def is_left_out(model: Any, name: str) -> bool:
     return name in (getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
-def is_copy_of_tied(model: Any, name: str) -> bool:
-    """Whether a name is the one that transformers leaves out of two tied weights."""
-    return name in getattr(model, "all_tied_weights_keys", {})
+def copies_of_tied(model: Any, names_of: Mapping[int, Collection[str]]) -> Collection[str]:
+    """Names that transformers leaves out of the files, and ties again by the model's config.
+
+    Args:
+        model: A model of transformers.
+        names_of: All names of each weight, by its identity.
+
+    Raises:
+        ValueError: A weight has more names, which ``from_pretrained`` would fill with new values.
+    """
+    # By the config as it is now, which is saved; ``all_tied_weights_keys`` is from construction.
+    copies: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)
+    for names in names_of.values():
+        own = [name for name in names if name not in copies]
+        if len(own) > 1:
+            raise ValueError(
+                f"{type(model).__name__}: expected weights of their own but for those that its "
+                f"config ties, got one weight for {own[0]!r} and {own[1]!r}: from_pretrained would "
+                "fill one of them with new values. Set config.tie_word_embeddings=True if it is "
+                "the embedding; otherwise use save_sharded, or full_state_dict(model)."
+            )
+    return copies
 
 
 def _matches(patterns: Collection[str] | None, name: str) -> bool:
