@@ -245,6 +245,8 @@ def _interrupt(rank, world_size, folder, error):
     with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else type(error)):
         trainer.fit(seeded(Adamw), make_loader())
     assert is_checkpoint(folder / "run.ckpt")
+    trainer.save_checkpoint(folder / "after.ckpt")  # the module is still sharded
+    assert is_checkpoint(folder / "after.ckpt")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("stop here"), KeyboardInterrupt()], ids=repr)

@@ -102,10 +102,17 @@ class Checkpoints:
             return optimizer.state_dict()
         return self.deferred.in_place_of(self._engine.gatherable_optimizer_state_dict(optimizer))
 
-    def write_folder(self, checkpoint: dict[str, Any], path: str | Path) -> None:
-        """Write a folder that has those states; in the background, if that is wanted."""
-        # Between two runs the module is whole, and nobody trains who would have to wait.
-        in_background = self.saves_in_background and self._engine.module is not None
+    def write_folder(
+        self, checkpoint: dict[str, Any], path: str | Path, *, is_running: bool
+    ) -> None:
+        """Write a folder that has those states; in the background, if that is wanted.
+
+        Args:
+            checkpoint: The Trainer's, with those states.
+            path: Of the folder.
+            is_running: Whether a run goes on, which would have to wait and whose end waits.
+        """
+        in_background = self.saves_in_background and is_running
         write = folder_state.write_in_background if in_background else folder_state.write
         write(path, checkpoint)
 

@@ -623,7 +623,9 @@ class ShardedStrategy(ProcessStrategy):
                     f"checkpoint='sharded', got {storage_options!r}. Ranks write files to a local "
                     "or shared folder, without a CheckpointIO; use checkpoint='full' for one."
                 )
-            self._checkpoints.write_folder(checkpoint, filepath)
+            # Between two runs the module is whole, or still sharded after an exception.
+            is_running = self.engine.module is not None and not self._is_interrupted
+            self._checkpoints.write_folder(checkpoint, filepath, is_running=is_running)
             return
         optimizers = map(lightning_internals.unwrap_optimizer, self.optimizers)
         self._checkpoints.note_parameter_names(checkpoint, self._module, optimizers)
