@@ -114,6 +114,7 @@ def _compare(rank, world_size):
     torch.testing.assert_close(weight, same)
     torch.testing.assert_close(weight, full.clone(), check_device=False)
     found = [torch.equal(weight, same), torch.equal(weight, full), torch.equal(full, same)]
+    found += [torch.equal(p, whole(p)) for p in model.parameters()]  # one without dimensions, too
     found += [bool((weight == same).all()), not weight.isnan().any(), bool(weight.any())]
     assert all(found), found
     with torch.no_grad():

@@ -122,23 +122,25 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    tensors, *norm_type = args
-    return [torch.linalg.vector_norm(tensor, *norm_type, **kwargs) for tensor in tensors]
+    options = dict(zip(("ord", "dtype"), args[1:], strict=False)) | kwargs
+    return [torch.linalg.vector_norm(tensor, **options) for tensor in args[0]]
 
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = _to_read(func, args, kwargs)
-    correction = kwargs.get("correction")
-    num_free = max(tensor.numel() - (1 if correction is None else correction), 0)
-    variance = (tensor - tensor.mean()).square().sum() / num_free
-    return variance.sqrt() if func is aten.std.correction else variance
+    # A mean that is rounded to 16 bits may be as far off as values are spread.
+    wide = ShardedTensor(tensor.to_local().double(), tensor.spec)
+    num_free = max(wide.numel() - (1 if (c := kwargs.get("correction")) is None else c), 0)
+    variance = (wide - wide.mean()).square().sum() / num_free
+    return (variance.sqrt() if func is aten.std.correction else variance).to(tensor.dtype)
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     like = next(tensor for tensor in args if isinstance(tensor, ShardedTensor))
-    ours = [slices_beside([like], [tensor], func)[0] for tensor in args]
+    # In one dimension, as slices are, also where the whole has none.
+    ours = [slices_beside([like], [tensor], func)[0].reshape(-1) for tensor in args]
     is_equal = torch.tensor(func(*ours), device=like.device)
     return bool(_of_ranks(like, is_equal, func).all())
 
