@@ -203,6 +203,10 @@ def _pointwise(rank, world_size):
             plain = torch.arange(theirs.numel(), dtype=torch.float32).view(theirs.shape)
             assert torch.equal((ours + plain).full_tensor(), theirs + plain)
             assert torch.equal((plain - ours).full_tensor(), plain - theirs)
+            (power,) = torch._foreach_pow(2.0, [ours])
+            assert torch.equal(power.full_tensor(), 2.0**theirs)
+            masked = ours.clone().masked_fill_(ours > 0.1, 3.0)
+            assert torch.equal(masked.full_tensor(), theirs.masked_fill(theirs > 0.1, 3.0))
             before = plain.clone()
             for write in (plain.add_, plain.copy_):
                 with pytest.raises(RuntimeError, match="expected a whole tensor"):

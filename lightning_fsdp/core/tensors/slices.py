@@ -99,7 +99,7 @@ def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``_foreach_*`` and ``_fused_*``: lists of tensors, the n-th of each belonging together."""
-    likes = args[0]
+    likes = next(arg for arg in args if isinstance(arg, (list, tuple)))  # after the base of a power
 
     def local_of(arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)) or not any(isinstance(t, Tensor) for t in arg):
@@ -168,7 +168,7 @@ _BY_NAME: dict[str, Handler] = {
     **dict.fromkeys(("zero_", "_foreach_zero_"), _zero),
     **dict.fromkeys(("_foreach_norm", "_foreach_max", "_foreach_powsum"), refuse),
     "copy_": _copy_into,
-    "fill_": _pointwise,
+    **dict.fromkeys(("fill_", "masked_fill_"), _pointwise),
 }
 # Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
 _PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
