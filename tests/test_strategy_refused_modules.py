@@ -277,6 +277,20 @@ class _Empty(Regressor):
         self.nothing = nn.Parameter(torch.ones(0, 3))
 
 
+class _WritesToOutputs(Regressor):
+    """Into those of linear layers, which are views where the input has three dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, x):
+        x = self.inlet(x[None])
+        for block in self.blocks:
+            x = block(x).relu_()
+        return self.head(x)[0]
+
+
 def _refuse_for_an_engine(rank, world_size, folder):
     for strategy, kind, error, message in (
         ("fsdp1_zero3", _OwnsByHand, NotImplementedError, "'scale'.*one child module"),
@@ -284,6 +298,7 @@ def _refuse_for_an_engine(rank, world_size, folder):
         ("fsdp1_zero3", _TwoByHand, NotImplementedError, "expected one optimizer.*fsdp2"),
         ("fsdp2_zero3", _Scalar, ValueError, "'scale'.*takes no scalar.*shape .1,."),
         ("fsdp2_zero3", _Empty, ValueError, r"'nothing'.*none without elements.*\(0, 3\)"),
+        ("fsdp1_zero2", _WritesToOutputs, (ValueError, RuntimeError), "in states|setStorage"),
     ):
         model = seeded(kind)
         with pytest.raises(error, match=message):
