@@ -261,9 +261,9 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
         f"{sharded.numel()} elements. {advice}Inside its unit's forward, and in methods given to "
-        "register_forward_method, take the whole one from the module (self.weight), not from an "
-        "argument; elsewhere call full_tensor() (on every rank), and copy_() a whole tensor back. "
-        "unshard() gathers ahead for the forward; parameters stay sharded until then."
+        "register_forward_method, take it from the module (self.weight), not from an argument; a "
+        "module around that reads it is to be a unit (units=[..., its class]). Elsewhere call "
+        "full_tensor() (on every rank), and copy_() it back. unshard() gathers ahead, no more."
     )
 
 
