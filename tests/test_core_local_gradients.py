@@ -10,7 +10,6 @@ from lightning_fsdp.core.engine.communicator import LocalRegion
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.layout import plan_layout
-from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.ranks import pairs
 from tests.support.memory import StorageTracker
 from tests.support.models import TASKS, mlp_batch
@@ -170,7 +169,7 @@ def _add_up(rank, world_size, values):
     flat_param._runners.clear()  # no backward runs
     for value in values:
         flat_param.receive(0, torch.full((4, 8), value, dtype=torch.bfloat16))
-    assert flat_param.gradients is Gradients.LOCAL
+    assert flat_param.gradients == "local"
     return flat_param._take_local()[0]
 
 

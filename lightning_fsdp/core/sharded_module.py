@@ -16,7 +16,6 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
-from lightning_fsdp.core.engine.lifecycle import Gradients
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.state.convert import convert
@@ -61,7 +60,7 @@ def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours:
         raise TypeError(f"{where}: expected a floating-point dtype, got {like.dtype}.")
     if unit.has_leaves_installed:
         raise _inside(unit, "another dtype")
-    if flat_param.gradients is not Gradients.NONE:
+    if flat_param.gradients != "none":
         raise RuntimeError(
             f"{where}: expected to change its dtype between steps, got gradients that wait to "
             "be reduced. Run the last backward outside no_sync() first, or zero_grad()."

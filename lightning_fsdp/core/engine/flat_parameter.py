@@ -21,7 +21,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.engine.lifecycle import Gradients, ParameterState
+from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
 
@@ -107,7 +107,7 @@ class FlatParameter:
         self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
 
     def __repr__(self) -> str:
-        return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients.value})"
+        return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters, without whole copy, gradients and hooks."""
@@ -231,11 +231,15 @@ class FlatParameter:
         return made if torch.promote_types(made, wide) == wide else wide
 
     @property
-    def gradients(self) -> Gradients:
-        """The state of the gradients that are not in ``.grad`` yet."""
+    def gradients(self) -> Literal["none", "local", "reducing"]:
+        """The state of the gradients that are not in ``.grad`` yet.
+
+        ``local``: this rank's own, full shape; ``reducing``: the reduction, or a stage that follows
+        it, is in flight.
+        """
         if self._reduction is not None:
-            return Gradients.REDUCING
-        return Gradients.LOCAL if self.has_local_gradients else Gradients.NONE
+            return "reducing"
+        return "local" if self.has_local_gradients else "none"
 
     def receive(self, slot: int, gradient: Tensor) -> None:
         """Take in one parameter's local gradient.
