@@ -35,9 +35,8 @@ from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
-from lightning_fsdp.core.tensors.slices import support_slices
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
-from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_whole_values
+from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_operations
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         RuntimeError: Ranks came to different initial values.
     """
     region_of, buffers = _initialise(prepared, communicator, home)
-    support_slices()
-    support_whole_values()
+    support_operations()
     schedule = Schedule(communicator, _watchers_of(communicator, home))
     for other in schedules_of(prepared.root.modules()):
         for unit in other.units:

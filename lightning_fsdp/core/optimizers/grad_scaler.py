@@ -22,7 +22,7 @@ import torch
 
 from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.ranks.groups import all_gather_slices
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers
 from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 
 _Then = Callable[[Collection[ShardSpec]], None]
@@ -34,7 +34,7 @@ def support_grad_scaler(then: _Then) -> None:
     Args:
         then: Called with the specs of those that were unscaled, which may not be stepped.
     """
-    handle(UNSCALE, functools.partial(_unscale, then))
+    handlers[UNSCALE] = functools.partial(_unscale, then)
 
 
 def _unscale(then: _Then, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

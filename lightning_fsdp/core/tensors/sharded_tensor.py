@@ -4,8 +4,8 @@ A :class:`ShardedTensor` stands for a whole tensor of which this rank owns the e
 ``[start, stop)`` in row-major order. Sharded parameters, their gradients, their optimizer state and
 the values of ``state_dict()`` are of this one class. What the engine needs of it is in ``Sharded``.
 
-What an operation does with them hangs on it from outside (:func:`handle`); one that nothing handles
-raises, and names the cure.
+What an operation does with them hangs on it from outside (:data:`handlers`); one that nothing
+handles raises, and names the cure.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ShardedTensor(Sharded, FlatChunks):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return _handlers[func](func, args, kwargs or {})
+        return handlers[func](func, args, kwargs or {})
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -239,16 +239,6 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 """Runs an operation: gets it, its arguments and its keyword arguments."""
 
 
-def handle(operation: Any, handler: Handler) -> None:
-    """Let a handler run one operation on sharded tensors."""
-    _handlers[operation] = handler
-
-
-def handle_others(choose: Callable[[Any], Handler]) -> None:
-    """Let ``choose(operation)`` name the handler of each operation that has none yet."""
-    _handlers.choose = choose
-
-
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> NoReturn:
     """The handler of what has no meaning on slices.
 
@@ -268,6 +258,8 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
 
 
 class _Handlers(dict[Any, Handler]):
+    """By operation; ``choose`` names the handler of each that has none yet."""
+
     choose: Callable[[Any], Handler] | None = None
 
     def __missing__(self, operation: Any) -> Handler:
@@ -275,4 +267,4 @@ class _Handlers(dict[Any, Handler]):
         return handler
 
 
-_handlers = _Handlers()
+handlers = _Handlers()

@@ -28,12 +28,7 @@ import torch
 from torch import Tensor
 
 from lightning_fsdp.core.engine.structures import tensors_in
-from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, handle_others, refuse
-
-
-def support_slices() -> None:
-    """Let these operations work on sharded tensors. May be called again."""
-    handle_others(_choose)
+from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, refuse
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -174,7 +169,8 @@ _BY_NAME: dict[str, Handler] = {
 _PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
 
 
-def _choose(func: Any) -> Handler:
+def choose(func: Any) -> Handler:
+    """What runs an operation that is not about the whole."""
     name = func._schema.name.removeprefix("aten::")
     if name in _BY_NAME:
         return _BY_NAME[name]

@@ -25,8 +25,8 @@ from torch import Tensor
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.ranks.groups import all_gather_slices, control_of
 from lightning_fsdp.core.tensors.norms import norm_of_norms, partial_norm
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handle, refuse
-from lightning_fsdp.core.tensors.slices import slices_beside
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers, refuse
+from lightning_fsdp.core.tensors.slices import choose, slices_beside
 
 aten = torch.ops.aten
 
@@ -44,19 +44,16 @@ _NO_GRAPH = (
 )
 
 
-def support_whole_values() -> None:
-    """Let these operations work on sharded tensors. May be called again."""
-    for draw in _DRAWS:
-        handle(draw, _draw)
-    for answer in (*_PREDICATES, *_EXTREMES):
-        handle(answer, _one_answer)
-    handle(aten.sum.default, _sum)
-    handle(aten.mean.default, _sum)
-    handle(aten.linalg_vector_norm.default, _norm)
-    handle(aten._foreach_norm.Scalar, _norms)
-    handle(aten.var.correction, _spread)
-    handle(aten.std.correction, _spread)
-    handle(aten.equal.default, _equal)
+def support_operations() -> None:
+    """Let these operations, and those on slices, work on sharded tensors. May be called again."""
+    handlers.choose = choose
+    handlers.update(dict.fromkeys(_DRAWS, _draw))
+    handlers.update(dict.fromkeys((*_PREDICATES, *_EXTREMES), _one_answer))
+    handlers.update(dict.fromkeys((aten.sum.default, aten.mean.default), _sum))
+    handlers.update(dict.fromkeys((aten.var.correction, aten.std.correction), _spread))
+    handlers[aten.linalg_vector_norm.default] = _norm
+    handlers[aten._foreach_norm.Scalar] = _norms
+    handlers[aten.equal.default] = _equal
 
 
 @contextmanager
