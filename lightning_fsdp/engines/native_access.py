@@ -189,7 +189,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
             edits: As that of the core; here gradients are copied in any case.
         """
         engine = self._engine
-        return register(engine.local_hooks, lambda name, g: function(name, g, engine.micro_batch))
+        return register(lambda name, g: function(name, g, engine.micro_batch), engine.local_hooks)
 
     def on_reduced(self, function: GradientFunction) -> RemovableHandle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient after a backward.
@@ -198,7 +198,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         edited in place.
         """
         engine = self._engine
-        return register(engine.reduced_hooks, lambda name, g: function(name, g, engine.micro_batch))
+        return register(lambda name, g: function(name, g, engine.micro_batch), engine.reduced_hooks)
 
     @contextlib.contextmanager
     def micro_batches(self, mode: MicroBatchMode) -> Iterator[None]:

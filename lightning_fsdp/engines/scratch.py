@@ -112,7 +112,7 @@ class ScratchEngine(Engine):
     @property
     @override
     def keeps_apart(self) -> bool:
-        return any(map(keeps_apart, self._all_units()))
+        return any(map(keeps_apart, (f for unit in self._all_units() for f in unit.flat_params)))
 
     @override
     def kept_parts(self) -> Iterator[Tensor]:

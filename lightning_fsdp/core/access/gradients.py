@@ -25,7 +25,6 @@ from lightning_fsdp.core.access.grad_norm import global_norm, partial_dot
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import Sharded
-from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import GradientWatcher
 from lightning_fsdp.core.ranks.groups import all_gather_slices
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
@@ -40,18 +39,6 @@ GradientSet = int | Mapping[str, Tensor] | None
 
 class GradientUnavailable(RuntimeError):  # noqa: N818 (a public name)
     """What was asked for does not exist in the present state; the message says what would help."""
-
-
-class Handle:
-    """Takes a hook off again."""
-
-    def __init__(self, handles: list[RemovableHandle]) -> None:
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Stop calling the function."""
-        for handle in self._handles:
-            handle.remove()
 
 
 class Gradient:
@@ -182,7 +169,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """
         return {name: part.to_local() for name, part in self._reduced(micro_batch).items()}
 
-    def on_local(self, function: GradientFunction, *, edits: bool = True) -> Handle:
+    def on_local(self, function: GradientFunction, *, edits: bool = True) -> RemovableHandle:
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
@@ -197,7 +184,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """
         return self._watch(_CallingOnLocal if edits else _ShowingLocal, function)
 
-    def on_reduced(self, function: GradientFunction) -> Handle:
+    def on_reduced(self, function: GradientFunction) -> RemovableHandle:
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
 
         The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
@@ -239,8 +226,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         for flat_param in flat_params:
             flat_param.micro_batch = num_kept
         # Where another context keeps them apart already, that one does.
-        watched = [f for f in flat_params if mode == "separate" and not _keeps_apart(f)]
-        apart = Handle([register(f.gradient_watchers, _KeepingApart()) for f in watched])
+        watched = [f for f in flat_params if mode == "separate" and not keeps_apart(f)]
+        apart = register(_KeepingApart(), *(f.gradient_watchers for f in watched))
         try:
             yield
             if mode == "local":
@@ -275,10 +262,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
         # Gathered and summed in rank order: an all-reduce need not give every rank the same bits.
         return all_gather_slices(communicator, mine.view(1), "dot of gradients").sum()
 
-    def _watch(self, kind: type[_Calling], function: GradientFunction) -> Handle:
+    def _watch(self, kind: type[_Calling], function: GradientFunction) -> RemovableHandle:
         names = {id(parameter): name for name, parameter in self.parameters.items()}
-        watcher = kind(function, names)
-        return Handle([register(s.gradient_watchers, watcher) for s in self.flat_params()])
+        return register(kind(function, names), *(f.gradient_watchers for f in self.flat_params()))
 
     def _reduced(self, micro_batch: int | None) -> dict[str, ShardedTensor]:
         """Those that are there, or what a micro-batch has added to each."""
@@ -308,12 +294,8 @@ def gradients(module: nn.Module) -> Gradients:
     return Gradients(module)
 
 
-def keeps_apart(unit: Unit) -> bool:
-    """Whether ``micro_batches("separate")`` keeps the gradients of a unit apart now."""
-    return any(map(_keeps_apart, unit.flat_params))
-
-
-def _keeps_apart(flat_param: FlatParameter) -> bool:
+def keeps_apart(flat_param: FlatParameter) -> bool:
+    """Whether ``micro_batches("separate")`` keeps its gradients apart now."""
     return any(isinstance(w, _KeepingApart) for w in flat_param.gradient_watchers.values())
 
 

@@ -190,7 +190,7 @@ class ShardedTensor(Sharded, FlatChunks):
         """
         if self.gradient_hooks is None:
             self.gradient_hooks = OrderedDict()
-        return register(self.gradient_hooks, hook)
+        return register(hook, self.gradient_hooks)
 
     # Refused: torch would take the address of memory that is not there, and the process might end.
     numpy, tolist, apply_, storage = map(_without_values, ("numpy", "tolist", "apply_", "storage"))
@@ -228,10 +228,11 @@ def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> Shard
     return sharded
 
 
-def register(hooks: dict[int, Hook], hook: Hook) -> RemovableHandle:
-    """Add a hook; the handle takes it off again."""
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
+def register(hook: Hook, *tables: dict[int, Hook]) -> RemovableHandle:
+    """Put a hook into tables; the handle takes it out of all of them again."""
+    handle = RemovableHandle(OrderedDict(), extra_dict=list(tables))
+    for table in tables:
+        table[handle.id] = hook
     return handle
 
 
