@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,8 @@ from torch import Tensor
 from lightning_fsdp.checkpoint import folder
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsFolder, is_folder
-from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, is_slot
+from lightning_fsdp.checkpoint.state import PREFIXES, TENSORS_OF, by_name, is_slot
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
-from lightning_fsdp.engines.sharded_state import split_own_state
 
 FORMS = ("full", "sharded", "safetensors")
 LEFT_OUT = "parameters_left_out"
@@ -179,33 +179,20 @@ def _by_name(
         )
         return None, [reason]
     _check_names(path, states, names_of)
+
+    def dtype_of(index: int, name: str, key: str, value: Any) -> torch.dtype | None:
+        shape = _shape_of(name, file["state_dict"])
+        if not isinstance(value, Tensor) or key in SCALARS or value.shape != shape:
+            return None
+        tensors[f"optimizer.{index}.{name}.{key}"] = value
+        return value.dtype
+
     result = []
     for index, (state, names) in enumerate(zip(states, names_of, strict=True)):
         if "state" not in state:  # what Lightning puts where there is no optimizer
             result.append(dict(state))
             continue
-        flat = [name for group in names for name in group]
-        slices: dict[str, dict[str, Any]] = {}
-        others: dict[str, dict[str, Any]] = {}
-        of_parameters, own = split_own_state(state["state"])
-        for number, values in of_parameters.items():
-            name = flat[number]
-            shape = _shape_of(name, file["state_dict"])
-            for key, value in values.items():
-                if isinstance(value, Tensor) and key not in SCALARS and value.shape == shape:
-                    tensors[f"optimizer.{index}.{name}.{key}"] = value
-                    slices.setdefault(name, {})[key] = value.dtype
-                else:
-                    others.setdefault(name, {})[key] = value
-        groups = zip(state["param_groups"], names, strict=True)
-        result.append(
-            {
-                "slices": slices,
-                "state": others,
-                "own": own,
-                "param_groups": [{**group, "params": list(mine)} for group, mine in groups],
-            }
-        )
+        result.append(by_name(state, names, partial(dtype_of, index)))
     return result, []
 
 

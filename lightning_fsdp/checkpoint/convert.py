@@ -29,7 +29,7 @@ from lightning_fsdp.checkpoint.contents import FORMS, LEFT_OUT, NAMES, Contents,
 from lightning_fsdp.checkpoint.files import write_for_torch
 from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsWriter, bytes_of
-from lightning_fsdp.checkpoint.state import TENSORS_OF
+from lightning_fsdp.checkpoint.state import TENSORS_OF, by_place
 from lightning_fsdp.core.memory.host_memory import return_unused_memory
 
 # What transformers keeps beside weights: of the model, and of the tokenizer.
@@ -170,18 +170,11 @@ def _by_number(
     """As ``optimizer.state_dict()`` has it."""
     if "slices" not in state:
         return state
-    by_number: dict[Any, Any] = {}
-    groups: list[dict[str, Any]] = []
-    for group in state["param_groups"]:
-        names, first = group["params"], sum(len(other["params"]) for other in groups)
-        groups.append({**group, "params": list(range(first, first + len(names)))})
-        for number, name in enumerate(names, first):
-            values = dict(state["state"].get(name, {}))
-            for key in state["slices"].get(name, {}):
-                values[key] = tensors[f"optimizer.{index}.{name}.{key}"]
-            if values:
-                by_number[number] = values
-    return {"state": by_number | state.get("own", {}), "param_groups": groups}
+    entries: dict[str, Any] = {name: dict(others) for name, others in state["state"].items()}
+    for name, keys in state["slices"].items():
+        read = {key: tensors[f"optimizer.{index}.{name}.{key}"] for key in keys}
+        entries[name] = {**entries.get(name, {}), **read}
+    return by_place([group["params"] for group in state["param_groups"]], entries, state)
 
 
 # -- to sharded ------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ Reading is the same backwards: :func:`read_extra`, hooks, :func:`read_module` an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -68,28 +69,43 @@ def optimizer_state(state: ShardedState, optimizer: Optimizer, index: int = 0) -
     packed = optimizer.state_dict()
     if "state" not in packed:  # what Lightning puts where configure_optimizers returns None
         return dict(packed)
-    groups = names_in(state, optimizer, index)
+    owners = _owners(state, optimizer)
+
+    def slice_of(name: str, key: str, value: Any) -> Tensor | None:
+        return _all_of(value) if name in owners else state.slice_of(name, key, value)
+
+    return by_name(packed, names_in(state, optimizer, index), slice_of)
+
+
+def by_name(
+    packed: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    slice_of: Callable[[str, str, Any], Any],
+) -> dict[str, Any]:
+    """A state dict of torch by names, as :func:`optimizer_state` returns it.
+
+    Args:
+        packed: By the places of parameters.
+        groups: Their names.
+        slice_of: What to have in the place of a parameter's state, by its name and the key; of
+            what is no tensor of its shape, ``None``.
+    """
     names = [name for group in groups for name in group]
-    owned = owned_places(optimizer)
-    slices: dict[str, dict[str, Tensor]] = {}
-    others: dict[str, dict[str, Any]] = {}
+    slices, others = defaultdict[str, dict[str, Any]](dict), defaultdict[str, dict[str, Any]](dict)
     of_parameters, own = split_own_state(packed["state"])
     for number, values in of_parameters.items():
         for key, value in values.items():
-            is_whole = number in owned
-            part = _all_of(value) if is_whole else state.slice_of(names[number], key, value)
+            part = slice_of(names[number], key, value)
             if part is not None:
-                slices.setdefault(names[number], {})[key] = part
+                slices[names[number]][key] = part
             else:
-                others.setdefault(names[number], {})[key] = value
+                others[names[number]][key] = value
+    named = zip(packed["param_groups"], groups, strict=True)
     return {
-        "slices": slices,
-        "state": others,
+        "slices": dict(slices),
+        "state": dict(others),
         "own": own,
-        "param_groups": [
-            {**group, "params": group_names}
-            for group, group_names in zip(packed["param_groups"], groups, strict=True)
-        ],
+        "param_groups": [{**group, "params": list(mine)} for group, mine in named],
     }
 
 
@@ -310,7 +326,7 @@ def read_optimizers(
                     target = _all_of(values[key])
                 assert target is not None, "it was made like what was saved"
                 to_read.setdefault(opened, {})[place] = target
-        to_load.append((optimizer, _packed(groups, entries, of_saved)))
+        to_load.append((optimizer, by_place(groups, entries, of_saved)))
     for opened, tensors in to_read.items():
         opened.read(tensors, partial=True)
     for optimizer, packed in to_load:
@@ -378,7 +394,7 @@ def at_places_here(
     flat = [name for group in names for name in group]
     of_parameters, own = split_own_state(saved["state"])
     entries = {flat[place]: values for place, values in of_parameters.items()}
-    return {**saved, **_packed(groups, entries, {**saved, "own": own})}
+    return {**saved, **by_place(groups, entries, {**saved, "own": own})}
 
 
 def _entries(
@@ -426,10 +442,8 @@ def _all_of(value: Any) -> Tensor | None:
     return FlatPiece(value.detach().reshape(-1), tuple(value.shape), 0)
 
 
-def _packed(
-    groups: list[list[str]],
-    entries: Mapping[str, Any],
-    saved: Mapping[str, Any],
+def by_place(
+    groups: Sequence[Sequence[str]], entries: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """A state dict as torch has it, by the places of parameters in this optimizer."""
     place_of = {name: place for place, name in enumerate(n for group in groups for n in group)}
