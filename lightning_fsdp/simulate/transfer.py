@@ -51,40 +51,38 @@ class Transfer:
         return self.per_host is not None and self.per_host < self.group_size
 
 
+@dataclass(eq=False)
 class Work(dist.Work):
     """What an asynchronous collective returns; keeps its tensors until it was waited for.
 
-    Args:
+    Attributes:
         transfer: The collective.
-        wait: Lets the program, or its stream, wait.
+        let_wait: Lets the program, or its stream, wait.
         is_over: Whether it has ended.
         future_of: Gives what DDP waits for in C++; ``None``: nobody does.
     """
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        wait: Callable[[], object],
-        is_over: Callable[[], bool],
-        future_of: Callable[[list[Tensor]], Future] | None = None,
-    ) -> None:
+    transfer: Transfer
+    let_wait: Callable[[], object]
+    is_over: Callable[[], bool]
+    future_of: Callable[[list[Tensor]], Future] | None = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self._result, self._move = transfer.result, transfer.move
-        self._wait, self._is_over, self._future_of = wait, is_over, future_of
 
     @override
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._wait()
-        self._result, self._move = [], None
+        self.let_wait()
+        self.transfer = replace(self.transfer, move=None, result=[])
         return True
 
     @override
     def is_completed(self) -> bool:
-        return self._is_over()
+        return self.is_over()
 
     @override
     def get_future(self) -> Future:
-        return self._future_of(self._result) if self._future_of else super().get_future()
+        return self.future_of(self.transfer.result) if self.future_of else super().get_future()
 
 
 class StepUsage(TypedDict):
