@@ -135,22 +135,15 @@ class SimulatedGroup(dist.ProcessGroup):
         move = partial(torch.mul, rows[self.rank()], self._factor(opts), out=shard)
         return self._start("reduce_scatter", rows.nbytes, move, [output])
 
-    def all_to_all_single(
-        self,
-        output: Tensor,
-        whole: Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        opts: Any = None,
-    ) -> dist.Work:
+    def all_to_all_single(self, output: Tensor, whole: Tensor, *sizes_and_opts: Any) -> dist.Work:
         """This rank's slot comes from every rank; of slots of different sizes, what it has itself.
 
         Of different sizes, as long as the longer way takes: what it sends, or what it gets.
         """
-        sent, received = whole.data.view(-1), output.data.view(-1)
-        if len({*output_sizes}) > 1 or len({*input_sizes}) > 1:
+        sent, received, both_sizes = whole.data.view(-1), output.data.view(-1), sizes_and_opts[:2]
+        if any(len({*sizes}) > 1 for sizes in both_sizes):
             me, size = self.rank(), self.size()
-            ways = (sum(sizes) - sizes[me] for sizes in (input_sizes, output_sizes))
+            ways = (sum(sizes) - sizes[me] for sizes in both_sizes)
             nbytes = max(ways) * whole.itemsize * size // max(size - 1, 1)
             num_here = min(len(sent), len(received))
 
