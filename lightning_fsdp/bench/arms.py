@@ -10,9 +10,8 @@ from pathlib import Path
 
 from lightning_fsdp.strategies.registry import NAMES
 
-# engine -> the strategy names that its stages complete
-_STRATEGIES = {"scratch": "scratch_fsdp_zero", "fsdp1": "fsdp1_zero", "fsdp2": "fsdp2_zero"}
-ENGINES = tuple(_STRATEGIES)
+ENGINES = ("scratch", "fsdp1", "fsdp2")
+_STRATEGIES = {"single": "auto", "scratch": "scratch_fsdp"}  # where called otherwise than engines
 _OF_UNFUSED = """\
 In mixed precision the references (single, ddp) step with an optimizer that is not fused, since
 Lightning clips for no fused one there; the other arms' are as configured."""
@@ -98,8 +97,8 @@ class Arm:
         return f"{self.kind}_b{self.batch_size}_a{self.grad_accum}"
 
     def _strategy(self, shard_size: int | None) -> str:
-        name = f"{_STRATEGIES[self.engine]}{self.zero_stage}"
-        if shard_size is None:
+        name = self.kind.replace(self.engine, _STRATEGIES.get(self.engine, self.engine))
+        if shard_size is None or self.engine not in ENGINES:
             return name
         cls, _, arguments = NAMES[name]
         options = {**arguments, "shard_size": shard_size}
@@ -117,17 +116,15 @@ class Arm:
     def recipe_arguments(self, workload: Workload, out: Path) -> list[str]:
         """Command line of ``recipes.train`` for this arm, which writes measurements to ``out``."""
         is_single = self.engine == "single"
-        references = {"single": "auto", "ddp": "ddp"}
-        strategy = references.get(self.engine) or self._strategy(workload.shard_size)
         # One process takes all ranks' sequences, so that every arm sees the same global batches.
         batch_size = self.batch_size * (workload.num_ranks if is_single else 1)
         told = {"out": str(out)} | {name: getattr(workload, name) for name in _OF_MEASURE}
         measure = {"class_path": "lightning_fsdp.bench.measure.Measure", "init_args": told}
-        is_unfused = self.engine in references and _has_unfused_references(workload.precision)
+        is_unfused = self.engine not in ENGINES and _has_unfused_references(workload.precision)
         unfused = ("--model.optimizer.fused", "false") if is_unfused else ()
         return [
             *("fit", "--config", str(workload.config)),
-            *("--trainer.strategy", strategy),
+            *("--trainer.strategy", self._strategy(workload.shard_size)),
             *("--trainer.accelerator", workload.accelerator),
             *("--trainer.devices", str(self.num_processes(workload))),
             *("--trainer.precision", workload.precision),
