@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from lightning_fsdp.bench import documents, plot_style
 from lightning_fsdp.bench.arms import Arm, Workload, choose_arms, notes_on
 from lightning_fsdp.bench.documents import PerStep
-from lightning_fsdp.bench.records import OfArm, Run, in_ms, listed
+from lightning_fsdp.bench.records import OfArm, Run, in_ms, listed, of_all
 from lightning_fsdp.bench.results import kind_label, shape_label
 from lightning_fsdp.bench.runner import in_turns, run_arm
 from lightning_fsdp.harness.command_line import end
@@ -101,10 +101,12 @@ def simulate(args: argparse.Namespace, workload: Workload, document: dict[str, A
     for world_size, arm in dict.fromkeys(turn for turn, _ in made):
         point = Point(arm=arm.name, **asdict(arm), world_size=world_size)
         runs = [done for turn, done in made if turn == (world_size, arm)]
-        # One process comes first of those with its batch.
-        same_batch = (each for each in points if each.shape == point.shape)
-        _fill_in(point, runs, next(same_batch, point).tokens_per_s_per_rank)
+        _fill_in(point, runs)
         points.append(point)
+        # One process comes first of those with its batch.
+        alone = next(each for each in points if each.shape == point.shape)
+        rates = point.tokens_per_s_per_rank, alone.tokens_per_s_per_rank
+        point.efficiency = of_all(lambda both: both[0] / both[1], rates)
     write_scaling(args.out, points, networks[-1], document)
     print((args.out / "scaling.md").read_text())
     print(f"Written to {args.out}/: scaling.md, .csv, .json, .png, .svg")
@@ -122,19 +124,14 @@ def _among(workload: Workload, network: Network) -> Workload:
     return replace(workload, overrides=overrides, launcher=ranks)
 
 
-def _fill_in(point: Point, runs: Sequence[Run], alone: float | None) -> None:
-    """What the runs have shown; ``alone`` is the rate of the reference."""
+def _fill_in(point: Point, runs: Sequence[Run]) -> None:
+    """What the runs have shown."""
     failures = [run.failure for run in runs if run.failure is not None]
     if failures:
         point.failure = failures[0]
         return
-    rate = statistics.median(rate for run in runs for rate in run.rates)
-    point.tokens_per_s_per_rank = rate
+    point.tokens_per_s_per_rank = statistics.median(rate for run in runs for rate in run.rates)
     point.step_ms = 1e3 * statistics.median(step for run in runs for step in run.slowest_s)
-    if point.engine == "single":
-        point.efficiency = 1.0
-    elif alone is not None:
-        point.efficiency = rate / alone
     used = [run.ranks[0].simulated or _NOTHING for run in runs]
     point.exposed_ms = in_ms(statistics.fmean, [each["waited_s"] for each in used])
     point.busy_ms = in_ms(statistics.fmean, [each["busy_s"] for each in used])
