@@ -105,12 +105,12 @@ def test_files_functions_and_the_whole_of_the_core_stay_below_their_limits():
 
 def test_what_measures_stays_smaller_than_what_it_measures():
     lines = [len(_code_lines(path)) for name in MEASURING for path in (PACKAGE / name).glob("*.py")]
-    assert sum(lines) <= 3431
+    assert sum(lines) <= 3370
 
 
 def test_what_reads_and_packs_text_stays_below_its_limit():
     names = ("corpus", "data", "documents", "packing")
-    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 595
+    assert sum(len(_code_lines(ROOT / "recipes" / f"{name}.py")) for name in names) <= 586
 
 
 def test_a_file_of_tests_has_one_idea_and_350_lines_at_most():
