@@ -75,7 +75,7 @@ class ShardedPrecision(Precision):
     precision: Any
     policy: MixedPrecisionPolicy
     device_type: str  # of torch.autocast; set by the strategy, like the next three
-    engine: Engine | None
+    engine: Engine
     token_mean: TokenMean | None
     nonfinite: NonfiniteGuard | None
     scaler: torch.amp.GradScaler | None
@@ -97,7 +97,6 @@ class ShardedPrecision(Precision):
         self.scaler = scaler
         self.policy = POLICIES[precision]
         self.device_type = "cpu"
-        self.engine = None
         self.token_mean = None
         self.nonfinite = None
         self._unscaled: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # and not stepped since
@@ -164,7 +163,6 @@ class ShardedPrecision(Precision):
         self, tensor: Tensor, model: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         # Nearer to the backward than Strategy.backward, which contains on_after_backward.
-        assert self.engine is not None, "the strategy sets it when it gets the plugin"
         self.engine.before_backward()
         super().backward(tensor, model, *args, **kwargs)
         self.engine.after_backward()
@@ -181,7 +179,6 @@ class ShardedPrecision(Precision):
     ) -> Any:
         # The closure (forward, backward, clipping) runs before the step, not inside it: when a step
         # begins, gradients are checked to be reduced, and with accumulation they are so only now.
-        assert self.engine is not None, "the strategy sets it when it gets the plugin"
         if self.scaler is None:
             result = self._wrap_closure(model, optimizer, closure)
             if self._allows_step(optimizer):
@@ -255,7 +252,6 @@ class ShardedPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        assert self.engine is not None, "the strategy sets it when it gets the plugin"
         self._unscale(unwrap_optimizer(optimizer))  # clipped by hand, they are scaled
         allows = functools.partial(self._allows, unwrap_optimizer(optimizer))
         self.engine.clip_grad_norm_(self.main_params(optimizer), float(clip_val), allows=allows)
