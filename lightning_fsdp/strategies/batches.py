@@ -20,6 +20,7 @@ Prediction needs this with Lightning's own sampler, which does not pad there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -113,60 +114,60 @@ class Lockstep:
             )
 
 
+@dataclass(frozen=True)
 class _Pace:
-    """How one loader's batches are handed out."""
+    """How one loader's batches are handed out.
 
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        lengths: Sequence[int] | None,
-        *,
-        is_exact: bool,
-        is_training: bool,
-    ) -> None:
-        self._lockstep = lockstep
-        self._lengths = lengths
-        self._is_exact = is_exact
-        self._is_training = is_training
+    Attributes:
+        lockstep: Of the run.
+        lengths: Of the loader on each rank; ``None``: not all are known.
+        is_exact: Whether they are promises.
+        is_training: Stop at the shortest.
+    """
+
+    lockstep: Lockstep
+    lengths: Sequence[int] | None
+    is_exact: bool
+    is_training: bool
 
     @property
     def length(self) -> int | None:
         """The same number on every rank, so that limits and progress agree."""
-        if self._lengths is None:
+        if self.lengths is None:
             return None
-        return min(self._lengths) if self._is_training else max(self._lengths)
+        return min(self.lengths) if self.is_training else max(self.lengths)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        if not self._is_exact:
+        if not self.is_exact:
             return self._asking(loader)
         return self._counting(loader)
 
     def _counting(self, loader: Iterable[Any]) -> Iterator[Any]:
-        assert self._lengths is not None, "exact lengths are known"
-        shortest = min(self._lengths)
+        assert self.lengths is not None, "exact lengths are known"
+        shortest = min(self.lengths)
         if shortest == 0:
-            self._lockstep.part()
+            self.lockstep.part()
         for index, batch in enumerate(loader, start=1):
-            if index == shortest and not self._is_training:
-                self._lockstep.part()
+            if index == shortest and not self.is_training:
+                self.lockstep.part()
             yield batch
-            if index == shortest and self._is_training:
+            if index == shortest and self.is_training:
                 return
 
     def _asking(self, loader: Iterable[Any]) -> Iterator[Any]:
         iterator = iter(loader)
         while True:
             batch = next(iterator, _END)
-            if not self._lockstep.is_apart:
-                num_ready = self._lockstep.count_ready(batch is not _END)
+            if not self.lockstep.is_apart:
+                num_ready = self.lockstep.count_ready(batch is not _END)
                 if 0 < num_ready < dist.get_world_size():
-                    if self._is_training:
+                    if self.is_training:
                         rank_zero_warn(
                             f"Only {num_ready} of {dist.get_world_size()} ranks have another "
                             "training batch: every rank ends the epoch here, and those drop it."
                         )
                         return
-                    self._lockstep.part()
+                    self.lockstep.part()
             if batch is _END:
                 return
             yield batch
