@@ -41,10 +41,10 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def only_in_pairs():
-    connect = one_host.connect
-    one_host.connect = lambda group: "a test says so"
+    lines_to_all = one_host.lines_to_all
+    one_host.lines_to_all = lambda group: "a test says so"
     yield
-    one_host.connect = connect
+    one_host.lines_to_all = lines_to_all
 
 
 # --- the same bits ---
