@@ -191,9 +191,9 @@ def test_ignored_parameters_stay_plain_and_are_not_reduced(plan, shard):
     run_on_ranks(_ignore_some, 2, plan, shard)
 
 
-def _pointwise(rank, world_size):
+def _pointwise(rank, world_size, mode):
     model, reference = shard_model(mlp()), mlp()
-    with torch.no_grad():
+    with mode():
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             got = (ours * 2 + ours.abs().sqrt()).full_tensor()
             assert torch.equal(got, theirs * 2 + theirs.abs().sqrt())
@@ -207,6 +207,13 @@ def _pointwise(rank, world_size):
             assert torch.equal(power.full_tensor(), 2.0**theirs)
             masked = ours.clone().masked_fill_(ours > 0.1, 3.0)
             assert torch.equal(masked.full_tensor(), theirs.masked_fill(theirs > 0.1, 3.0))
+            # What torch composes of other operations.
+            assert torch.equal(torch.negative(ours).double().full_tensor(), -theirs.double())
+            assert torch.isclose(ours, theirs).all()
+            with pytest.raises(RuntimeError, match="expected a whole tensor"):
+                ours.view_as(torch.zeros(1, theirs.numel()))
+            with pytest.raises(RuntimeError, match="expected a whole tensor"):
+                nn.functional.rrelu(ours, training=True)  # draws
             before = plain.clone()
             for write in (plain.add_, plain.copy_):
                 with pytest.raises(RuntimeError, match="expected a whole tensor"):
@@ -216,8 +223,9 @@ def _pointwise(rank, world_size):
     assert "ShardedTensor" in repr(next(model.parameters()))
 
 
-def test_pointwise_operations_run_on_slices():
-    run_on_ranks(_pointwise, 2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_pointwise_operations_run_on_slices(mode):
+    run_on_ranks(_pointwise, 2, mode)
 
 
 def _shard_what_is_held(rank, world_size):

@@ -8,6 +8,7 @@ pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
 a gradient scaler's look for inf               see ``grad_scaler.py``
 random draws in place, ``sum``, ``norm``, ...  see ``whole_values.py``; collective
+what torch composes of others (``negative``)   runs as these
 everything else (``linear``, views)            raises, and names the cure
 =============================================  ================================================
 
@@ -43,9 +44,8 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
 
 
 def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = args[0]
     kwargs.pop("memory_format", None)
-    return ShardedTensor(func(source._local, *args[1:], **kwargs), source.spec)
+    return ShardedTensor(func(args[0]._local, *args[1:], **kwargs), args[0].spec)
 
 
 def _create_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -83,12 +83,17 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tuple(ShardedTensor(part, like.spec) for part in result)
 
 
+def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What torch composes of other operations, as these; in inference mode it does so too late."""
+    result = func.decompose(*args, **kwargs)
+    return refuse(func, args, kwargs) if result is NotImplemented else result
+
+
 def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_list = isinstance(args[0], (list, tuple))
-    for tensor in args[0] if is_list else args:
+    for tensor in tensors_in(args):
         if isinstance(tensor, ShardedTensor):  # zeroed as a gradient: its parts go with it
             tensor.micro_batches.clear()
-    handler = _elementwise_over_lists if is_list else _pointwise
+    handler = _elementwise_over_lists if isinstance(args[0], (list, tuple)) else _pointwise
     return handler(func, args, kwargs)
 
 
@@ -156,7 +161,7 @@ def _local_of(arg: Any, like: Any, func: Any) -> Any:
 
 
 _BY_NAME: dict[str, Handler] = {
-    **dict.fromkeys(("detach", "alias", "view_as"), _alias),
+    **dict.fromkeys(("detach", "alias"), _alias),
     **dict.fromkeys(("zeros_like", "ones_like", "empty_like", "full_like"), _create),
     **dict.fromkeys(("clone", "_to_copy"), _create),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _create_plain),
@@ -165,8 +170,6 @@ _BY_NAME: dict[str, Handler] = {
     "copy_": _copy_into,
     **dict.fromkeys(("fill_", "masked_fill_"), _pointwise),
 }
-# Tagged pointwise by torch, but the value of an element depends on its place or on a generator.
-_PLACE_DEPENDENT = ("dropout", "bernoulli", "rand", "normal", "uniform")
 
 
 def choose(func: Any) -> Handler:
@@ -176,5 +179,6 @@ def choose(func: Any) -> Handler:
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
         return _elementwise_over_lists
-    depends_on_place = any(part in name for part in _PLACE_DEPENDENT)
-    return _pointwise if torch.Tag.pointwise in func.tags and not depends_on_place else refuse
+    # Of what draws, each rank would draw the numbers of the first elements.
+    is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+    return _pointwise if torch.Tag.pointwise in func.tags and not is_drawn else _in_parts

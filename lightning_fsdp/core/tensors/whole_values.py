@@ -138,8 +138,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     like = next(tensor for tensor in args if isinstance(tensor, ShardedTensor))
     # In one dimension, as slices are, also where the whole has none.
     ours = [slices_beside([like], [tensor], func)[0].reshape(-1) for tensor in args]
-    is_equal = torch.tensor(func(*ours), device=like.device)
-    return bool(_of_ranks(like, is_equal, func).all())
+    return bool(_of_ranks(like, torch.tensor(func(*ours), device=like.device), func).all())
 
 
 def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
