@@ -102,6 +102,31 @@ def test_a_weight_tied_across_units_that_are_sharded_one_by_one():
     assert_traces_match(traces[0], expected, atol=5e-6)
 
 
+def _lm_with_a_layer_in_two_blocks():
+    model = tied_lm()
+    model.blocks[1].up = model.blocks[0].up
+    return model
+
+
+def _train_a_layer_in_two_blocks(rank, world_size):
+    traces, task = {}, TASKS["tied_lm"]
+    for how in ("blocks and root", "units of shard_model"):
+        model = _shard_as(_lm_with_a_layer_in_two_blocks(), how)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        batches = batches_for("tied_lm", world_size)
+        traces[how] = train_on_rank(model, batches, task.loss, optimizer, rank)
+    return traces
+
+
+def test_a_layer_in_two_blocks_is_whole_in_both():
+    by_rank = run_on_ranks(_train_a_layer_in_two_blocks, 2)
+    model, batches = _lm_with_a_layer_in_two_blocks(), batches_for("tied_lm", 2)
+    expected = train_reference(model, batches, TASKS["tied_lm"].loss, OPTIMIZERS["sgd"])
+    for how in by_rank[0]:
+        assert_ranks_agree([traces[how] for traces in by_rank], how)
+        assert_traces_match(by_rank[0][how], expected, atol=5e-6, what=how)
+
+
 def _gradient_of_tied_weight(rank, world_size, plan, how):
     """Beside a model with the same weights that are not tied: the gradients of both uses."""
     task, model, untied = TASKS["tied_lm"], tied_lm(), causal_lm()

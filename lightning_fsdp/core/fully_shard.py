@@ -270,7 +270,8 @@ def _prepare(
     checks.check_modules(modules, inner)
     checks.check_meshes([schedule.communicator for schedule in inner], communicator)
     plan, chosen = choose(root)
-    managed = {module for module in root.modules() if unit_of(module) is not None}
+    tree = set(root.modules())
+    managed = {m for m in tree if (unit := unit_of(m)) and not tree.isdisjoint(unit.modules)}
     ignored = set(options.ignored_params or ())
     units = grouping.plan_units(root, chosen, ignored, managed)
     known = _known_flat_params(units)
@@ -278,16 +279,8 @@ def _prepare(
     policy = options.mp_policy or MixedPrecisionPolicy()
     checks.check_ties(known.values(), policy, offload)
     checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
-    prepared = Prepared(
-        root=root,
-        outermost=modules,
-        plan=plan,
-        policy=policy,
-        offload=offload,
-        units=units,
-        flat_params=grouping.cut_flat_params(units),
-        known=known,
-    )
+    flat_params = grouping.cut_flat_params(units)
+    prepared = Prepared(root, modules, plan, policy, offload, units, flat_params, known)
     where = f"{groups.describe(communicator)}; comm={options.comm!r}"
     return prepared, f"{where}; {prepared.describe()}"
 

@@ -104,9 +104,14 @@ def plan_units(
     """
     names: dict[Tensor, str] = {p: name for name, p in root.named_parameters()}
     plans = [UnitPlan(name, modules, names) for name, modules in units]
-    taken = set(managed)
+    taken_by: dict[UnitPlan, set[nn.Module]] = {}
     for plan in plans:
-        for module in chain.from_iterable(_take(outer, taken) for outer in plan.modules):
+        tree = {inner for outer in plan.modules for inner in outer.modules()}
+        # Not those of units inside. A module that two blocks share is in the units of both.
+        inside = [taken for other, taken in taken_by.items() if not tree.isdisjoint(other.modules)]
+        taken = taken_by[plan] = managed.union(*inside)
+        outermost = [m for m in plan.modules if not any(m in other for other in taken_by.values())]
+        for module in chain.from_iterable(_take(outer, taken) for outer in outermost):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter not in ignored:
                     plan.sites.setdefault(parameter, []).append(Site(module, attribute))
