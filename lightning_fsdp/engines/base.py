@@ -356,7 +356,7 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
     if tensor.numel() == 0:
         return
     there = tensor.to(device).contiguous()
-    dist.broadcast(there, src=0)
+    dist.broadcast(there.view(-1).view(torch.uint8), src=0)  # backends lack dtypes, as of fp8
     if there is not tensor:
         tensor.copy_(there)
 
