@@ -1,6 +1,7 @@
 """Wrong use at a wrong time, in a wrong order or of a wrong kind: an error that names the cure."""
 
 import io
+import warnings
 
 import pytest
 import torch
@@ -126,6 +127,11 @@ def _with_other_gradients():
     fully_shard(model)
 
 
+def _scripted():
+    with warnings.catch_warnings(action="ignore"):  # torch advises against it
+        fully_shard(torch.jit.script(nn.Linear(2, 2)))
+
+
 MISUSES = {
     "outer module first": (_outer_first, "bottom-up"),
     "DDP": (
@@ -149,6 +155,7 @@ MISUSES = {
         lambda: fully_shard(nn.EmbeddingBag(11, 3, max_norm=1.0)),
         "Renormalise after",
     ),
+    "scripted module": (_scripted, "Take the one that was scripted"),
     "hook before sharding": (_hook_before, "on_local or on_reduced"),
     "hook after accumulation before sharding": (
         lambda: _hook_before("register_post_accumulate_grad_hook"),

@@ -287,10 +287,6 @@ def _prepare(
 
 def _known_flat_params(units: Sequence[grouping.UnitPlan]) -> dict[Tensor, FlatParameter]:
     """By parameter that is tied to a unit sharded before, the flat one that it is a part of."""
-    flat_param_of: dict[Tensor, FlatParameter] = {
-        parameter: flat_param
-        for schedule in optimizer_guard.schedules()
-        for flat_param in schedule.flat_params
-        for parameter in flat_param.parameters
-    }
+    flat_params = (f for schedule in optimizer_guard.schedules() for f in schedule.flat_params)
+    flat_param_of: dict[Tensor, FlatParameter] = {p: f for f in flat_params for p in f.parameters}
     return {p: flat_param_of[p] for unit in units for p in unit.sites if p in flat_param_of}

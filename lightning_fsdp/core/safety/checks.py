@@ -227,7 +227,11 @@ def problem_with_use(
     if torch_internals.has_gradient_hooks(parameter):
         cure = "Use on_local or on_reduced of gradients(module), or of trainer.strategy.gradients."
         return "no hook of its gradient before sharding", "one", cure
-    for module in (m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)):
+    for module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            return "a module of Python", "one of TorchScript", "Take the one that was scripted."
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
         if module.sparse:
             return "a dense gradient", "an embedding with sparse=True", "Build it dense."
         if module.max_norm is not None:  # it would write to the copy, which is thrown away
