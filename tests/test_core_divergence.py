@@ -79,6 +79,7 @@ def test_in_the_first_step_every_rank_names_both_sides_at_once(plan):
         assert "ranks disagree" in message, how
         assert "rank 0: order of units: gather unit 'units.1'" in message, how
         assert "rank 1: order of units: gather unit 'units.2'" in message, how
+        assert "(experts) is to be one unit, by units=" in message, how
         assert seconds < TIMEOUT_S, how
 
 

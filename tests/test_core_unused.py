@@ -64,6 +64,36 @@ def test_a_parameter_may_be_unused_by_some_ranks_or_by_all(world_size):
         assert_traces_match(traces[0], expected, atol=1e-7, what=str(combination))
 
 
+class Adaptive(nn.Module):
+    """Targets choose which of its parts are called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(4, 8)
+        self.softmax = nn.AdaptiveLogSoftmaxWithLoss(8, 9, [2, 5], div_value=2.0)
+
+    def forward(self, batch):
+        return self.softmax(self.inlet(batch["inputs"]), batch["targets"]).loss
+
+
+def _targets_of_one_cluster(step, micro_batch, rank):
+    targets = torch.tensor([[0, 1], [2, 4], [5, 8]][(step + rank) % 3])
+    return {"inputs": torch.ones(2, 4) + step, "targets": targets}
+
+
+def _train_with_clusters(rank, world_size, batches):
+    model = shard_model(Adaptive())
+    return train_on_rank(model, batches, Adaptive.__call__, sgd(model.parameters()), rank)
+
+
+def test_of_an_adaptive_softmax_each_rank_uses_what_its_targets_need():
+    batches = make_batches(_targets_of_one_cluster, num_steps=3, num_micro_batches=1, world_size=2)
+    expected = train_reference(Adaptive(), batches, Adaptive.__call__, sgd, joined=False)
+    for trace in run_on_ranks(_train_with_clusters, 2, batches):
+        assert_traces_match(trace, expected, atol=1e-6)
+
+
 def _train_with_a_default_device(rank, world_size, plan):
     model, batches = (
         mlp(),

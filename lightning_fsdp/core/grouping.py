@@ -4,6 +4,7 @@ Found automatically, in this order:
 
 1. *Blocks*: children of one class that repeat in an ``nn.ModuleList`` or ``nn.Sequential``, and
    every child of an ``nn.ModuleList`` that has children itself; in the outermost such containers.
+   And torch's adaptive softmax, whose targets choose which of its parts run on a rank.
    Or what the user names: classes, a predicate, a minimum size.
 2. *Leftovers*: what holds parameters outside of the blocks. Neighbours in registration order form
    one unit, embeddings apart from the rest, so that a model reads: embeddings, blocks, final norm
@@ -81,7 +82,8 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
     blocks = list(dict.fromkeys(_select(root, selector)))
     leftovers = _find_leftovers(root, set(blocks), set())
     units = [[module] for module in blocks]
-    for _, run in groupby(leftovers, _kind):
+    # Neighbours are gathered together where all of them are embeddings, or none.
+    for _, run in groupby(leftovers, lambda m: (m is None, isinstance(m, nn.Embedding))):
         neighbours = [module for module in run if module is not None]
         units += [neighbours] if blocks else [[module] for module in neighbours]
     names = {module: name for name, module in root.named_modules()}
@@ -189,6 +191,7 @@ def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
         repeated = {cls for cls, count in counts.items() if count > 1}
     for child in module.children():
         is_layer = isinstance(module, nn.ModuleList) and any(child.children())
+        is_layer = is_layer or isinstance(child, nn.AdaptiveLogSoftmaxWithLoss)
         if _numel(child) and (is_layer or type(child) in repeated):
             yield child
         else:
@@ -234,11 +237,6 @@ def _find_leftovers(
             yield from _find_leftovers(child, blocks, visited)
     if has_own:
         yield from (None, module, None)
-
-
-def _kind(leftover: nn.Module | None) -> bool | None:
-    """Equal for neighbours that are gathered together: all embeddings or none."""
-    return None if leftover is None else isinstance(leftover, nn.Embedding)
 
 
 def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
