@@ -167,7 +167,7 @@ COLLECTIVES = {
     "dot of gradients": lambda model: gradients(model).dot(None),
     "full_tensor of 'head.weight'": lambda model: model.head.weight.full_tensor(),
     "GradScaler's search for inf": lambda model: _unscale(model),
-    "end of a backward": lambda model: _ask_who_used(model),
+    "backward or optimizer's step": lambda model: _ask_who_used(model),
 }
 
 

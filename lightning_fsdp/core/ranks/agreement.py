@@ -153,7 +153,7 @@ class ControlGroup:
             return lambda: is_set
         flags = torch.tensor(is_set, dtype=torch.uint8, device=_HOST)
         group = alive(self._group)
-        what = self._about_to("end of a backward", "ask which parameters any rank has used")
+        what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
         with collective(what, "every rank"):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
         pending = Pending(what, [(work, "every rank")], flags.bool)
