@@ -142,7 +142,9 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
-        return self.hold in next(iter(self.sites)).holders  # all are held together
+        for flat_param in self.sites:
+            return self.hold in flat_param.holders  # all are held together
+        return False
 
     @property
     def is_whole(self) -> bool:
