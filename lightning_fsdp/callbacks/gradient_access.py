@@ -30,7 +30,6 @@ from lightning_fsdp.callbacks.plain_access import ReadableGradients, square_of
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 
 Moment = Literal["before_backward", "after_zero_grad", "after_backward", "before_step"]
-_STATES = ("none", "local", "reduced", "unavailable")
 
 
 @dataclass(frozen=True)
@@ -137,13 +136,11 @@ class GradientAccessProbe(GradientReader):
             return None
         names = self.access.names()
         read = [_read(self.access, name) for name in names]
-        of_ranks = reporting.of_every_rank(trainer, _as_numbers(read))
+        of_ranks = reporting.objects_of_every_rank(trainer, _figures_of(read))
         states, norms, nan, inf = {}, {}, [], []
-        for index, name in enumerate(names):
-            codes, squares, nans, infs = zip(
-                *(theirs[4 * index : 4 * index + 4] for theirs in of_ranks), strict=True
-            )
-            state = _STATES[int(codes[0])] if len(set(codes)) == 1 else "unavailable"
+        for name, figures in zip(names, zip(*of_ranks, strict=True), strict=True):
+            every_state, squares, nans, infs = zip(*figures, strict=True)
+            state = every_state[0] if len(set(every_state)) == 1 else "unavailable"
             states[name] = state
             if state in ("local", "reduced"):
                 num = len(squares) if state == "local" else reporting.num_replicas(trainer)
@@ -199,7 +196,7 @@ def _read(access: ReadableGradients, name: str) -> tuple[str, Tensor | None]:
         return "unavailable", None
 
 
-def _as_numbers(read: list[tuple[str, Tensor | None]]) -> list[float]:
+def _figures_of(read: list[tuple[str, Tensor | None]]) -> list[tuple[str, float, float, float]]:
     """Per gradient: state, sum of squares, elements that are NaN, and infinite; one wait."""
     rows = [
         torch.stack([square_of(g), g.isnan().sum().double(), g.isinf().sum().double()])
@@ -207,10 +204,7 @@ def _as_numbers(read: list[tuple[str, Tensor | None]]) -> list[float]:
         if g is not None
     ]
     found = iter(torch.stack(rows).tolist() if rows else [])
-    numbers: list[float] = []
-    for state, gradient in read:
-        numbers += [_STATES.index(state), *(next(found) if gradient is not None else (0, 0, 0))]
-    return numbers
+    return [(state, *(next(found) if g is not None else (0.0, 0.0, 0.0))) for state, g in read]
 
 
 def _layer_of(name: str) -> str:

@@ -164,8 +164,8 @@ class MemoryProbe(GradientReader):
         ledger = self._ledger
         self._stop(trainer)
         moments = ledger.moments(OWNERS)
-        mine = [number for phase in PHASES for number in self._numbers_of(phase, moments)]
-        ranks = [_from_numbers(theirs) for theirs in reporting.of_every_rank(trainer, mine)]
+        mine = {phase: self._memory_in(phase, moments) for phase in PHASES}
+        ranks = reporting.objects_of_every_rank(trainer, mine)
         self.reports.append(MemoryReport(self._step, ranks))
         self._report(trainer, moments)
 
@@ -220,8 +220,7 @@ class MemoryProbe(GradientReader):
 
     # -- figures -----------------------------------------------------------------------------------
 
-    def _numbers_of(self, phase: str, moments: list[dict[str, int]]) -> list[float]:
-        """Resting and peak bytes by owner, allocated, reserved."""
+    def _memory_in(self, phase: str, moments: list[dict[str, int]]) -> PhaseMemory:
         ranges = [(start, stop) for name, start, stop in self._phases if name == phase]
         on_device = [
             peaks
@@ -229,11 +228,11 @@ class MemoryProbe(GradientReader):
             if name == phase
         ]
         if not ranges:  # a step without a backward
-            return [0.0] * (2 * len(OWNERS) + 2)
+            return PhaseMemory(dict.fromkeys(OWNERS, 0), dict.fromkeys(OWNERS, 0), 0, 0)
         inside = (moments[i] for start, stop in ranges for i in range(start, stop + 1))
         peak, resting = max(inside, key=_total), moments[ranges[-1][1]]
         allocated, reserved = (max(column) for column in zip(*on_device, strict=True))
-        return [*(resting[o] for o in OWNERS), *(peak[o] for o in OWNERS), allocated, reserved]
+        return PhaseMemory(resting, peak, allocated, reserved)
 
     def _report(self, trainer: pl.Trainer, moments: list[dict[str, int]]) -> None:
         ranks, metrics = self.reports[-1].ranks, dict[str, float]()
@@ -267,19 +266,6 @@ def tell_owners(
 
 def _total(of_owners: dict[str, int]) -> int:
     return sum(of_owners.values())
-
-
-def _from_numbers(numbers: list[float]) -> dict[str, PhaseMemory]:
-    whole = iter(int(number) for number in numbers)
-    return {
-        phase: PhaseMemory(
-            resting={owner: next(whole) for owner in OWNERS},
-            peak={owner: next(whole) for owner in OWNERS},
-            allocated=next(whole),
-            reserved=next(whole),
-        )
-        for phase in PHASES
-    }
 
 
 def _parameters(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.callbacks.torch_internals import unscales_itself
 
+T = TypeVar("T")
 Steps = int | Collection[int]
 """Every so many optimizer steps, from the first on; or the numbers of those steps, from 0."""
 
@@ -101,6 +103,14 @@ def of_every_rank(trainer: pl.Trainer, numbers: Sequence[float]) -> list[list[fl
     every = [torch.empty_like(mine) for _ in range(trainer.world_size)]
     dist.all_gather(every, mine)
     return [theirs.tolist() for theirs in every]
+
+
+def objects_of_every_rank(trainer: pl.Trainer, mine: T) -> list[T]:
+    """What each rank has, in rank order; pickled, so for chosen steps alone. Collective."""
+    every: list[Any] = [mine] * trainer.world_size
+    if trainer.world_size > 1:
+        dist.all_gather_object(every, mine)
+    return every
 
 
 def log(trainer: pl.Trainer, metrics: Mapping[str, float], step: int) -> None:
