@@ -63,23 +63,30 @@ def per(figure: float | None, unit: float) -> float | None:
 
 
 def new_figure(
-    title: str, size: tuple[float, float], rows: int, columns: int, **shared: Any
+    title: str, size: tuple[float, float], shape: tuple[int, int], grid: str = "both", **shared: Any
 ) -> tuple[Figure, Any]:
-    """A figure that belongs to no window, whoever gets it need not close it; and its panels."""
+    """A figure that belongs to no window, whoever gets it need not close it; and its panels.
+
+    Args:
+        title: Above all.
+        size: In inches.
+        shape: Rows and columns of panels.
+        grid: Of which axis there are fine lines behind what is drawn: ``x``, ``y``, ``both``;
+            or none.
+        **shared: Of ``subplots``.
+    """
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=12, x=0.01, ha="left")
-    return figure, figure.subplots(rows, columns, squeeze=False, **shared)
+    panels = figure.subplots(*shape, squeeze=False, **shared)
+    for axes in panels.flat if grid else ():
+        axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    return figure, panels
 
 
 def label_inches(results: Results) -> float:
     """Room for the names of all engines and stages."""
     return 0.8 + 0.085 * max((len(kind_label(kind)) for kind in results.kinds), default=0)
-
-
-def rule(axes: Any, axis: str = "both") -> None:
-    """Fine lines behind what is drawn."""
-    axes.grid(axis=axis, color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 def say(axes: Any, words: str, **options: Any) -> None:

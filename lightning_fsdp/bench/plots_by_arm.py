@@ -140,9 +140,9 @@ def utilization(results: Results) -> Figure:
     devices = list(dict.fromkeys(of for arm in results.arms for of in arm.utilization)) or [""]
     title = "Utilization over the timed steps"
     if len(results.shapes) > 1:
-        height = len(devices) * (1.6 + 0.36 * len(results.kinds))
+        height = 0.6 + len(devices) * (1.6 + 0.36 * len(results.kinds))
         width = max(6.2, 1.6 + 0.95 * len(results.shapes)) + plot_style.label_inches(results)
-        figure, panels = plot_style.new_figure(title, (width, height + 0.6), len(devices), 1)
+        figure, panels = plot_style.new_figure(title, (width, height), (len(devices), 1), "")
         for device, axes in zip(devices, panels[:, 0], strict=True):
             _draw_heat_map(axes, results, device)
     else:
@@ -185,12 +185,11 @@ def _bars(results: Results, title: str, panels: Sequence[_Panel]) -> tuple[Figur
     arms, names = results.arms, [arm.arm for arm in results.arms]
     width = 3.8 * len(panels) + 0.075 * max((len(name) for name in names), default=0)
     size = max(10.0, width), 1.8 + 0.27 * max(2, len(names))
-    figure, (columns,) = plot_style.new_figure(title, size, 1, len(panels), sharey=True)
+    figure, (columns,) = plot_style.new_figure(title, size, (1, len(panels)), "x", sharey=True)
     columns[0].set_yticks(range(len(names)), names, fontsize=SMALL)
     shapes = list(dict.fromkeys(row.shape for row in results.rows))
     for panel, axes in zip(panels, columns, strict=True):
         axes.set_ylim(max(len(names), 1) - 0.4, -0.6)  # the first arm on top
-        plot_style.rule(axes, "x")
         for shape in shapes[1::2]:
             rows = [row for row, arm in enumerate(arms) if arm.shape == shape]
             axes.axhspan(min(rows) - 0.5, max(rows) + 0.5, color="black", alpha=0.05, lw=0)

@@ -59,7 +59,7 @@ def _against_batch(results: Results, title: str, rows: Mapping[str, Point]) -> t
     accums = sorted({accum for _, accum in results.shapes}) or [1]
     width = max(5.5, 3.7 * len(accums)) + plot_style.label_inches(results)
     size, shared = (width, 1.4 + 2.6 * len(rows)), {"sharex": "col", "sharey": "row"}
-    figure, grid = plot_style.new_figure(title, size, len(rows), len(accums), **shared)
+    figure, grid = plot_style.new_figure(title, size, (len(rows), len(accums)), "y", **shared)
     for (label, point), line in zip(rows.items(), grid, strict=True):
         columns = zip(accums, line, strict=True)
         tops = [_draw_lines(axes, results, accum, point) for accum, axes in columns]
@@ -94,7 +94,6 @@ def _draw_lines(axes: Any, results: Results, accum: int, point: Point) -> float:
     labels = [f"{size}\n({size * accum * results.num_ranks})" for size in sizes]
     axes.set_xticks(range(len(sizes)), labels)
     axes.set_xlim(-0.5, max(len(sizes), 1) - 0.5)
-    plot_style.rule(axes, "y")
     return top
 
 
@@ -114,7 +113,7 @@ def memory_over_time(results: Results) -> Figure:
     title = f"Memory over one optimizer step, rank 0: tensors alive, {suffix}"
     width = max(7.0, 1.6 * len(shapes)) + plot_style.label_inches(results)
     size, shared = (width, 1.4 + 0.75 * len(kinds)), {"sharex": "col", "sharey": True}
-    figure, panels = plot_style.new_figure(title, size, len(kinds), len(shapes), **shared)
+    figure, panels = plot_style.new_figure(title, size, (len(kinds), len(shapes)), "both", **shared)
     for kind, row in zip(kinds, panels, strict=True):
         row[0].set_ylabel(
             textwrap.fill(kind_label(kind), 16), rotation=0, ha="right", va="center",
@@ -131,7 +130,6 @@ def memory_over_time(results: Results) -> Figure:
 
 
 def _draw_memory(axes: Any, arm: Row, unit: float) -> None:
-    plot_style.rule(axes)
     axes.tick_params(labelsize=SMALL - 1)
     axes.locator_params(nbins=3)
     if not (timeline := arm.timeline):
@@ -154,7 +152,7 @@ def losses(results: Results) -> Figure:
     height = -(-len(shapes) // columns)
     title = "Training loss (the same for all engines, or the arm is wrong)"
     size = max(5.5, 3.4 * columns) + plot_style.label_inches(results), 1.2 + 2.7 * height
-    figure, grid = plot_style.new_figure(title, size, height, columns, sharey=True)
+    figure, grid = plot_style.new_figure(title, size, (height, columns), sharey=True)
     shown, others = np.split(grid.flatten(), [len(shapes)])
     for axes in others:
         axes.set_visible(False)
@@ -175,7 +173,6 @@ def losses(results: Results) -> Figure:
             plot_style.say(axes, "not measured")
         axes.set_title(f"batch {shape_label(shape)}", fontsize=10)
         axes.set_xlabel("optimizer step", fontsize=SMALL + 1)
-        plot_style.rule(axes)
     for axes in shown[::columns]:
         axes.set_ylabel("loss, nats per token")
     return plot_style.finish(figure, results, ["Losses"], note=_OF_BATCH, named=shown)

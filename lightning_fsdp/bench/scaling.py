@@ -201,8 +201,8 @@ def draw(points: Sequence[Point]) -> Figure:
         points: What failed is left out of the lines and named in the legend.
     """
     shapes = list(dict.fromkeys(point.shape for point in points))
-    figure = Figure(figsize=(13, 1.2 + 3.8 * len(shapes)), layout="constrained")
-    rows = figure.subplots(len(shapes), len(_PANELS), squeeze=False)
+    size = 13, 1.2 + 3.8 * len(shapes)
+    figure, rows = plot_style.new_figure("", size, (len(shapes), len(_PANELS)))
     for shape, panels in zip(shapes, rows, strict=True):
         _draw_row(panels, [point for point in points if point.shape == shape])
         panels[1].set_title(f"each rank: {shape_label(shape)} sequences per step")
@@ -238,4 +238,3 @@ def _draw_row(panels: Sequence[Any], points: Sequence[Point]) -> None:
         axes.set_xticks(world_sizes, [str(n) for n in world_sizes])
         axes.minorticks_off()
         axes.set(xlabel="ranks (simulated)", ylabel=title, ylim=(0, None))
-        axes.grid(alpha=0.3)
