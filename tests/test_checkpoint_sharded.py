@@ -16,6 +16,7 @@ from lightning_fsdp import (
     ZERO3,
     MixedPrecisionPolicy,
     checkpoint,
+    full_optimizer_state_dict,
     fully_shard,
     load_sharded,
     save_sharded,
@@ -242,6 +243,21 @@ def _early_state(rank, world_size, folder):
 
 def test_state_from_before_the_first_step_is_read_in_place(tmp_path):
     run_on_ranks(_early_state, 2, tmp_path)
+
+
+def _matrix_of_one_rank(rank, world_size, folder):
+    ours, theirs = (shard_model(nn.Linear(4, 4, bias=False)) for _ in range(2))
+    optimizers = [torch.optim.Muon(model.parameters()) for model in (ours, theirs)]
+    ours(torch.ones(2, 4)).sum().backward()
+    optimizers[0].step()
+    save_sharded(folder, ours, optimizers[:1])
+    load_sharded(folder, theirs, optimizers[1:])
+    expected, found = map(full_optimizer_state_dict, optimizers)
+    assert_equal(found, expected, "optimizer")
+
+
+def test_a_rank_that_steps_no_tensor_takes_part_in_reading(tmp_path):
+    run_on_ranks(_matrix_of_one_rank, 2, tmp_path)
 
 
 def test_one_process_without_a_group_saves_and_loads(tmp_path):

@@ -315,6 +315,7 @@ def read_optimizers(
         groups = names_in(state, optimizer, index)
         _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
         opened, prefix = of_saved["saved_under"]
+        reads = to_read.setdefault(opened, {})  # collective: also where this rank owns nothing
         owners, shapes = _owners(state, optimizer), opened.shapes()
         entries = _entries(state, optimizer, of_saved, owners)
         for name, values in entries.items():
@@ -325,7 +326,7 @@ def read_optimizers(
                     values[key] = _whole_like(values[key], shapes[place][0])
                     target = _all_of(values[key])
                 assert target is not None, "it was made like what was saved"
-                to_read.setdefault(opened, {})[place] = target
+                reads[place] = target
         to_load.append((optimizer, by_place(groups, entries, of_saved)))
     for opened, tensors in to_read.items():
         opened.read(tensors, partial=True)
