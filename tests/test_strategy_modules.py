@@ -102,18 +102,20 @@ def _frozen(strategy, folder, rank):
     return outcome_of(trainer, model)
 
 
-class _Transposed(Regressor):
-    """Weights whose memory has another order than their elements."""
+class _OtherKinds(Regressor):
+    """Weights whose memory has another order than their elements, beside some of another dtype."""
 
     def __init__(self):
         super().__init__()
         self.head.weight = nn.Parameter(0.3 * torch.randn(7, 3).t())
         for block in self.blocks:
             block.up.weight = nn.Parameter(0.3 * torch.randn(7, 14).t())
+            block.norm.double().register_forward_pre_hook(lambda _, args: args[0].double())
+            block.norm.register_forward_hook(lambda *args: args[-1].float())
 
 
-def _transposed(strategy, folder, rank):
-    return outcome_of(*fit(strategy, folder, seeded(_Transposed)))
+def _other_kinds(strategy, folder, rank):
+    return outcome_of(*fit(strategy, folder, seeded(_OtherKinds)))
 
 
 class _Tied(pl.LightningModule):
@@ -254,7 +256,7 @@ def test_kinds_of_modules_train_as_with_ddp(tmp_path):
         _configure_model,
         _configure_on_meta,
         _frozen,
-        _transposed,
+        _other_kinds,
         _tied,
         _owns_parameters,
         _checkpointed,

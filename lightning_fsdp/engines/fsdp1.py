@@ -87,7 +87,7 @@ class FSDP1Engine(NativeEngine):
         units = list(
             _not_tied([m for _, modules in find_units(module, self.units) for m in modules])
         )
-        for inner in (*of_other_dtypes(module, units), *units):
+        for inner in (*of_other_dtypes(module, [[unit] for unit in units]), *units):
             if inner is not module:
                 _wrap(module, inner, options)
         if steps_inside_forward(module):

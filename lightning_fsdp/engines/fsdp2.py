@@ -27,6 +27,7 @@ from lightning_fsdp.engines.native import (
     refuse_own_parameters,
     steps_inside_forward,
 )
+from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
 from lightning_fsdp.engines.sharded_state import ShardedState
 
@@ -59,7 +60,9 @@ class FSDP2Engine(NativeEngine):
             # None: the root, which the backward needs first, stays whole; all others are freed.
             "reshard_after_forward": None if self.plan.reshard_after_forward else False,
         }
-        for _, modules in merge_tied(find_units(module, self.units)):
+        units = [modules for _, modules in merge_tied(find_units(module, self.units))]
+        alone = of_other_dtypes(module, units, trained_only=True)
+        for modules in [[m] for m in alone] + [[m for m in u if m not in alone] for u in units]:
             if module not in modules:
                 fsdp.fully_shard(modules, **options)
             if len(modules) == 1 and module not in modules:  # else others of the unit may follow

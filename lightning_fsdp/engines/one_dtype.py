@@ -1,9 +1,12 @@
-"""Which modules FSDP1 has to wrap by themselves, because it flattens parameters of one dtype only.
+"""Which modules torch's engines have to gather by themselves, because a unit has one dtype only.
 
 FSDP(block)           bf16, frozen
   q_proj.base_layer
   FSDP(lora_A)        fp32, trained: gathered alone
   FSDP(lora_B)
+
+FSDP1 flattens parameters of one dtype. FSDP2 reduces gradients of one dtype: there, frozen
+parameters may have another, and these adapters stay in their block.
 """
 
 from __future__ import annotations
@@ -17,38 +20,45 @@ from torch import nn
 from lightning_fsdp.core.grouping import UnitPlan, is_container, plan_units
 
 
-def of_other_dtypes(root: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+def of_other_dtypes(
+    root: nn.Module, units: Sequence[Sequence[nn.Module]], *, trained_only: bool = False
+) -> list[nn.Module]:
     """Modules whose parameters are not of the dtype that most elements around them have.
 
     Args:
         root: The whole model.
-        units: Modules inside it that are wrapped, inner ones first.
+        units: Modules inside it that are gathered together, inner ones first.
+        trained_only: Frozen parameters may have any dtype (FSDP2).
 
     Raises:
-        NotImplementedError: Such parameters are in a module that cannot be wrapped alone.
+        NotImplementedError: Such parameters are in a module that cannot be gathered alone.
     """
-    named = [("", [unit]) for unit in units if unit is not root]
+    named = [("", list(modules)) for modules in units if root not in modules]
     plans = plan_units(root, [*named, ("", [root])], set(), set())
-    return list(dict.fromkeys(module for plan in plans for module in _inside(plan)))
+    found = (module for plan in plans for module in _inside(plan, trained_only))
+    return list(dict.fromkeys(found))
 
 
-def _inside(plan: UnitPlan) -> list[nn.Module]:
+def _inside(plan: UnitPlan, trained_only: bool) -> list[nn.Module]:
+    counted = {p: sites for p, sites in plan.sites.items() if p.requires_grad or not trained_only}
     counts: Counter[torch.dtype] = Counter()
-    for parameter in plan.sites:
+    for parameter in counted:
         counts[parameter.dtype] += parameter.numel()
-    (main, _), *others = counts.most_common()
+    main = max(counts, key=counts.__getitem__, default=None)
     found = []
-    for parameter, sites in plan.sites.items() if others else ():
+    for parameter, sites in counted.items():
         for module in (site.module for site in sites if parameter.dtype != main):
             # Torch's own layers are read by nobody but their forward; DoRA's read each other.
             kind = type(module)
             is_layer = kind.__module__.startswith("torch.nn.") and not is_container(module)
-            if not is_layer or {inner.dtype for inner in module.parameters()} != {parameter.dtype}:
+            dtypes = {inner.dtype for inner in module.parameters()}
+            if not is_layer or len(sites) > 1 or dtypes != {parameter.dtype}:
+                engine, others = ("FSDP2", "") if trained_only else ("FSDP1", " or fsdp2")
                 raise NotImplementedError(
-                    f"FSDP1: expected one dtype in the unit of {plan.names[parameter]!r}, got "
+                    f"{engine}: expected one dtype in the unit of {plan.names[parameter]!r}, got "
                     f"{main} and, in a {kind.__name__}, which cannot be gathered alone, "
                     f"{parameter.dtype}. Give both one dtype (peft: autocast_adapter_dtype=False), "
-                    "or use scratch_fsdp or fsdp2."
+                    f"or use scratch_fsdp{others}."
                 )
             found.append(module)
     return found
