@@ -375,8 +375,9 @@ def padding_shares(shape: Shape, world_size: int) -> dict[str, float]:
     numel = sum(p.numel() for p in model.parameters())
     scratch = 0
     for flat_param in cut_flat_params(plan_units(model, find_units(model, None), set(), set())):
-        shapes = [tuple(p.shape) for p in flat_param.parameters]
-        layout = plan_layout(list(zip(flat_param.names, shapes, strict=True)), world_size)
+        names = flat_param.users[0].names
+        named_shapes = [(names[p], tuple(p.shape)) for p in flat_param.parameters]
+        layout = plan_layout(named_shapes, world_size)
         scratch += layout.numel
     rows = [(p.shape[0], p.numel() // p.shape[0]) for p in model.parameters()]
     fsdp2 = sum(-(-length // world_size) * world_size * width for length, width in rows)
