@@ -337,7 +337,7 @@ def _interrupted(rank, world_size):
 
     def interrupted(*args):
         column.gather, pending = gather, gather(*args)
-        pending.finish = raise_interrupt
+        pending.join = lambda join=pending.join: (join(), raise_interrupt())
         return pending
 
     column.gather = interrupted

@@ -180,8 +180,7 @@ def dropped_gathers_are_not_waited_for() -> None:
 
     def reshard(self: Unit) -> None:
         for flat_param in self.flat_params:
-            if flat_param._gather is not None:
-                flat_param._gather.works = ()
+            flat_param._gather.works = ()
         original(self)
 
     Unit.reshard = reshard

@@ -78,10 +78,10 @@ class Pending:
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
         """
-        works, self.works = self.works, ()
-        for work, ranks in works:
-            with collective(self.what, ranks):
-                work.wait()
+        while self.works:  # in no variable: see FlatParameter.wait_for_unshard
+            with collective(self.what, self.works[0][1]):
+                self.works[0][0].wait()
+            self.works = self.works[1:]
         self.keeps = ()
 
 
@@ -236,8 +236,8 @@ class Communicator:
         """
         what = f"gather of unit {unit_name!r} {self.where}"
         self.count("all_gather", whole.nbytes // self.world_size * (self.world_size - 1))
-        works = self._gather(whole, what, unit_name) if self.world_size > 1 else []
-        return Pending(what, works, lambda: whole, keeps=(whole,))
+        start = self._gather if self.world_size > 1 else lambda *_: []
+        return Pending(what, start(whole, what, unit_name), lambda: whole, keeps=(whole,))
 
     def reduce(self, region: LocalRegion) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.

@@ -95,7 +95,7 @@ class FlatParameter:
         self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy, self._gathered_version = ParameterState.UNSHARDED, -1
-        self._gather: Pending | None = None
+        self._gather = Pending("no gather", (), lambda: shard)
         self._free()
         self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
@@ -148,6 +148,7 @@ class FlatParameter:
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
             self.holders.discard(holder)
+            self.copy = ParameterState.UNSHARDED  # with nothing to wait for
             self._free()
             raise
         self._gathered_version = self.shard._version
@@ -156,15 +157,16 @@ class FlatParameter:
         """Make the compute stream wait for the all-gather, if one is in flight."""
         if self.copy is not ParameterState.GATHERING:
             return
-        gather, self._gather = self._gather, None
         try:
-            if gather is not None:  # it could be started
-                gather.wait()
+            self._gather.wait()
         except BaseException:  # perhaps before it had waited
             self._gathered_version = -1
             self.communicator.break_off()
             raise
         finally:  # whether or not it succeeded, nothing is in flight any more
+            # gloo drops a message whose handle is gone, and else writes into the freed memory. (An
+            # error keeps frames alive, with their variables; so no variable may hold a handle.)
+            self._gather.works = ()
             self.copy = ParameterState.UNSHARDED
 
     def reshard(self, holder: object, *, is_stale: bool = False) -> None:

@@ -97,7 +97,7 @@ class FlatBuffer:
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""
         # Not once somebody took a numpy array, which points at the memory.
-        if self._storage.resizable():
+        if self._storage.nbytes() > 0 and self._storage.resizable():
             self._storage.resize_(0)
 
     def view(self, slot: Slot) -> Tensor:

@@ -102,15 +102,16 @@ class HostsCommunicator(Communicator):
         self, part: Tensor, whole: Tensor, unit_name: str, kept: Tensor | None = None
     ) -> Pending:
         gather = self.column.gather(part, unit_name)
-        arrive = gather.finish
 
         def gather_in_row() -> Tensor:
-            arrive()
             with torch_internals.profiled("gather_in_host", unit_name):
                 if kept is not None:
                     kept.copy_(part)
                 in_row = self.row.gather(whole, unit_name)
-            return in_row.wait()
+            try:
+                return in_row.wait()
+            finally:
+                in_row.works = ()  # see FlatParameter.wait_for_unshard
 
         gather.finish = gather_in_row
         return gather

@@ -96,13 +96,15 @@ def send_and_receive(
     group: dist.ProcessGroup, what: str, to: Parts, into: Parts, tag: int
 ) -> Works:
     """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
-    works: Works = []
-    for peer in into:
+
+    def start(peer: int) -> list[dist.Work]:
         with collective(what, f"rank {peer}"):
-            started = [group.recv([data], peer, tag) for data in into[peer]]
-            started += [group.send([data], peer, tag) for data in to[peer]]
-        works += [(work, f"rank {peer}") for work in started]
-    return works
+            return [group.recv([data], peer, tag) for data in into[peer]] + [
+                group.send([data], peer, tag) for data in to[peer]
+            ]
+
+    # No variable has one before all are started: see FlatParameter.wait_for_unshard.
+    return [(work, f"rank {peer}") for peer in into for work in start(peer)]
 
 
 def mean(
