@@ -81,6 +81,10 @@ def _refuse_at_setup(rank, world_size, folder):
     with pytest.raises(ValueError, match=r"parameter 'head.weight'.*lazy"):
         make_trainer(STRATEGY, folder).fit(lazy, make_loader())
 
+    for strategy in (STRATEGY, "fsdp1_zero2"):
+        with pytest.raises(ValueError, match=r"order.*Register it as a buffer"):
+            make_trainer(strategy, folder).fit(seeded(_Integer), make_loader())
+
     for strategy in SHARDED:
         compiled = torch.compile(seeded(Regressor))
         with pytest.raises(RuntimeError, match="strategy"):
@@ -275,6 +279,12 @@ class _Empty(Regressor):
     def __init__(self):
         super().__init__()
         self.nothing = nn.Parameter(torch.ones(0, 3))
+
+
+class _Integer(Regressor):
+    def __init__(self):
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
 
 
 class _WritesToOutputs(Regressor):

@@ -84,6 +84,12 @@ class FSDP1Engine(NativeEngine):
             "device_id": device,
         }
         parameters = dict(module.named_parameters())
+        for name, parameter in parameters.items():
+            if not parameter.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r}: FSDP1 flattens floating-point parameters, got "
+                    f"{parameter.dtype}. Register it as a buffer, or use fsdp2."
+                )
         units = list(
             _not_tied([m for _, modules in find_units(module, self.units) for m in modules])
         )
