@@ -19,6 +19,8 @@ from torch import nn
 
 from lightning_fsdp.core.grouping import UnitPlan, is_container, plan_units
 
+_FSDP2 = ", or fsdp2, where frozen ones may have another"
+
 
 def of_other_dtypes(
     root: nn.Module, units: Sequence[Sequence[nn.Module]], *, trained_only: bool = False
@@ -53,7 +55,7 @@ def _inside(plan: UnitPlan, trained_only: bool) -> list[nn.Module]:
             is_layer = kind.__module__.startswith("torch.nn.") and not is_container(module)
             dtypes = {inner.dtype for inner in module.parameters()}
             if not is_layer or len(sites) > 1 or dtypes != {parameter.dtype}:
-                engine, others = ("FSDP2", "") if trained_only else ("FSDP1", " or fsdp2")
+                engine, others = ("FSDP2", "") if trained_only else ("FSDP1", _FSDP2)
                 raise NotImplementedError(
                     f"{engine}: expected one dtype in the unit of {plan.names[parameter]!r}, got "
                     f"{main} and, in a {kind.__name__}, which cannot be gathered alone, "
