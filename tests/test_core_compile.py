@@ -1,4 +1,4 @@
-"""Compiled units: gradients of plain torch, one compilation, no graph break.
+"""Compiled units: gradients of plain torch, one compilation, no graph break. Compiled steps.
 
 ``test_strategy_unit_calls.py`` compiles to machine code.
 """
@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import shard_model
-from tests.support.models import causal_lm, lm_loss, token_batch
+from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, token_batch
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
@@ -57,11 +57,38 @@ def _train_compiled(rank, world_size, plan, order, way, backend):
     return counter.frame_count, dict(torch._dynamo.utils.counters["graph_break"])
 
 
+class _Normalised(torch.optim.Optimizer):
+    """Steps whole tensors: it takes their norms."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=0.1)
+
+
+def _step_compiled():
+    """Of an optimizer over whole tensors: as in plain torch."""
+    torch._dynamo.reset()
+    model, reference = shard_model(mlp()), mlp()
+    for each in (model, reference):
+        optimizer = _Normalised(each.parameters(), {})
+        step = optimizer.step
+        if each is model:
+            step = torch.compile(step, backend="eager")
+        for i in range(2):
+            optimizer.zero_grad()
+            mlp_loss(each, mlp_batch(i, 0, 0)).backward()
+            step()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs.detach())
+
+
 def _train_each(rank, world_size, plan):
     results = {}
     for order, way in CASES[plan]:
         torch._dynamo.reset()
         results[order, way] = _train_compiled(rank, world_size, plan, order, way, "aot_eager")
+    _step_compiled()  # here, since a rank that imports the compiler takes seconds to
     return results
 
 

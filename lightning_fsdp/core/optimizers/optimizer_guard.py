@@ -27,8 +27,9 @@ from torch.optim.optimizer import (
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.sharded import ShardSpec
+from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
-from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
+from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS, parameters_of
 from lightning_fsdp.core.optimizers.optimizer_state import slice_state
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
@@ -59,8 +60,9 @@ def schedules() -> list[Schedule]:
 
 @functools.cache
 def _register_once() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    # A compiled step compiles the optimizer's, not what ranks tell each other around it.
+    register_optimizer_step_pre_hook(not_compiled(_before_step))
+    register_optimizer_step_post_hook(not_compiled(_after_step))
     support_grad_scaler(_end_micro_batches)
 
 
@@ -94,14 +96,15 @@ def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
             setattr(optimizer, name, value.to(device))
 
 
+@not_compiled
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     whole_tensors = whole_tensors_of(optimizer)
     if whole_tensors is None:
         return None
-    check = functools.partial(_check_gradients, _sharded_in(optimizer))
-    return whole_tensors.begin(args, kwargs, check)
+    return whole_tensors.begin(args, kwargs, lambda: _check_gradients(_sharded_in(optimizer)))
 
 
+@not_compiled
 def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     whole_tensors = whole_tensors_of(optimizer)
     if whole_tensors is not None:
@@ -109,8 +112,7 @@ def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
-    parameters = itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups)
-    return {id(p): p for p in parameters if isinstance(p, ShardedTensor)}
+    return {id(p): p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)}
 
 
 def _refuse_whole_copies(optimizer: Optimizer) -> None:
@@ -119,7 +121,7 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
     Raises:
         RuntimeError: Names the parameter.
     """
-    for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
+    for parameter in parameters_of(optimizer):
         if (spec := spec_of_leaf(parameter)) is not None:
             raise RuntimeError(
                 f"optimizer step: expected the sharded parameter {spec.name!r}, got the "
