@@ -112,8 +112,9 @@ def _ask_for_more(rank, world_size):
     ):
         with pytest.raises(RuntimeError, match="not reduced over the ranks"):
             unreduced()
-    with pytest.raises(RuntimeError, match="mean"):  # torch's own: of whole numbers
-        copy.deepcopy(weight.detach()).to(torch.int64).mean()
+    for of_numbers in ("mean", "std"):  # torch's own: of whole numbers
+        with pytest.raises(RuntimeError, match=of_numbers):
+            getattr(copy.deepcopy(weight.detach()).to(torch.int64), of_numbers)()
 
 
 def test_what_has_a_graph_or_is_by_rows_or_waits_is_refused():

@@ -106,8 +106,7 @@ def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] 
 
 @not_compiled
 def _from_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    whole_tensors = whole_tensors_of(optimizer)
-    if whole_tensors is not None:
+    if (whole_tensors := whole_tensors_of(optimizer)) is not None:
         whole_tensors.end()
 
 

@@ -125,11 +125,12 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = _to_read(func, args, kwargs)
+    dtype = func(tensor.to_local().new_zeros(2)).dtype  # torch refuses whole numbers
     # A mean that is rounded to 16 bits may be as far off as values are spread.
     wide = ShardedTensor(tensor.to_local().double(), tensor.spec)
     num_free = max(wide.numel() - (1 if (c := kwargs.get("correction")) is None else c), 0)
     variance = (wide - wide.mean()).square().sum() / num_free
-    return (variance.sqrt() if func is aten.std.correction else variance).to(tensor.dtype)
+    return (variance.sqrt() if func is aten.std.correction else variance).to(dtype)
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
