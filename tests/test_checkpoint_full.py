@@ -66,6 +66,26 @@ def _no_space(file, block):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+class _Interrupting:
+    """While it is written, another run saves to the same path."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        files.write_for_torch(self.path, {"x": torch.full((3,), 2.0)})
+        assert torch.load(self.path)["x"].tolist() == [2.0] * 3
+        return torch.Size, ([7],)
+
+
+def test_two_runs_may_save_to_one_path_and_the_last_one_wins(tmp_path):
+    path, killed = tmp_path / "last[1].ckpt", tmp_path / ".last[1].ckpt.0123abcd.partial"
+    killed.write_bytes(b"half")
+    files.write_for_torch(path, {"other": _Interrupting(path), "x": torch.ones(4)})
+    assert torch.load(path)["x"].tolist() == [1.0] * 4
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]  # nor what was left
+
+
 class _Gathers(Regressor):
     """Watches what the gathering of a checkpoint adds to the memory of its rank."""
 

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
+import glob
 import io
 import json
 import mmap
 import os
+import secrets
 import sys
 import threading
 import zlib
@@ -231,13 +234,44 @@ def write_for_torch(path: Path, content: Any) -> None:
     Raises:
         OSError: It cannot be written; says which file.
     """
-    beside = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(str(path)), DiskFile(beside, "wb") as file:
+    with naming(str(path)), _own_file_beside(path) as beside:
+        with DiskFile(beside, "wb") as file:
             torch.save(content, cast(IO[bytes], file))
         beside.replace(path)
+
+
+@contextlib.contextmanager
+def _own_file_beside(path: Path) -> Iterator[Path]:
+    """A file of this save alone: another process may save to the same path, and the last one wins.
+
+    It is locked, and removed at the end. Those of saves that were killed are not locked, and go.
+    """
+    with alone_in(path.parent):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+            with contextlib.suppress(OSError), left.open("ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+        lock = beside.open("xb")
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield beside
     finally:
         beside.unlink(missing_ok=True)
+        lock.close()
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Inside, no other save begins in ``folder``: it would remove one that is not locked yet."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot lock a folder
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:

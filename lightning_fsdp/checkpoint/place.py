@@ -25,12 +25,11 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
-from lightning_fsdp.checkpoint.files import MARKER, sync_folder
+from lightning_fsdp.checkpoint.files import MARKER, alone_in, sync_folder
 
 LINK = "current"
 _VERSION = re.compile(r"version-(\d+)")
@@ -62,7 +61,7 @@ class Place:
         """
         existing = self._versions()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone_in(self.path.parent):
+        with alone_in(self.path.parent):
             for left in self.path.parent.glob(f".*{_SAVING}"):
                 _remove_unless_in_use(left, if_unsure=left == self._staging)
             if current := _target(self.path):
@@ -180,18 +179,6 @@ def find_version(path: str | os.PathLike[str]) -> Path:
 def _target(path: Path) -> str | None:
     """Name of the version that the path leads to."""
     return str((path / LINK).readlink()) if (path / LINK).is_symlink() else None
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Inside, no other save begins in ``folder``: it would remove one that is not locked yet."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot lock a folder
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _lock(staging: Path, *, if_unsure: bool) -> IO[bytes] | None:
