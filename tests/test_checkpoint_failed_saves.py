@@ -251,6 +251,22 @@ def test_where_nobody_can_tell_a_save_of_another_name_is_not_touched(tmp_path, m
     theirs.abandon()
 
 
+def test_what_another_user_has_left_is_no_obstacle(tmp_path, monkeypatch):
+    theirs = place.Place(tmp_path / "theirs")
+    theirs.begin()
+    theirs.release()
+    remove = place.shutil.rmtree
+
+    def remove_own(path, **options):
+        if "theirs" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        remove(path, **options)
+
+    monkeypatch.setattr(place.shutil, "rmtree", remove_own)
+    checkpoint.save(tmp_path / "ours", whole_state(1), {})
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".theirs.saving", "ours"]
+
+
 def test_files_of_others_that_look_alike_are_not_removed(tmp_path):
     (tmp_path / ".my.saving").mkdir()
     (tmp_path / ".my.saving" / "thesis.tex").write_text("x")

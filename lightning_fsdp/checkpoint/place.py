@@ -200,12 +200,13 @@ def _lock(staging: Path, *, if_unsure: bool) -> IO[bytes] | None:
 
 
 def _remove_unless_in_use(staging: Path, *, if_unsure: bool) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process removes it meanwhile
+    # Another process removes it meanwhile; or another user's is not to be opened or removed.
+    with contextlib.suppress(FileNotFoundError if if_unsure else OSError):
         if not staging.is_dir() or any(
             each.name not in ("lock", "whole") for each in staging.iterdir()
         ):
             return  # not ours
         lock = _lock(staging, if_unsure=if_unsure)
         if lock is not None:
-            shutil.rmtree(staging)
-            lock.close()
+            with lock:
+                shutil.rmtree(staging)
