@@ -113,6 +113,16 @@ def _registered_later(read, is_others=False):
     list(read(model))
 
 
+def _train_with_a_later_layer():
+    model = mlp()
+    model.own = nn.Linear(7, 7)
+    fully_shard(model, ignored_params=set(model.own.parameters()))
+    model.adapter = nn.Linear(7, 7)
+    with torch.no_grad():
+        model(torch.ones(2, 7))
+    model(torch.ones(2, 7))
+
+
 def _differentiate(model):
     torch.func.grad(lambda x: model(x).sum())(torch.ones(2, 7))
 
@@ -200,6 +210,10 @@ MISUSES = {
     "weights of a parameter that came after sharding": (
         lambda: _registered_later(lambda model: weights(model).full()),
         "'later': expected a parameter of the module's units",
+    ),
+    "training of a parameter that came after sharding": (
+        _train_with_a_later_layer,
+        "'adapter.weight' after it: each rank would train its own. Add adapters and heads before",
     ),
     "hook of gradients of another model's parameter": (
         lambda: _registered_later(lambda model: gradients(model).on_local(print), is_others=True),

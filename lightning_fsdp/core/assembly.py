@@ -28,6 +28,7 @@ from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks.agreement import RecordedOrder
 from lightning_fsdp.core.ranks.groups import control_of
 from lightning_fsdp.core.ranks.replicas import ReplicatedFlatParameter
+from lightning_fsdp.core.safety.checks import plain_in, refuse_added
 from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.safety.kept_losses import losses_kept_in
 from lightning_fsdp.core.safety.recovery import Recovery
@@ -136,6 +137,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         hooks = hooks_of(module)
         if hooks is not None:
             hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
+            hooks.before_training = functools.partial(refuse_added, plain_in(module))
     _rename(prepared.root, schedule)
     _move_buffers(prepared.root, home.compute_device, buffers)
     optimizer_guard.watch(schedule)

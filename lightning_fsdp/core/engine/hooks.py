@@ -85,6 +85,7 @@ class ModuleHooks:
             parameters belong to inner units.
         schedule: Replaced when an outer module is sharded.
         outputs_beside: Finds tensors that a forward keeps instead of returning them, if it may.
+        before_training: Looks at the module before its first forward with gradients, and only then.
         handles: Remove the hooks from the module.
     """
 
@@ -92,6 +93,7 @@ class ModuleHooks:
         self.unit = unit
         self.schedule = schedule
         self.outputs_beside: Callable[[], list[Tensor]] | None = None
+        self.before_training: Callable[[nn.Module], None] | None = None
         self.handles = (
             module.register_forward_pre_hook(self.on_call, prepend=True, with_kwargs=True),
             module.register_forward_hook(self._on_return, always_call=True),
@@ -104,6 +106,9 @@ class ModuleHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The module's forward begins; returns the arguments that it gets."""
         unit = self.unit
+        if self.before_training is not None and torch.is_grad_enabled():
+            self.before_training(module)
+            self.before_training = None
         # Of nested calls of one unit, the outermost one's backward ends last.
         is_outermost = unit is not None and not self.schedule.is_inside(unit)
         if current_backward() >= 0:

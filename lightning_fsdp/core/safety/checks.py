@@ -187,6 +187,37 @@ def check_ties(
                 )
 
 
+def plain_in(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name of modules that belong to no unit; those of units may be whole now."""
+    return {
+        name: parameter
+        for prefix, inner in module.named_modules()
+        if unit_of(inner) is None
+        for name, parameter in inner.named_parameters(prefix, recurse=False)
+        if not isinstance(parameter, ShardedTensor)
+    }
+
+
+def refuse_added(known: dict[str, Tensor], module: nn.Module) -> None:
+    """Refuse to train parameters that a module got after it was sharded.
+
+    Args:
+        known: Those that stayed plain at the sharding, which their owner may move or wrap since.
+        module: That is about to run.
+
+    Raises:
+        RuntimeError: There is one. Each rank would step it by its own gradient.
+    """
+    for name, parameter in plain_in(module).items():
+        is_known = name in known or any(parameter is other for other in known.values())
+        if parameter.requires_grad and not is_known:
+            raise RuntimeError(
+                f"{type(module).__name__}: expected all parameters before the sharding, got "
+                f"{name!r} after it: each rank would train its own. Add adapters and heads before "
+                "fully_shard; leave out what you reduce yourself by its ignored_params."
+            )
+
+
 def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, str] | None:
     """What was expected, what was found, what to do; ``None`` for a parameter in order."""
     if isinstance(parameter, ShardedTensor):
