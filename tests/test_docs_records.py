@@ -68,7 +68,7 @@ def rows_of(name):
                 name: json.loads(v) if v[:1] == "{" else v or None for name, v in line.items()
             }
             for field in fields(Row):
-                if field.default_factory is list and (text := line[field.name]):
+                if field.default_factory is list and (text := line.get(field.name)):
                     values[field.name] = [figure or None for figure in text.split(" ")]
             yield TypeAdapter(Row).validate_python(values)
 
