@@ -40,7 +40,7 @@ import torch.distributed as dist
 
 from benchmarks.command import BenchmarkParser, write_record
 from benchmarks.core_step import ARMS, CASES, VOCABULARY, train_one_step
-from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.tables import markdown_table

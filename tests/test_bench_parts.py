@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp.bench.parts import StepProfiler, Trace, split
-from lightning_fsdp.core.engine.torch_internals import all_gather_single
+from lightning_fsdp.core.torch_internals import all_gather_single
 from tests.support.ranks import run_on_ranks
 
 DELAY_S = 0.4

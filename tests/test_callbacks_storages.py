@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp.callbacks.storages import Observer, nbytes_of, resting_tensors
-from lightning_fsdp.core.engine.torch_internals import all_gather_single
+from lightning_fsdp.core.torch_internals import all_gather_single
 from tests.support.ranks import run_on_ranks
 
 KIB = 1024

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp import ZERO3, shard_model
-from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.simulate.groups import SimulatedGroup, find_usage, simulated
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfers_on_host import HostTransfers

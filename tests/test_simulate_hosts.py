@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_fsdp.core.engine.torch_internals import all_gather_single
+from lightning_fsdp.core.torch_internals import all_gather_single
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
 from lightning_fsdp.simulate.transfers_on_clock import Clock

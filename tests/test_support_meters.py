@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from tests.support.counting import CollectiveCounter
 from tests.support.memory import StorageTracker, tensors_of
 from tests.support.ranks import PLAIN, run_on_ranks

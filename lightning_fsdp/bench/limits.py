@@ -19,7 +19,7 @@ from torch.utils.benchmark import Timer
 from lightning_fsdp.bench import documents
 from lightning_fsdp.bench.arms import Workload
 from lightning_fsdp.bench.records import Run
-from lightning_fsdp.core.engine.torch_internals import all_gather_single, reduce_scatter_single
+from lightning_fsdp.core.torch_internals import all_gather_single, reduce_scatter_single
 from lightning_fsdp.harness.ranks import run_ranks_apart
 
 _ROUNDS = 10

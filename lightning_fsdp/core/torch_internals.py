@@ -32,6 +32,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 # A context in which torch functions treat subclasses as plain tensors.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
+# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def skip_in_compiling(function: _Function) -> _Function:
     """Let the compiler pass over a function, as over ``nn.Module.__call__``, to what it calls."""

@@ -129,7 +129,7 @@ class SimulatedGroup(dist.ProcessGroup):
         rows, shard = output.data.view(self.size(), -1), mine.data.view(-1)
         return self._start("all_gather", rows.nbytes, lambda: self._fill(rows, shard), [output])
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> dist.Work:
         """This rank's slot, reduced with itself."""
         rows, shard = whole.data.view(self.size(), -1), output.data.view(-1)
         move = partial(torch.mul, rows[self.rank()], self._factor(opts), out=shard)
@@ -230,7 +230,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _factor(self, opts: Any) -> int:
         """By which equal parts of all ranks grow when they are reduced."""
-        operation, kinds = opts.reduceOp, dist.ReduceOp
+        kinds, operation = dist.ReduceOp, dist.ReduceOp.SUM if opts is None else opts.reduceOp
         if operation == kinds.SUM:
             return self.size()
         # Its own way to be equal knows no tuple that it could be found in.

@@ -13,8 +13,8 @@ def _exchange(rank, world_size):
     group, values = dist.group.WORLD, torch.arange(1000.0)
     whole, shard, received = values.clone(), torch.zeros(1000), torch.zeros(1000)
     works = [
-        torch_internals.all_gather_single(whole, whole, group=group, async_op=True),
-        torch_internals.reduce_scatter_single(shard, values, group=group, async_op=True),
+        torch_internals.all_gather_in(group)(whole, whole),
+        torch_internals.reduce_scatter_in(group)(shard, values),
         dist.all_to_all_single(received, values, group=group, async_op=True),
     ]
     mean = values.clone()

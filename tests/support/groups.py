@@ -60,9 +60,9 @@ class GroupOverGloo(dist.ProcessGroup):
 
         return self.start("all_gather", [mine], [output], exchange)
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, whole: Tensor, *opts: Any) -> dist.Work:
         def exchange(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-            self.gloo._reduce_scatter_base(outputs[0], inputs[0], opts).wait()
+            self.gloo._reduce_scatter_base(outputs[0], inputs[0], *opts).wait()
 
         return self.start("reduce_scatter", [whole], [output], exchange)
 

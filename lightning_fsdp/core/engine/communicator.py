@@ -283,7 +283,7 @@ class Communicator:
         group, shard_numel = self.group, whole.numel() // self.world_size
         mine = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel]
         with collective(what, "every rank"):
-            work = torch_internals.all_gather_single(whole, mine, group=group, async_op=True)
+            work = torch_internals.all_gather_in(group)(whole, mine)
         return [(work, "every rank")]
 
     def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
@@ -295,7 +295,7 @@ class Communicator:
         self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
         shard = sent.new_empty(region.layout.shard_numel)
         with collective(what, "every rank"):
-            work = torch_internals.reduce_scatter_single(shard, sent, group=group, async_op=True)
+            work = torch_internals.reduce_scatter_in(group)(shard, sent)
         mean = functools.partial(shard.div_, self.world_size)
         return Pending(what, [(work, "every rank")], mean, keeps=(sent, shard))
 

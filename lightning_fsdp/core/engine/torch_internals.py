@@ -6,6 +6,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -17,9 +18,13 @@ from torch import Tensor
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# torch 2.13 renamed them and deprecates the old names; 2.11 and 2.12 have only those.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Methods of a group, which torch.distributed's functions call after checks that take a twentieth of
+# a step's work on the host. They do not wait, and reduce the sum. torch 2.13 renamed them.
+_IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
+all_gather_in = operator.attrgetter("all_gather_single" if _IS_RENAMED else "_allgather_base")
+reduce_scatter_in = operator.attrgetter(
+    "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+)
 
 
 # Runs a function as it is inside a compiled caller. ``torch.compiler.disable`` does the same, but

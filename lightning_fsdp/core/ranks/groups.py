@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, collective
-from lightning_fsdp.core.engine.torch_internals import all_gather_single
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.agreement import ControlGroup
 from lightning_fsdp.core.ranks.hosts import HostsCommunicator
@@ -206,7 +205,7 @@ def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Te
     if mine.numel():
         group = communicator.group
         with collective(f"{what} {communicator.where}", "every rank"):
-            all_gather_single(rows.view(-1), mine.contiguous(), group=group)
+            torch_internals.all_gather_single(rows.view(-1), mine.contiguous(), group=group)
     return rows
 
 
