@@ -74,9 +74,10 @@ def read(path: Path, field: str, most: int) -> Found:
         # Bytes that are no UTF-8 become halves of surrogate pairs, and so keep their place.
         with TextIOWrapper(opened(path), "utf-8-sig", "surrogateescape", newline="\n") as file:
             yield from read_kind(path, file, field, most)
-    # pyarrow's are one of these.
-    except (OSError, ValueError, NotImplementedError, csv.Error) as error:
-        yield error if isinstance(error, CorpusError) else unreadable(path, error)
+    except (OSError, csv.Error) as error:
+        yield unreadable(path, error)
+    except CorpusError as error:
+        yield error
 
 
 def opened(path: Path) -> BufferedReader:
@@ -250,22 +251,26 @@ def _read_csv(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
 
 
 def _read_parquet(path: Path, file: TextIOWrapper, field: str, _most: int) -> Found:
-    from pyarrow.parquet import ParquetFile  # 37 MB of memory
+    import pyarrow as pa  # 37 MB of memory
+    from pyarrow.parquet import ParquetFile
 
-    # By default all of a row group is read at once.
-    table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
-    _require_column(path, table.schema_arrow.names, field)
-    kind = str(table.schema_arrow.field(field).type)
-    if not re.match(r"(dictionary<values=)?(large_)?string", kind):
-        raise CorpusError.at(path, f"strings in the column '{field}'", kind, _CURE)
-    batches = table.iter_batches(64, columns=[field])
-    texts = (text for batch in batches for text in batch.column(field))
-    for number, text in enumerate(texts, 1):
-        source = f"{path}, row {number}"
-        try:
-            yield from _document(source, {field: text.as_py()}, field)
-        except UnicodeDecodeError as error:
-            yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
+    try:
+        # By default all of a row group is read at once.
+        table = ParquetFile(file.buffer, buffer_size=BLOCK_LENGTH, pre_buffer=False)
+        _require_column(path, table.schema_arrow.names, field)
+        kind = str(table.schema_arrow.field(field).type)
+        if not re.match(r"(dictionary<values=)?(large_)?string", kind):
+            raise CorpusError.at(path, f"strings in the column '{field}'", kind, _CURE)
+        batches = table.iter_batches(64, columns=[field])
+        texts = (text for batch in batches for text in batch.column(field))
+        for number, text in enumerate(texts, 1):
+            source = f"{path}, row {number}"
+            try:
+                yield from _document(source, {field: text.as_py()}, field)
+            except UnicodeDecodeError as error:
+                yield CorpusError.at(source, "UTF-8", error, "Repair or remove it.")
+    except pa.ArrowException as error:
+        raise unreadable(path, error) from error
 
 
 def _require_column(path: Path, columns: list[str], field: str) -> None:
