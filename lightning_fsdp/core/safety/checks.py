@@ -1,4 +1,4 @@
-"""What cannot be sharded: found before anything is changed, named with the cure.
+"""What cannot be sharded, found before anything is changed, or came too late; named with the cure.
 
 Messages do not name the rank: ranks compare them, and all raise the one that they agree on.
 """
