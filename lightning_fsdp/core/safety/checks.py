@@ -213,8 +213,8 @@ def refuse_added(known: dict[str, Tensor], module: nn.Module) -> None:
         if parameter.requires_grad and not is_known:
             raise RuntimeError(
                 f"{type(module).__name__}: expected all parameters before the sharding, got "
-                f"{name!r} after it: each rank would train its own. Add adapters and heads before "
-                "fully_shard; leave out what you reduce yourself by its ignored_params."
+                f"{name!r} after it: each rank would train its own. Add adapters and heads before, "
+                "in a Trainer in configure_model; or name them in fully_shard's ignored_params."
             )
 
 
