@@ -32,8 +32,8 @@ def _parts(sender, receiver, dtype, step=0):
 def _exchange_on_both_ways(rank, world_size):
     direct = connected(dist.group.WORLD)
     in_pairs = communicator_of(dist.group.WORLD, comm="pairs")
-    assert direct.reads_memory
-    assert not in_pairs.reads_memory
+    assert direct.lines
+    assert not in_pairs.lines
     for communicator in (direct, in_pairs):
         for step, dtype in enumerate((torch.float32, torch.bfloat16, torch.float64)):
             outgoing = [_parts(rank, r, dtype, step) for r in range(world_size)]
@@ -94,13 +94,13 @@ def _interrupted(rank, world_size):
     mine, theirs = torch.zeros(10), torch.empty(10)
     outgoing, incoming = ([[], [each]][:: 1 - 2 * rank] for each in (mine, theirs))
     if rank == 0:
-        wait_for = lines.Lines.wait_for
+        wait = lines.Lines._wait
 
         def interrupt(*args):
-            lines.Lines.wait_for = wait_for
+            lines.Lines._wait = wait
             raise KeyboardInterrupt
 
-        lines.Lines.wait_for = interrupt
+        lines.Lines._wait = interrupt
         with pytest.raises(KeyboardInterrupt):
             exchange(communicator, outgoing, incoming, "test")
         mine.fill_(-1)

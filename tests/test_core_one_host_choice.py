@@ -7,6 +7,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_fsdp import fully_shard, shard_model
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.hooks import hooks_of
-from lightning_fsdp.core.ranks import neighbours, one_host, process_memory
+from lightning_fsdp.core.ranks import lines, one_host, process_memory
 from lightning_fsdp.core.ranks.groups import communicator_of, way_of
 from tests.support import ranks
 from tests.support.models import TASKS
@@ -50,12 +51,14 @@ def refused_on_one_rank(rank, world_size, road):
 
         process_memory.Place.read = refuse
     if road == "another host":
-        neighbours.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
+        lines.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
     if road == "no /proc" and rank == 1:
         process_memory.Path.readlink = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
-    one_host.lines_to_all, leaked = _noting_descriptors(one_host.lines_to_all)
+    if road == "another /proc" and rank == 1:  # which has other processes under these numbers
+        lines.Path = lambda path: SimpleNamespace(readlink=lambda: Path("1"))
+    one_host.Lines, leaked = _noting_descriptors(one_host.Lines)
     gather_on(dist.group.WORLD).wait()
-    return communicator_of(dist.group.WORLD).reads_memory, log, leaked, len(_threads())
+    return way_of(communicator_of(dist.group.WORLD)) == "direct", log, leaked, len(_threads())
 
 
 def _noting_descriptors(function):
@@ -64,9 +67,10 @@ def _noting_descriptors(function):
 
     def noting(*args):
         before = _descriptors()
-        result = function(*args)
-        leaked.extend(_descriptors() - before)
-        return result
+        try:
+            return function(*args)
+        finally:
+            leaked.extend(_descriptors() - before)
 
     return noting, leaked
 
@@ -78,6 +82,7 @@ def _noting_descriptors(function):
         ("refused", "in pairs: rank 1: [Errno 1] Operation not permitted"),
         ("another host", "in pairs: they are on several hosts"),
         ("no /proc", "in pairs: rank 1:"),
+        ("another /proc", "in pairs: rank 0: [Errno"),
     ],
 )
 def test_all_ranks_take_one_road_and_one_of_them_says_which(road, words):
@@ -224,13 +229,13 @@ def _threads():
 
 def make_and_destroy_groups(rank, world_size):
     gather_on(dist.group.WORLD).wait()  # it is there until the process ends
-    one_host.lines_to_all, opened = _noting_descriptors(one_host.lines_to_all)
+    one_host.Lines, opened = _noting_descriptors(one_host.Lines)
     groups = [dist.new_group() for _ in range(3)]
     for number, group in enumerate(groups, start=2):
         gather_on(group).wait()
         assert len(_threads()) == number
-    num_lines = 2 * world_size  # a socket and a process for each peer, and a line to itself
-    assert len(opened) == 3 * num_lines
+    # A pipe and the process of each rank, and the other end of its own pipe, once more to write to.
+    assert len(opened) == 3 * (2 * world_size + 2)
     assert set(opened) <= _descriptors()
     dist.barrier()
     while groups:
@@ -250,8 +255,8 @@ def destroy_a_group_within_its_lines(rank, world_size, lock):
     """As the garbage collector does where it finds the group while a method holds a lock."""
     group = dist.new_group(timeout=timedelta(seconds=120))
     gather_on(group).wait()
-    lines = communicator_of(group)._lines
-    with getattr(lines, lock) if rank == 0 else contextlib.nullcontext():
+    of_group = communicator_of(group).lines
+    with getattr(of_group, lock) if rank == 0 else contextlib.nullcontext():
         dist.barrier()  # rank 1 posts after it
         pending = gather_on(group)
         dist.barrier()
@@ -262,8 +267,8 @@ def destroy_a_group_within_its_lines(rank, world_size, lock):
     with pytest.raises(RuntimeError, match=f"expected rank {1 - rank} to take part"):
         pending.wait()
     if rank == 0:
-        lines._thread.join(AT_ONCE_S)
-        assert not lines._thread.is_alive()
+        of_group._thread.join(AT_ONCE_S)
+        assert not of_group._thread.is_alive()
 
 
 @pytest.mark.parametrize("lock", ["_changed", "_reading"])

@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatLayout
 
-Works = list[tuple[dist.Work, str]]
-"""Handles to wait for, each with the ranks that it depends on, in words."""
+Works = Sequence[tuple[Callable[[], object], str]]
+"""Functions that wait, each with the ranks that it depends on, in words."""
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Allocates ``(numel,)`` of a dtype."""
@@ -53,13 +53,13 @@ class Pending:
 
     Attributes:
         what: The operation and this rank, for the message if it fails.
-        works: Handles to wait for, each with the ranks that it depends on.
+        works: Functions that wait, each with the ranks that it depends on.
         finish: Runs once after the wait, on the current stream, and gives the result.
         keeps: Tensors that the collective reads or writes; kept alive until it was waited for.
     """
 
     what: str
-    works: Sequence[tuple[dist.Work, str]]
+    works: Works
     finish: Callable[[], Tensor]
     keeps: Sequence[Tensor] = field(default=(), repr=False)
 
@@ -80,7 +80,7 @@ class Pending:
         """
         while self.works:  # in no variable: see FlatParameter.wait_for_unshard
             with collective(self.what, self.works[0][1]):
-                self.works[0][0].wait()
+                self.works[0][0]()
             self.works = self.works[1:]
         self.keeps = ()
 
@@ -284,7 +284,7 @@ class Communicator:
         mine = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel]
         with collective(what, "every rank"):
             work = torch_internals.all_gather_in(group)(whole, mine)
-        return [(work, "every rank")]
+        return [(work.wait, "every rank")]
 
     def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
         """The same where the region is narrow; here, widened before it is sent."""
@@ -297,7 +297,7 @@ class Communicator:
         with collective(what, "every rank"):
             work = torch_internals.reduce_scatter_in(group)(shard, sent)
         mean = functools.partial(shard.div_, self.world_size)
-        return Pending(what, [(work, "every rank")], mean, keeps=(sent, shard))
+        return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent, shard))
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:

@@ -156,7 +156,7 @@ class ControlGroup:
         what = self._about_to("backward or optimizer's step", "ask what any rank has used or has")
         with collective(what, "every rank"):
             work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        pending = Pending(what, [(work, "every rank")], flags.bool)
+        pending = Pending(what, [(work.wait, "every rank")], flags.bool)
         return lambda: pending.wait().tolist()
 
     def share(self, tensor: torch.Tensor) -> None:

@@ -33,7 +33,7 @@ def exchange(
     sent = [part for parts in outgoing for part in parts]
     received = [part for parts in incoming for part in parts]
     communicator.count("all_to_all", _num_bytes(sent))
-    if isinstance(communicator, OneHostCommunicator) and communicator.reads_memory:
+    if isinstance(communicator, OneHostCommunicator) and communicator.lines is not None:
         communicator.exchange(outgoing, incoming, what)
         return
     # As bytes: gloo does not know every dtype.

@@ -163,7 +163,7 @@ def way_of(communicator: Communicator) -> str:
     """How it moves data: ``direct``, ``pairs``, or by the collectives of a backend, by its name."""
     communicator = _parts(communicator)[0]
     if isinstance(communicator, OneHostCommunicator):
-        return "direct" if communicator.reads_memory else "pairs"
+        return "direct" if communicator.lines else "pairs"
     return _backend_of(communicator)
 
 

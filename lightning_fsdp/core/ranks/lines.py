@@ -1,8 +1,8 @@
 """Lines between processes of one host: messages that say when memory may be read, and was read.
 
-Each two ranks share a socket of the kernel. A rank posts where its data for each of the others
-lies. Once all have posted, each copies what is for it from there and tells the others; when all
-have read, the exchange is over:
+Each rank has a pipe, to which all ranks write and which it alone reads. A rank posts where its data
+for each of the others lies. Once all have posted, each copies what is for it from there and tells
+the others; when all have read, the exchange is over:
 
     sender                               receiver
     post: key, where a table lies  --->  read the table, then the places that it lists
@@ -10,52 +10,57 @@ have read, the exchange is over:
     everything may change          <---  acknowledge: key
 
 Messages are received, and data is read, in a thread that sleeps unless a message comes, so ranks do
-not wait for each other to wait. A rank that is the last to start posts to its own thread as well. A
-key is a tag and how often it was used before, so what has one tag is matched in the order in which
-it was started.
+not wait for each other to wait. A key is a tag and how often it was used before, so what has one
+tag is matched in the order in which it was started.
 
 Note: lifetimes
 Data stays as it is until the sender's ``wait()`` has returned, and that needs the acknowledgement.
-A rank that gives up after the timeout hangs up all its lines before its data can change, and so
-does one whose gather was interrupted. A read counts only if the acknowledgements could be sent
-after it: then the lines were there all the time, and the data as it was posted. An interrupted
-reduction needs nothing of the kind: what it reads is referred to here, and nobody else has it.
+A rank that gives up after the timeout destroys its token before its data can change, and so does
+one whose gather was interrupted. A read counts only if all tokens are there after it: then the data
+was as it was posted. An interrupted reduction needs nothing of the kind: what it reads is referred
+to here, and nobody else has it.
 
 Note: order of memory
-What was written before a message was sent is seen by whoever received it: on every architecture,
-since the kernel's locks are between the two. No word is shared without one.
+What was written before a message was sent is seen by whoever received it, and what is written after
+a token was destroyed by nobody who still finds the token: on every architecture, since the kernel's
+locks are between the two. No word is shared without one.
 
 Note: ends
-The kernel closes the sockets of a process that ends, however it ends, and tells the other side. A
-child that was forked from it may have copies of them, so the process itself is watched as well.
+The kernel tells when a process has ended, however it ended. What it has written to the pipe before
+is received first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
+import secrets
 import selectors
-import socket
 import struct
 import threading
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_fsdp.core.ranks.process_memory import PeerLost, Place
+from lightning_fsdp.core import torch_internals
+from lightning_fsdp.core.engine.communicator import Works
+from lightning_fsdp.core.ranks.pairs import Parts
+from lightning_fsdp.core.ranks.process_memory import PeerLost, Place, Process, host_of_this_process
 
-# Kind; key, or the rank that was waited for in vain; of a post, address and bytes of its table.
-_MESSAGE = struct.Struct("<BQQQQ")
+# Kind; sender; key, or the rank that was waited for in vain; of a post, its table.
+_MESSAGE = struct.Struct("<BBQQQQ")
 _POST, _ACKNOWLEDGE, _GIVE_UP = 0, 1, 2
 
-# Of a rank at a time. Each has at most one post and one acknowledgement under way in a line, which
-# holds some 200 messages.
+# Of a rank at a time. Each has at most one post and one acknowledgement under way to each other
+# rank, whose pipe holds some 1,900 messages: those of 8 ranks. So nobody waits to write.
 _MAX_STARTED = 64
 
 
@@ -69,89 +74,64 @@ Key = tuple[int, int]
 """Tag, and number among the exchanges of this tag."""
 
 
+class Refused(Exception):  # noqa: N818 (it is none where ranks may choose)
+    """Why ranks cannot read each other's memory, the same on all of them."""
+
+
 @dataclass(eq=False)
 class Exchange:
     """What one collective moves between this rank and all others.
 
     Attributes:
-        outgoing: What each peer reads; nobody else may refer to it.
         sizes: By peer, of what it has for this rank, in bytes.
         take: Called in the thread of the lines.
-        unread_by: The ranks that do not have all that is for them yet, this one included.
         posts: By rank that has posted, its table of places.
-        tables: Of places of ``outgoing``; peers read them.
+        unread_by: The ranks that do not have all that is for them yet, this one included.
+        kept: What peers read, and tables of its places; nobody else may refer to these.
     """
 
-    outgoing: Mapping[int, Sequence[Tensor]]
     sizes: Mapping[int, list[int]]
     take: Take
-    unread_by: set[int]
     posts: Mapping[int, Place]
-    tables: list[array[int]] = field(default_factory=list)
-
-
-class Awaited(dist.Work):
-    """One peer's part of an exchange."""
-
-    def __init__(self, lines: Lines, exchange: Exchange, peer: int) -> None:
-        super().__init__()
-        self._lines, self._exchange, self._peer = lines, exchange, peer
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the exchange is over, or failed for another peer, whose part says so.
-
-        Raises:
-            RuntimeError: The peer has ended, gave up, or did not take part within the timeout.
-        """
-        self._lines.wait_for(self._exchange, self._peer)
-        return True
+    unread_by: set[int]
+    kept: list[object]
 
 
 class Lines:
-    """Those of one rank to all of its group.
+    """Those of one rank to all of its group, itself included. Collective.
+
+    Each rank tells the others of its process, tries to read theirs, and tells them whether it
+    could. What one of them cannot do, none does.
 
     Args:
-        rank: This one.
-        sockets: Of SOCK_SEQPACKET, connected, by peer.
-        processes: Descriptors of their processes, by peer.
-        pids: Processes, by rank.
-        opened: Closes sockets and descriptors; owned from now on.
-        timeout_s: How long one exchange may be waited for.
+        group: Whose timeout is that of an exchange.
+
+    Raises:
+        Refused: They cannot, on all ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        sockets: Mapping[int, socket.socket],
-        *,
-        processes: Mapping[int, int],
-        pids: Mapping[int, int],
-        opened: contextlib.ExitStack,
-        timeout_s: float,
-    ) -> None:
-        ends = [opened.enter_context(end) for end in socket.socketpair(type=socket.SOCK_SEQPACKET)]
-        self._to, self._from = ({**sockets, rank: end} for end in ends)
-        self._rank, self._timeout_s = rank, timeout_s
-        self._pids, self._processes, self._opened = pids, processes, opened
-        # Reentrant, both: the garbage collector may close lines wherever it runs.
-        self._changed = threading.Condition(threading.RLock())
-        self._reading = threading.Condition(threading.RLock())
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank = dist.get_rank(group)
+        self._timeout_s = torch_internals.group_timeout(group).total_seconds()
+        self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+        with contextlib.ExitStack() as opened:
+            self._processes = _on_all(group, lambda: self._introduce(opened))
+            if len({process.host for process in self._processes}) > 1:
+                raise Refused("they are on several hosts, or in several namespaces")
+            self._pipes, self._ends = list[FileIO](), list[FileIO]()
+            _on_all(group, lambda: self._reach(opened))
+            self._opened = opened.pop_all()
+        self._changed = threading.Condition()
+        self._reading = threading.Lock()
         self._num_started: Counter[int] = Counter()  # by tag
         self._started: dict[Key, Exchange] = {}  # and not over
         self._posts: defaultdict[Key, dict[int, Place]] = defaultdict(dict)  # and not read yet
-        self._lost: dict[int, str] = {}  # by rank, why its line is not there any more
-        for line in (*self._to.values(), *self._from.values()):
-            line.setblocking(False)
+        self._lost: dict[int, str] = {}  # by rank, why nothing more is to be had of it
+        self._why_ended: str | None = None
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
 
-    def start(
-        self,
-        tag: int,
-        outgoing: Mapping[int, Sequence[Tensor]],
-        sizes: Mapping[int, list[int]],
-        take: Take,
-    ) -> list[tuple[dist.Work, str]]:
+    def start(self, tag: int, outgoing: Parts, sizes: Mapping[int, list[int]], take: Take) -> Works:
         """Start an exchange; ranks start what has one tag in one order.
 
         Args:
@@ -161,44 +141,70 @@ class Lines:
             take: Likewise.
 
         Returns:
-            What to wait for, each with the rank that it depends on.
+            By peer, what waits for the end of the exchange, or raises where it failed for this one.
         """
+        ranks = set(range(len(self._processes)))
         with self._changed:
             self._changed.wait_for(
                 lambda: len(self._started) < _MAX_STARTED or self._lost, self._timeout_s
             )
             key = tag, self._num_started[tag]
             self._num_started[tag] += 1
-            posts = self._posts[key]
-            posts[self._rank] = Place(self._rank, self._pids[self._rank], 0, 0)
-            all_have_posted = len(posts) == len(self._to)
-            exchange = Exchange(outgoing, sizes, take, set(self._to), posts)
+            exchange = Exchange(sizes, take, self._posts[key], ranks.copy(), [outgoing])
             self._started[key] = exchange
-        for rank in self._to if all_have_posted else sizes:  # to its thread, or else to peers only
+        for rank in ranks:
             places = [(data.data_ptr(), data.nbytes) for data in outgoing.get(rank, ())]
             table = array("Q", [number for place in places for number in place])
-            exchange.tables.append(table)
+            exchange.kept.append(table)
             self._send(rank, _POST, *key, table.buffer_info()[0], len(table) * table.itemsize)
-        return [(Awaited(self, exchange, peer), f"rank {peer}") for peer in sizes]
+        return [(functools.partial(self._wait, exchange, peer), f"rank {peer}") for peer in sizes]
 
-    def wait_for(self, exchange: Exchange, peer: int) -> None:
-        """Wait for the end of an exchange; see :meth:`Awaited.wait`.
+    def hang_up(self, why: str, missed: int | None = None) -> None:
+        """End all lines. When this returns nothing here is written any more by a read.
+
+        Args:
+            why: What messages say.
+            missed: The peer that was waited for in vain; all ranks are to name the same.
+        """
+        self._end(why, self._rank if missed is None else missed)
+        with self._reading if self._thread.is_alive() else contextlib.nullcontext():
+            pass  # what was being read here has ended
+
+    def close(self) -> None:
+        """Hang up, and give back thread and descriptors."""
+        self._end("its process group was destroyed", self._rank)
+        if threading.current_thread() is not self._thread:
+            # The garbage collector may call this where a lock is held that the thread waits for.
+            self._thread.join(timeout=1.0)
+
+    def _end(self, why: str, missed: int) -> None:
+        """Let no peer count what it reads from now on, and tell the threads of all ranks."""
+        if not self._thread.is_alive():  # it has ended, or this is a forked child with copies
+            return
+        self._why_ended = self._why_ended or why
+        ctypes.memset(self._token, 0, len(self._token))
+        for step in range(1, len(self._processes) + 1):  # its own thread last, which then ends
+            self._send(self._rank - step, _GIVE_UP, missed, 0, 0, 0)
+
+    def _wait(self, exchange: Exchange, peer: int) -> None:
+        """Return when an exchange is over, or failed for another peer, whose part says so.
 
         Raises:
-            RuntimeError: It did not come, and it was up to this peer.
+            RuntimeError: The peer has ended, gave up, or did not take part within the timeout.
         """
 
         def needed(rank: int) -> bool:  # it has something to do, or its data is to be read
-            return rank != self._rank and not exchange.unread_by.isdisjoint((rank, self._rank))
+            return rank != self._rank and not unread_by.isdisjoint((rank, self._rank))
 
+        def ended() -> bool:
+            return not unread_by or self._why_ended is not None or any(map(needed, self._lost))
+
+        posts, unread_by = exchange.posts, exchange.unread_by
         with self._changed:
-            self._changed.wait_for(
-                lambda: not exchange.unread_by or any(map(needed, self._lost)), self._timeout_s
-            )
-            if not exchange.unread_by:
+            self._changed.wait_for(ended, self._timeout_s)
+            if not unread_by:
                 return
             # Who is lost; else who did not post; else who did not read.
-            posts, unread_by = exchange.posts, exchange.unread_by
             if not any(map(needed, self._lost)):
                 late = min(exchange.sizes, key=lambda p: (p in posts, p not in unread_by))
                 self._lose(late, f"nothing came within {self._timeout_s:g} s")
@@ -208,139 +214,118 @@ class Lines:
         if peer == missed:
             what = "it to read what is here" if peer in posts else "its data"
             raise RuntimeError(
-                f"line to rank {peer} (process {self._pids[peer]}): expected {what}, but "
+                f"line to rank {peer} (process {self._processes[peer].pid}): expected {what}, but "
                 f"{self._lost[peer]}."
             )
 
-    def hang_up(self, why: str, missed: int | None = None) -> None:
-        """End all lines. When this returns nothing here is written any more by a read.
+    def _introduce(self, opened: contextlib.ExitStack) -> Process:
+        pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        for descriptor in pipe:
+            opened.callback(os.close, descriptor)
+        token = ctypes.addressof(self._token), self._token.raw
+        # Of where /proc is that of another namespace, nobody finds the token.
+        pid = int(Path("/proc/self").readlink().name)
+        return Process(self._rank, pid, host_of_this_process(), pipe[0], *token)
 
-        Called by the garbage collector within a method here it returns before: the thread may wait
-        for that method.
+    def _reach(self, opened: contextlib.ExitStack) -> None:
+        """Try whether all can be read, and open what leads to them.
 
-        Args:
-            why: What messages say.
-            missed: The peer that was waited for in vain; all ranks are to name the same.
+        Raises:
+            OSError: The kernel does not permit it.
         """
-        if os.getpid() != self._pids[self._rank]:  # a forked child, which has copies of the lines
-            return
-        with self._changed:  # nobody takes these any more, and they keep gradients
-            self._started.clear()
-        for rank, line in self._to.items():
-            if missed is not None:
-                self._send(rank, _GIVE_UP, missed)
-            self._lose(rank, why)
-            _shut(line)
-        if self._is_within():  # the thread would wait for this one
-            return
-        with self._reading:  # what is being read here has ended
-            pass
-
-    def close(self) -> None:
-        """Hang up, and give back thread and descriptors."""
-        self.hang_up("its process group was destroyed")
-        if threading.current_thread() is not self._thread and not self._is_within():
-            self._thread.join()
-
-    def _is_within(self) -> bool:
-        """Whether this thread holds a lock here: then the garbage collector came in between."""
-        for lock in (self._changed, self._reading):
-            with contextlib.suppress(RuntimeError):  # this thread does not hold it
-                lock.notify_all()
-                return True
-        return False
+        for process in self._processes:
+            process.check()
+            pipe = os.open(f"/proc/{process.pid}/fd/{process.inbox}", os.O_WRONLY | os.O_NONBLOCK)
+            self._pipes.append(opened.enter_context(FileIO(pipe, "w")))
+            self._ends.append(opened.enter_context(FileIO(os.pidfd_open(process.pid))))
 
     # -- in the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        inbox, poll = self._processes[self._rank].inbox, selectors.PollSelector()
         with self._opened:
+            for rank, descriptor in (None, inbox), *enumerate(self._ends):
+                poll.register(descriptor, selectors.EVENT_READ, rank)
             try:
-                self._listen()
+                while self._rank not in self._lost:
+                    ended = [key for key, _ in poll.select() if key.data is not None]
+                    with contextlib.suppress(BlockingIOError):  # there are no more
+                        while True:
+                            self._receive(*_MESSAGE.unpack(os.read(inbox, _MESSAGE.size)))
+                    for key in ended:
+                        poll.unregister(key.fileobj)
+                        self._lose(key.data, "it has ended")
             except BaseException as error:  # noqa: BLE001 (whatever it is, who waits must hear of it)
-                self.hang_up(f"the thread that reads has failed with {error!r}")
+                self._end(f"the thread that reads has failed with {error!r}", self._rank)
+            self._started.clear()  # nobody takes these any more, and they keep gradients
+            self._lose(self._rank, "")  # for whoever waits; it is known why
 
-    def _listen(self) -> None:
-        poll = selectors.PollSelector()
-        for rank, line in self._from.items():
-            poll.register(line, selectors.EVENT_READ, functools.partial(self._receive, rank))
-        for peer, process in self._processes.items():  # when it ends, its line does
-            end = functools.partial(_shut, self._from[peer])
-            poll.register(process, selectors.EVENT_READ, end)
-        while self._rank not in self._lost:
-            for ready, _ in poll.select():
-                if not ready.data():
-                    poll.unregister(ready.fileobj)
-
-    def _receive(self, rank: int) -> bool:
-        """Take in one message; ``False`` where none will come any more."""
-        message = b""  # the end, and so is an error
-        with contextlib.suppress(OSError):
-            message = self._from[rank].recv(_MESSAGE.size)
-        if not message:
-            self._lose(rank, "it has ended or given up")
-            return False
-        kind, tag, number, address, nbytes = _MESSAGE.unpack(message)
+    def _receive(self, kind: int, rank: int, tag: int, number: int, *table: int) -> None:
+        """Take in one message."""
         key = tag, number
         with self._changed:
-            if kind == _GIVE_UP:
-                if tag != self._rank:
-                    self._lose(tag, f"rank {rank} waited for it in vain")
-                self._lose(rank, f"it waited for rank {tag} in vain")
-            elif kind == _POST:
-                self._posts[key][rank] = Place(rank, self._pids[rank], address, nbytes)
-            else:
-                self._note_read(key, rank)
-        if kind == _POST and len(self._posts[key]) == len(self._to):
+            if kind == _POST:
+                self._posts[key][rank] = Place(self._processes[rank], *table)
+            elif kind == _ACKNOWLEDGE and key in self._started:  # else it was hung up
+                unread_by = self._started[key].unread_by
+                unread_by.discard(rank)
+                if not unread_by:
+                    del self._started[key]
+                    self._changed.notify_all()
+            elif kind == _GIVE_UP:
+                vain = f"waited for rank {tag} in vain" if tag != rank else "has given up"
+                for lost in (tag, rank):
+                    if lost != self._rank or rank == self._rank:
+                        self._lose(lost, f"rank {rank} {vain}")
+        if kind == _POST and len(self._posts[key]) == len(self._processes):
             self._take(key)
-        return True
 
     def _take(self, key: Key) -> None:
         """Read what all have posted, and say so to all."""
         with self._reading:
             posts, exchange = self._posts.pop(key), self._started.get(key)
-            if exchange is None:  # it was hung up, and the memory to write into may be gone
+            # After the end the memory to write into may be gone.
+            if exchange is None or self._why_ended is not None:
                 return
             try:
-                sizes = exchange.sizes.items()
-                exchange.take({peer: _places(posts[peer], expected) for peer, expected in sizes})
+                exchange.take({p: _places(posts[p], each) for p, each in exchange.sizes.items()})
+                for peer in exchange.sizes:
+                    self._processes[peer].check()
             except PeerLost as lost:
                 self._lose(lost.peer, lost.why)
                 return
-            # What was read counts if the lines are still there.
-            if all(self._send(peer, _ACKNOWLEDGE, *key) for peer in exchange.sizes):
-                self._note_read(key, self._rank)
-
-    def _note_read(self, key: Key, rank: int) -> None:
-        with self._changed:
-            if key not in self._started:  # it was hung up
-                return
-            unread_by = self._started[key].unread_by
-            unread_by.discard(rank)
-            if not unread_by:
-                del self._started[key]
-                self._changed.notify_all()
+        for rank in range(len(self._processes)):
+            self._send(rank, _ACKNOWLEDGE, *key, 0, 0)
 
     # -- in either ---------------------------------------------------------------------------------
 
-    def _send(self, rank: int, kind: int, *words: int) -> bool:
-        try:
-            self._to[rank].send(_MESSAGE.pack(kind, *words, *(0,) * (4 - len(words))))
-        except OSError as error:
-            # If the line is gone the thread hears of it, and of what the peer has said before.
-            if not isinstance(error, ConnectionError):
-                self._lose(rank, f"it has ended or given up ({error})")
-            return False
-        return True
+    def _send(self, rank: int, kind: int, *words: int) -> None:
+        # The thread hears that the other process has ended; or this one has closed its lines.
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            os.write(self._pipes[rank].fileno(), _MESSAGE.pack(kind, self._rank, *words))
 
     def _lose(self, rank: int, why: str) -> None:
         with self._changed:
-            self._lost.setdefault(rank, why)
+            self._lost.setdefault(rank, self._why_ended or why)
             self._changed.notify_all()
 
 
-def _shut(line: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # closed, or the peer is gone
-        line.shutdown(socket.SHUT_RDWR)
+def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
+    """What a step gives, by rank. Collective.
+
+    Raises:
+        Refused: It has failed on one of them.
+    """
+    every: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        mine = step()
+    except (OSError, AttributeError) as error:  # some have no name where this is not Linux
+        mine = f"rank {dist.get_rank(group)}: {error}"
+    dist.all_gather_object(every, mine, group=group)
+    for refusal in every:
+        if isinstance(refusal, str):
+            raise Refused(refusal)
+    return every
 
 
 def _places(table: Place, sizes: list[int]) -> list[Place]:
@@ -350,10 +335,9 @@ def _places(table: Place, sizes: list[int]) -> list[Place]:
         PeerLost: It has other sizes, or cannot be read.
     """
     numbers = array("Q", bytes(16 * len(sizes)))
-    fits = table.nbytes == len(numbers) * numbers.itemsize
-    if fits:
+    if table.nbytes == len(numbers) * numbers.itemsize:
         table.read(numbers.buffer_info()[0], table.nbytes)
-    if not fits or numbers[1::2].tolist() != sizes:
-        raise PeerLost(table.peer, f"it posted other sizes than {sizes} bytes")
+    if numbers[1::2].tolist() != sizes:
+        raise PeerLost(table.owner.rank, f"it posted other sizes than {sizes} bytes")
     places = zip(numbers[::2], numbers[1::2], strict=True)
-    return [Place(table.peer, table.pid, *place) for place in places]
+    return [Place(table.owner, *place) for place in places]

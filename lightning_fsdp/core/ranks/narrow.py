@@ -30,7 +30,7 @@ class NarrowCommunicator(Communicator):
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         rows = received.view(self.world_size, region.layout.shard_numel)
         mean = functools.partial(_mean_of, rows, region.dtype)
-        return Pending(what, [(work, "every rank")], mean, keeps=(sent,))
+        return Pending(what, [(work.wait, "every rank")], mean, keeps=(sent,))
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,8 +19,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.engine.layout import complement
 from lightning_fsdp.core.ranks import pairs
-from lightning_fsdp.core.ranks.lines import Lines, Places, Take
-from lightning_fsdp.core.ranks.neighbours import lines_to_all
+from lightning_fsdp.core.ranks.lines import Lines, Places, Refused, Take
 from lightning_fsdp.core.ranks.pairs import Parts, Piece
 
 _log = logging.getLogger(__name__)
@@ -34,15 +33,11 @@ class OneHostCommunicator(pairs.PairCommunicator):
     Attributes:
         refusal: Why they do not, the same on all ranks; ``None`` before they have tried, empty
             where they do.
+        lines: By which they do.
     """
 
     refusal: str | None = None
-    _lines: Lines | None = None
-
-    @property
-    def reads_memory(self) -> bool:
-        """Whether it does."""
-        return self._lines is not None
+    lines: Lines | None = None
 
     def connect(self, *, may_read: bool = True) -> None:
         """Find out whether all ranks can, and say so in the log; nothing the next times.
@@ -54,17 +49,18 @@ class OneHostCommunicator(pairs.PairCommunicator):
         """
         if self.refusal is not None or self.world_size == 1:
             return
-        found: Lines | str = "comm='pairs'"
+        refusal = "comm='pairs'"
         if may_read:
-            with collective(f"first exchange {self.where}", "every rank"):
-                found = lines_to_all(self.group)
-        if isinstance(found, str):
-            self.refusal, way = found, f"send to each other in pairs: {found}"
-        else:
-            self.refusal, self._lines, way = "", found, "read each other's memory"
-            self._shown = torch_internals.likeness_of(self.group)
-            weakref.finalize(self.group, found.close)  # also when the process exits
+            try:
+                with collective(f"first exchange {self.where}", "every rank"):
+                    self.lines, refusal = Lines(self.group), ""
+                self._shown = torch_internals.likeness_of(self.group)
+                weakref.finalize(self.group, self.lines.close)  # also when the process exits
+            except Refused as refused:
+                refusal = str(refused)
+        self.refusal = refusal
         if self.rank == 0:
+            way = f"send in pairs: {refusal}" if refusal else "read each other's memory"
             _log.info("ranks %s of %d %s", list(self.ranks), self.mesh_size, way)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
@@ -77,8 +73,8 @@ class OneHostCommunicator(pairs.PairCommunicator):
 
     def break_off(self) -> None:
         """Let no peer take for true what it reads from now on: all lines end."""
-        if self._lines is not None:
-            self._lines.hang_up("this rank was interrupted")
+        if self.lines is not None:
+            self.lines.hang_up("this rank was interrupted")
 
     def exchange(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str
@@ -88,15 +84,13 @@ class OneHostCommunicator(pairs.PairCommunicator):
         where = f"{what} {self.where}"
         try:
             tag = pairs.tag_of(f"all_to_all {what}", reduces=False)
-            for work, peer in self._exchange(where, to, into, tag):
-                with collective(where, peer):
-                    work.wait()
+            Pending(where, self._exchange(where, to, into, tag), Tensor).join()  # of no result
         except BaseException:  # what peers still read may change from now on
             self.break_off()
             raise
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
-        if self._lines is None:
+        if self.lines is None:
             return super()._reduce(region, what)
         keeps, mine, to = self._cut(region)
         shard = region.empty(region.layout.shard_numel, region.dtype)
@@ -109,13 +103,13 @@ class OneHostCommunicator(pairs.PairCommunicator):
     def _exchange(
         self, what: str, to: Parts, into: Parts, tag: int, take: Take | None = None
     ) -> Works:
-        if self._lines is None:
+        if self.lines is None:
             return super()._exchange(what, to, into, tag)
         assert self.group is not None, "it raises where the group is gone"
         pairs.send_and_receive(self._shown, what, to, into, tag)  # for whoever counts or traces
         sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
-            return self._lines.start(tag, to, sizes, take or functools.partial(_take, into))
+            return self.lines.start(tag, to, sizes, take or functools.partial(_take, into))
         except BaseException:  # or peers would wait for what was not posted
             self.break_off()
             raise

@@ -104,7 +104,7 @@ def send_and_receive(
             ]
 
     # No variable has one before all are started: see FlatParameter.wait_for_unshard.
-    return [(work, f"rank {peer}") for peer in into for work in start(peer)]
+    return [(work.wait, f"rank {peer}") for peer in into for work in start(peer)]
 
 
 def mean(

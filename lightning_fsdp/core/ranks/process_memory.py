@@ -26,18 +26,47 @@ class PeerLost(OSError):  # noqa: N818 (the lines catch it)
         self.peer, self.why = peer, why
 
 
-class Place(NamedTuple):
-    """Memory of a peer.
+class Process(NamedTuple):
+    """What a rank tells the others of its process.
 
     Attributes:
-        peer: The rank.
-        pid: Its process.
-        address: First byte there.
+        rank: The rank.
+        pid: The process.
+        host: Equal on ranks of one host.
+        inbox: Descriptor there of the pipe that messages for it are written to.
+        token_address: Where its token lies.
+        token: Random bytes, which are there as long as what it posts may be read.
+    """
+
+    rank: int
+    pid: int
+    host: tuple[str, ...]
+    inbox: int
+    token_address: int
+    token: bytes
+
+    def check(self) -> None:
+        """Return if its token is there; what was read before was then as it was posted.
+
+        Raises:
+            PeerLost: It is not, or the kernel does not permit to look.
+        """
+        found = ctypes.create_string_buffer(len(self.token))
+        Place(self, self.token_address, len(found)).read(ctypes.addressof(found), len(found))
+        if found.raw != self.token:
+            raise PeerLost(self.rank, "it has given up, or is another process")
+
+
+class Place(NamedTuple):
+    """Memory of a process.
+
+    Attributes:
+        owner: Whose.
+        address: First byte.
         nbytes: How many.
     """
 
-    peer: int
-    pid: int
+    owner: Process
     address: int
     nbytes: int
 
@@ -49,18 +78,18 @@ class Place(NamedTuple):
         Raises:
             PeerLost: The peer has ended, has no such memory, or the kernel refuses.
         """
-        address = self.address + start
+        pid, address = self.owner.pid, self.address + start
         while nbytes:
             here, there = _Range(into, nbytes), _Range(address, nbytes)
-            num_read = _process_vm_readv()(self.pid, here, 1, there, 1, 0)
+            num_read = _process_vm_readv()(pid, here, 1, there, 1, 0)
             if num_read <= 0:
                 code = ctypes.get_errno() or errno.EFAULT
-                what = f"[Errno {code}] process_vm_readv of process {self.pid}"
-                raise PeerLost(self.peer, f"{what}: {os.strerror(code)}")
+                what = f"[Errno {code}] process_vm_readv of process {pid}"
+                raise PeerLost(self.owner.rank, f"{what}: {os.strerror(code)}")
             into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
 
 
-def host_of_this_process() -> tuple[str, str, str]:
+def host_of_this_process() -> tuple[str, ...]:
     """Equal for two processes that may read each other: boot, and namespaces of pids and network.
 
     Containers of one machine count as hosts of their own, and so do network namespaces, which stand
@@ -70,8 +99,7 @@ def host_of_this_process() -> tuple[str, str, str]:
         OSError: There is no Linux ``/proc``.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    namespaces = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("pid", "net")]
-    return boot, str(namespaces[0]), str(namespaces[1])
+    return boot, *(str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net"))
 
 
 @functools.cache
@@ -83,7 +111,6 @@ def _process_vm_readv() -> Callable[..., int]:
     """
     # ``CDLL`` lets go of the GIL while it calls, and keeps errno per thread.
     function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    vectors = (ctypes.c_void_p, ctypes.c_ulong)
-    function.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
+    function.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
     function.restype = ctypes.c_ssize_t
     return function

@@ -40,7 +40,7 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     column.count("all_reduce", 2 * (size - 1) * (shard.nbytes // size))
     with collective(what, "every replica"):
         work = dist.all_reduce(shard, group=group, async_op=True)
-    works = [(work, "every replica")]
+    works = [(work.wait, "every replica")]
     return Pending(what, works, lambda: shard.div_(size).to(dtype), keeps=(shard,))
 
 
