@@ -121,7 +121,9 @@ class Lines:
             self._pipes, self._ends = list[FileIO](), list[FileIO]()
             _on_all(group, lambda: self._reach(opened))
             self._opened = opened.pop_all()
-        self._changed = threading.Condition()
+        # Of C, or an interrupt could come when it is locked and before a ``with`` would unlock it.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()
         self._num_started: Counter[int] = Counter()  # by tag
         self._started: dict[Key, Exchange] = {}  # and not over
@@ -144,7 +146,7 @@ class Lines:
             By peer, what waits for the end of the exchange, or raises where it failed for this one.
         """
         ranks = set(range(len(self._processes)))
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: len(self._started) < _MAX_STARTED or self._lost, self._timeout_s
             )
@@ -153,8 +155,8 @@ class Lines:
             exchange = Exchange(sizes, take, self._posts[key], ranks.copy(), [outgoing])
             self._started[key] = exchange
         for rank in ranks:
-            places = [(data.data_ptr(), data.nbytes) for data in outgoing.get(rank, ())]
-            table = array("Q", [number for place in places for number in place])
+            parts = outgoing.get(rank, ())
+            table = array("Q", [n for part in parts for n in (part.data_ptr(), part.nbytes)])
             exchange.kept.append(table)
             self._send(rank, _POST, *key, table.buffer_info()[0], len(table) * table.itemsize)
         return [(functools.partial(self._wait, exchange, peer), f"rank {peer}") for peer in sizes]
@@ -200,17 +202,18 @@ class Lines:
             return not unread_by or self._why_ended is not None or any(map(needed, self._lost))
 
         posts, unread_by = exchange.posts, exchange.unread_by
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(ended, self._timeout_s)
             if not unread_by:
                 return
             # Who is lost; else who did not post; else who did not read.
             if not any(map(needed, self._lost)):
-                late = min(exchange.sizes, key=lambda p: (p in posts, p not in unread_by))
+                late = min(sorted(exchange.sizes), key=lambda p: (p in posts, p not in unread_by))
                 self._lose(late, f"nothing came within {self._timeout_s:g} s")
             missed = next(filter(needed, self._lost))
-            self._started.clear()  # or the next part would find another
+            given_up, self._started = self._started, {}  # or the next part would find another
         self.hang_up(f"this rank gave up when it waited for rank {missed}", missed)
+        given_up.clear()  # no sooner: until then peers count what they read
         if peer == missed:
             what = "it to read what is here" if peer in posts else "its data"
             raise RuntimeError(
@@ -235,7 +238,8 @@ class Lines:
         """
         for process in self._processes:
             process.check()
-            pipe = os.open(f"/proc/{process.pid}/fd/{process.inbox}", os.O_WRONLY | os.O_NONBLOCK)
+            # Open for reading as well, no write ends this process (SIGPIPE) where a peer has ended.
+            pipe = os.open(f"/proc/{process.pid}/fd/{process.inbox}", os.O_RDWR | os.O_NONBLOCK)
             self._pipes.append(opened.enter_context(FileIO(pipe, "w")))
             self._ends.append(opened.enter_context(FileIO(os.pidfd_open(process.pid))))
 
@@ -243,27 +247,27 @@ class Lines:
 
     def _serve(self) -> None:
         inbox, poll = self._processes[self._rank].inbox, selectors.PollSelector()
-        with self._opened:
-            for rank, descriptor in (None, inbox), *enumerate(self._ends):
-                poll.register(descriptor, selectors.EVENT_READ, rank)
-            try:
-                while self._rank not in self._lost:
-                    ended = [key for key, _ in poll.select() if key.data is not None]
-                    with contextlib.suppress(BlockingIOError):  # there are no more
-                        while True:
-                            self._receive(*_MESSAGE.unpack(os.read(inbox, _MESSAGE.size)))
-                    for key in ended:
-                        poll.unregister(key.fileobj)
-                        self._lose(key.data, "it has ended")
-            except BaseException as error:  # noqa: BLE001 (whatever it is, who waits must hear of it)
-                self._end(f"the thread that reads has failed with {error!r}", self._rank)
+        for rank, descriptor in (None, inbox), *enumerate(self._ends):
+            poll.register(descriptor, selectors.EVENT_READ, rank)
+        try:
+            while self._rank not in self._lost:
+                ended = [key for key, _ in poll.select() if key.data is not None]
+                with contextlib.suppress(BlockingIOError):  # there are no more
+                    while True:
+                        self._receive(*_MESSAGE.unpack(os.read(inbox, _MESSAGE.size)))
+                for key in ended:
+                    poll.unregister(key.fileobj)
+                    self._lose(key.data, "it has ended")
+        except BaseException as error:  # noqa: BLE001 (whatever it is, who waits must hear of it)
+            self._end(f"the thread that reads has failed with {error!r}", self._rank)
+        with self._lock, self._opened:  # or a write could meet what has its number next
             self._started.clear()  # nobody takes these any more, and they keep gradients
             self._lose(self._rank, "")  # for whoever waits; it is known why
 
     def _receive(self, kind: int, rank: int, tag: int, number: int, *table: int) -> None:
         """Take in one message."""
         key = tag, number
-        with self._changed:
+        with self._lock:
             if kind == _POST:
                 self._posts[key][rank] = Place(self._processes[rank], *table)
             elif kind == _ACKNOWLEDGE and key in self._started:  # else it was hung up
@@ -291,21 +295,23 @@ class Lines:
                 exchange.take({p: _places(posts[p], each) for p, each in exchange.sizes.items()})
                 for peer in exchange.sizes:
                     self._processes[peer].check()
+                for rank in range(len(self._processes)):
+                    self._send(rank, _ACKNOWLEDGE, *key, 0, 0)
             except PeerLost as lost:
-                self._lose(lost.peer, lost.why)
-                return
-        for rank in range(len(self._processes)):
-            self._send(rank, _ACKNOWLEDGE, *key, 0, 0)
+                # Who has ended or given up is heard of, with whom it missed: all name that one.
+                with contextlib.suppress(PeerLost):
+                    self._processes[lost.peer].check()
+                    self._lose(lost.peer, lost.why)
 
     # -- in either ---------------------------------------------------------------------------------
 
     def _send(self, rank: int, kind: int, *words: int) -> None:
-        # The thread hears that the other process has ended; or this one has closed its lines.
-        with contextlib.suppress(BrokenPipeError, ValueError):
+        # Where a rank has ended, messages stay in its pipe; ValueError: these lines are closed.
+        with self._lock, contextlib.suppress(BlockingIOError, ValueError):
             os.write(self._pipes[rank].fileno(), _MESSAGE.pack(kind, self._rank, *words))
 
     def _lose(self, rank: int, why: str) -> None:
-        with self._changed:
+        with self._lock:
             self._lost.setdefault(rank, self._why_ended or why)
             self._changed.notify_all()
 
@@ -339,5 +345,4 @@ def _places(table: Place, sizes: list[int]) -> list[Place]:
         table.read(numbers.buffer_info()[0], table.nbytes)
     if numbers[1::2].tolist() != sizes:
         raise PeerLost(table.owner.rank, f"it posted other sizes than {sizes} bytes")
-    places = zip(numbers[::2], numbers[1::2], strict=True)
-    return [Place(table.owner, *place) for place in places]
+    return [Place(table.owner, *place) for place in zip(numbers[::2], numbers[1::2], strict=True)]

@@ -97,8 +97,7 @@ class OneHostCommunicator(pairs.PairCommunicator):
         like = {peer: [piece.data for piece in mine] for peer in to}  # as many and as long
         tag = pairs.tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         take = functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype)
-        works = self._exchange(what, to, like, tag, take)
-        return Pending(what, works, lambda: shard, keeps=keeps)
+        return Pending(what, self._exchange(what, to, like, tag, take), lambda: shard, keeps=keeps)
 
     def _exchange(
         self, what: str, to: Parts, into: Parts, tag: int, take: Take | None = None
@@ -139,5 +138,4 @@ def _take_mean(
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
             result = pairs.mean(rows, [Piece(0, own.numel(), own)], rank, shard.dtype)
-            if result is not block:
-                block.copy_(result)
+            block.copy_(result)  # nothing where the result is the block

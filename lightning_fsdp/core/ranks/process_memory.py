@@ -80,13 +80,12 @@ class Place(NamedTuple):
         """
         pid, address = self.owner.pid, self.address + start
         while nbytes:
-            here, there = _Range(into, nbytes), _Range(address, nbytes)
-            num_read = _process_vm_readv()(pid, here, 1, there, 1, 0)
-            if num_read <= 0:
+            read = _process_vm_readv()(pid, _Range(into, nbytes), 1, _Range(address, nbytes), 1, 0)
+            if read <= 0:
                 code = ctypes.get_errno() or errno.EFAULT
                 what = f"[Errno {code}] process_vm_readv of process {pid}"
                 raise PeerLost(self.owner.rank, f"{what}: {os.strerror(code)}")
-            into, address, nbytes = into + num_read, address + num_read, nbytes - num_read
+            into, address, nbytes = into + read, address + read, nbytes - read
 
 
 def host_of_this_process() -> tuple[str, ...]:
