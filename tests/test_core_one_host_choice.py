@@ -54,6 +54,8 @@ def refused_on_one_rank(rank, world_size, road):
         lines.host_of_this_process = lambda: (str(rank), "pid:[1]", "net:[1]")
     if road == "no /proc" and rank == 1:
         process_memory.Path.readlink = lambda path: (_ for _ in ()).throw(FileNotFoundError(path))
+    if road == "short pipes" and rank == 1:
+        lines._PIPE_BYTES = 2**30
     if road == "another /proc" and rank == 1:  # which has other processes under these numbers
         lines.Path = lambda path: SimpleNamespace(readlink=lambda: Path("1"))
     one_host.Lines, leaked = _noting_descriptors(one_host.Lines)
@@ -83,6 +85,7 @@ def _noting_descriptors(function):
         ("another host", "in pairs: they are on several hosts"),
         ("no /proc", "in pairs: rank 1:"),
         ("another /proc", "in pairs: rank 0: [Errno"),
+        ("short pipes", "in pairs: rank 1: pipes are short"),
     ],
 )
 def test_all_ranks_take_one_road_and_one_of_them_says_which(road, words):

@@ -61,7 +61,7 @@ _POST, _ACKNOWLEDGE, _GIVE_UP = 0, 1, 2
 
 # Of a rank at a time. Each has at most one post and one acknowledgement under way to each other
 # rank, whose pipe holds some 1,900 messages: those of 8 ranks. So nobody waits to write.
-_MAX_STARTED = 64
+_MAX_STARTED, _PIPE_BYTES = 64, 2**16
 
 
 Places = dict[int, list[Place]]
@@ -169,7 +169,7 @@ class Lines:
             missed: The peer that was waited for in vain; all ranks are to name the same.
         """
         self._end(why, self._rank if missed is None else missed)
-        with self._reading if self._thread.is_alive() else contextlib.nullcontext():
+        with self._reading if os.getpid() == self._pid else contextlib.nullcontext():
             pass  # what was being read here has ended
 
     def close(self) -> None:
@@ -181,7 +181,7 @@ class Lines:
 
     def _end(self, why: str, missed: int) -> None:
         """Let no peer count what it reads from now on, and tell the threads of all ranks."""
-        if not self._thread.is_alive():  # it has ended, or this is a forked child with copies
+        if os.getpid() != self._pid:  # a forked child, with copies of all
             return
         self._why_ended = self._why_ended or why
         ctypes.memset(self._token, 0, len(self._token))
@@ -225,10 +225,14 @@ class Lines:
         pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in pipe:
             opened.callback(os.close, descriptor)
+        from fcntl import F_GETPIPE_SZ, fcntl  # where there is pipe2
+
+        if fcntl(pipe[0], F_GETPIPE_SZ) < _PIPE_BYTES:
+            raise OSError("pipes are short, as this user has more than pipe-user-pages-soft")
         token = ctypes.addressof(self._token), self._token.raw
         # Of where /proc is that of another namespace, nobody finds the token.
-        pid = int(Path("/proc/self").readlink().name)
-        return Process(self._rank, pid, host_of_this_process(), pipe[0], *token)
+        self._pid = int(Path("/proc/self").readlink().name)
+        return Process(self._rank, self._pid, host_of_this_process(), pipe[0], *token)
 
     def _reach(self, opened: contextlib.ExitStack) -> None:
         """Try whether all can be read, and open what leads to them.
@@ -306,8 +310,8 @@ class Lines:
     # -- in either ---------------------------------------------------------------------------------
 
     def _send(self, rank: int, kind: int, *words: int) -> None:
-        # Where a rank has ended, messages stay in its pipe; ValueError: these lines are closed.
-        with self._lock, contextlib.suppress(BlockingIOError, ValueError):
+        # Where a rank has ended, messages stay in its pipe.
+        with self._lock, contextlib.suppress(ValueError):  # these lines are closed
             os.write(self._pipes[rank].fileno(), _MESSAGE.pack(kind, self._rank, *words))
 
     def _lose(self, rank: int, why: str) -> None:
@@ -328,9 +332,8 @@ def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
     except (OSError, AttributeError) as error:  # some have no name where this is not Linux
         mine = f"rank {dist.get_rank(group)}: {error}"
     dist.all_gather_object(every, mine, group=group)
-    for refusal in every:
-        if isinstance(refusal, str):
-            raise Refused(refusal)
+    if refusals := [each for each in every if isinstance(each, str)]:
+        raise Refused(refusals[0])
     return every
 
 
