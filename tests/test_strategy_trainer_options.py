@@ -11,10 +11,13 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    ThroughputMonitor,
     Timer,
+    throughput_monitor,
 )
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_fsdp.strategies import lightning_internals
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -84,6 +87,30 @@ def _monitored(strategy, folder, rank):
     return {"totals": torch.tensor(totals), "rates": torch.tensor(next(iter(rates.values())))}
 
 
+def _flops(device, dtype):
+    return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype]
+
+
+def _measured(precision, strategy, folder, rank):
+    """Lightning's share of a device's peak: that of the dtype that computes."""
+    for module in (throughput_monitor, lightning_internals):
+        module.get_available_flops = _flops
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))
+    trainer = make_trainer(
+        strategy,
+        folder,
+        precision=precision,
+        logger=CSVLogger(folder, name="", version=""),
+        callbacks=[monitor],
+        log_every_n_steps=1,
+    )
+    model = seeded(Regressor)
+    model.flops_per_batch = 1000
+    trainer.fit(model, make_loader(16))
+    (throughput,) = monitor._throughputs.values()
+    return {"flops": torch.tensor([monitor.available_flops, throughput.available_flops])}
+
+
 class _Writer(BasePredictionWriter):
     def __init__(self):
         super().__init__("batch_and_epoch")
@@ -145,5 +172,6 @@ FITTED = [
 
 def test_each_is_as_under_ddp(tmp_path):
     scenarios = [functools.partial(_fitted, each) for each in FITTED]
+    scenarios += [functools.partial(_measured, p) for p in ("32-true", "bf16-mixed", "bf16-true")]
     scenarios += [_reloaded, _monitored, _predicted, _saved_at_an_exception]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)

@@ -28,7 +28,8 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ThroughputMonitor
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
@@ -176,6 +177,16 @@ def move_metrics(module: nn.Module, device: torch.device) -> None:
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.to(device)
+
+
+def tell_of_dtype(callback: ThroughputMonitor, device: torch.device, dtype: torch.dtype) -> None:
+    """Let Lightning's monitor know in which dtype is computed; it takes fp32 by default.
+
+    It asks the precision plugin for its class, and knows Lightning's alone.
+    """
+    callback.available_flops = get_available_flops(device, dtype)
+    for throughput in callback._throughputs.values():
+        throughput.available_flops = callback.available_flops
 
 
 def summarize_within(callback: ModelSummary, context: AbstractContextManager[Any]) -> None:

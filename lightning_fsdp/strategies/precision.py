@@ -117,6 +117,11 @@ class ShardedPrecision(Precision):
             return cls(plugin.precision, getattr(plugin, "scaler", None))
         raise ValueError(_unsupported(getattr(plugin, "precision", None), type(plugin).__name__))
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the weights that forward and backward use."""
+        return torch.bfloat16 if self._half else self.policy.param_dtype or torch.float32
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         return self._half.convert_module(module) if self._half else module

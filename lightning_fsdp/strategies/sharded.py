@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary, ThroughputMonitor
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -399,6 +399,10 @@ class ShardedStrategy(ProcessStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
         self.precision_plugin.convert_module(module)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, ThroughputMonitor):
+                dtype = self.precision_plugin.compute_dtype
+                lightning_internals.tell_of_dtype(callback, self.root_device, dtype)
         lightning_internals.move_metrics(module, self.root_device)
         unit_calls.apply(
             module,
