@@ -50,7 +50,7 @@ def give_up_what_nobody_waits_for(rank, world_size):
     dist.barrier()
 
 
-def test_what_was_posted_stays_until_a_rank_that_gives_up_has_destroyed_its_token():
+def test_what_was_posted_stays_until_a_rank_that_gives_up_has_broken_its_seal():
     run_on_ranks(give_up_what_nobody_waits_for, 2)
 
 

@@ -399,10 +399,7 @@ class ShardedStrategy(ProcessStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.device_type = self.root_device.type
         self.precision_plugin.convert_module(module)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, ThroughputMonitor):
-                dtype = self.precision_plugin.compute_dtype
-                lightning_internals.tell_of_dtype(callback, self.root_device, dtype)
+        self._tell_throughput_monitors(trainer)
         lightning_internals.move_metrics(module, self.root_device)
         unit_calls.apply(
             module,
@@ -454,6 +451,13 @@ class ShardedStrategy(ProcessStrategy):
         for callback in trainer.checkpoint_callbacks:
             if self._checkpoints.saves_in_background and isinstance(callback, ModelCheckpoint):
                 lightning_internals.wait_before_naming(callback, background.join_last)
+
+    def _tell_throughput_monitors(self, trainer: pl.Trainer) -> None:
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        for callback in callbacks:
+            if isinstance(callback, ThroughputMonitor):  # Lightning's
+                dtype = self.precision_plugin.compute_dtype
+                lightning_internals.tell_of_dtype(callback, self.root_device, dtype)
 
     def _let_summaries_count_whole_parameters(
         self, trainer: pl.Trainer, module: pl.LightningModule

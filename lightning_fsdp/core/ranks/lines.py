@@ -15,14 +15,14 @@ tag is matched in the order in which it was started.
 
 Note: lifetimes
 Data stays as it is until the sender's ``wait()`` has returned, and that needs the acknowledgement.
-A rank that gives up after the timeout destroys its token before its data can change, and so does
-one whose gather was interrupted. A read counts only if all tokens are there after it: then the data
-was as it was posted. An interrupted reduction needs nothing of the kind: what it reads is referred
-to here, and nobody else has it.
+A rank that gives up after the timeout breaks its seal, random bytes that all ranks know, before its
+data can change, and so does one whose gather was interrupted. A read counts only if the seals are
+whole after it: then the data was as it was posted. An interrupted reduction needs nothing of the
+kind: what it reads is referred to here, and nobody else has it.
 
 Note: order of memory
 What was written before a message was sent is seen by whoever received it, and what is written after
-a token was destroyed by nobody who still finds the token: on every architecture, since the kernel's
+a seal was broken by nobody who still finds it whole: on every architecture, since the kernel's
 locks are between the two. No word is shared without one.
 
 Note: ends
@@ -113,7 +113,7 @@ class Lines:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = dist.get_rank(group)
         self._timeout_s = torch_internals.group_timeout(group).total_seconds()
-        self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
+        self._seal = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         with contextlib.ExitStack() as opened:
             self._processes = _on_all(group, lambda: self._introduce(opened))
             if len({process.host for process in self._processes}) > 1:
@@ -184,7 +184,7 @@ class Lines:
         if os.getpid() != self._pid:  # a forked child, with copies of all
             return
         self._why_ended = self._why_ended or why
-        ctypes.memset(self._token, 0, len(self._token))
+        ctypes.memset(self._seal, 0, len(self._seal))
         for step in range(1, len(self._processes) + 1):  # its own thread last, which then ends
             self._send(self._rank - step, _GIVE_UP, missed, 0, 0, 0)
 
@@ -229,10 +229,10 @@ class Lines:
 
         if fcntl(pipe[0], F_GETPIPE_SZ) < _PIPE_BYTES:
             raise OSError("pipes are short, as this user has more than pipe-user-pages-soft")
-        token = ctypes.addressof(self._token), self._token.raw
-        # Of where /proc is that of another namespace, nobody finds the token.
+        seal = ctypes.addressof(self._seal), self._seal.raw
+        # Where /proc shows another namespace this is another process, which has no such seal.
         self._pid = int(Path("/proc/self").readlink().name)
-        return Process(self._rank, self._pid, host_of_this_process(), pipe[0], *token)
+        return Process(self._rank, self._pid, host_of_this_process(), pipe[0], *seal)
 
     def _reach(self, opened: contextlib.ExitStack) -> None:
         """Try whether all can be read, and open what leads to them.

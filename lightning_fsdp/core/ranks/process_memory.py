@@ -34,26 +34,26 @@ class Process(NamedTuple):
         pid: The process.
         host: Equal on ranks of one host.
         inbox: Descriptor there of the pipe that messages for it are written to.
-        token_address: Where its token lies.
-        token: Random bytes, which are there as long as what it posts may be read.
+        seal_address: Where its seal lies.
+        seal: Random bytes, which lie there as long as what it posts may be read.
     """
 
     rank: int
     pid: int
     host: tuple[str, ...]
     inbox: int
-    token_address: int
-    token: bytes
+    seal_address: int
+    seal: bytes
 
     def check(self) -> None:
-        """Return if its token is there; what was read before was then as it was posted.
+        """Return if its seal is whole; what was read before was then as it was posted.
 
         Raises:
             PeerLost: It is not, or the kernel does not permit to look.
         """
-        found = ctypes.create_string_buffer(len(self.token))
-        Place(self, self.token_address, len(found)).read(ctypes.addressof(found), len(found))
-        if found.raw != self.token:
+        found = ctypes.create_string_buffer(len(self.seal))
+        Place(self, self.seal_address, len(found)).read(ctypes.addressof(found), len(found))
+        if found.raw != self.seal:
             raise PeerLost(self.rank, "it has given up, or is another process")
 
 
