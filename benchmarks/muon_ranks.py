@@ -119,16 +119,16 @@ def flops(shape: Shape) -> float:
 
 def owners(model: Model, num_ranks: int) -> Cost:
     """Exactly as the core does it."""
-    layout = plan_layout([(str(i), s) for i, s in enumerate(model.shapes)], num_ranks)
-    slices = {
-        slot: [layout.slice_of(slot, rank) for rank in range(num_ranks)] for slot in layout.slots
-    }
-    block = [
-        Cut(slot.shape, tuple((each.start, each.stop) for each in of_slot))
-        for slot, of_slot in slices.items()
-        if len(slot.shape) == 2
-    ]
-    cuts = block * model.num_blocks
+    named = [(str(i), shape) for i, shape in enumerate(model.shapes)]
+    # The core lays every second unit out backwards.
+    layouts = [plan_layout(order, num_ranks) for order in (named, named[::-1])]
+    cuts = []
+    for block in range(model.num_blocks):
+        layout = layouts[block % 2]
+        for slot in layout.slots:
+            slices = [layout.slice_of(slot, rank) for rank in range(num_ranks)]
+            if len(slot.shape) == 2:
+                cuts.append(Cut(slot.shape, tuple((each.start, each.stop) for each in slices)))
     sent, received, work = ([0.0] * num_ranks for _ in range(3))
     for cut, owner in zip(cuts, assign(cuts, [0] * num_ranks), strict=True):
         work[owner] += flops(cut.shape)

@@ -56,6 +56,14 @@ def test_a_weight_tied_across_units_is_a_flat_param_of_its_own():
     assert [names_of(flat_param) for flat_param in shared] == [["transformer.wte.weight"]]
 
 
+def test_every_second_unit_is_laid_out_backwards():
+    model = gpt2()
+    plans = plan_units(model, find_units(model, None), set(), set())
+    in_order = [names for plan in plans if (names := [plan.names[p] for p in plan.sites])]
+    of_blocks = [names_of(flat_param) for flat_param in cut_flat_params(plans)[:3]]
+    assert of_blocks == [in_order[0], in_order[1][::-1], in_order[2]]
+
+
 def test_parameters_held_directly_by_the_root_are_a_unit_of_the_root():
     assert units_of(LM()) == {
         "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"],

@@ -121,10 +121,15 @@ def plan_units(
 
 
 def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
-    """Cut the units' parameters into flat ones, in order; those sharded already have theirs."""
+    """Cut the units' parameters into flat ones, in order; those sharded already have theirs.
+
+    Every second unit is laid out backwards. A rank that holds the large matrices of one block then
+    holds the small ones of the next, so that owners of whole tensors (``optimizers/owners.py``)
+    have equal work where most of each tensor lies.
+    """
     users: dict[Tensor, list[UnitPlan]] = {}
-    for plan in plans:
-        for parameter in plan.sites:
+    for number, plan in enumerate(plans):
+        for parameter in reversed(plan.sites) if number % 2 else plan.sites:
             if not isinstance(parameter, Sharded):
                 users.setdefault(parameter, []).append(plan)
     flat_params: dict[object, FlatParameterPlan] = {}
