@@ -4,7 +4,7 @@
 suffix          one file holds                   one document is      in memory at a time
 ==============  ===============================  ===================  ==============================
 .txt            text                             the file             a block of it
-.json           an object, or a list of objects  one object's field   one object
+.json           objects, or lists of objects     one object's field   one object
 .jsonl          one object per line              one line's field     one object
 .csv            a table                          one row's field      one row
 .parquet        a table                          one row's field      a page of a column, 64 rows
@@ -139,15 +139,16 @@ def _read_lines(path: Path, file: TextIOWrapper, field: str, most: int) -> Found
 
 def _read_json(path: Path, file: TextIOWrapper, field: str, most: int) -> Found:
     window = _Window(path, file, most)
-    is_list = window.skip("[")
-    if not (is_list and window.skip("]")):
-        yield from _document(*window.value(), field)
-        while is_list and not window.skip("]"):
-            if not window.skip(","):
-                raise _broken(window.source(), "no ',' or ']' after a list's object")
+    while True:  # one after another, as lines of objects are, which such files often hold
+        is_list = window.skip("[")
+        if not (is_list and window.skip("]")):
             yield from _document(*window.value(), field)
-    if not window.skip(""):
-        raise _broken(window.source(), "text after the end")
+            while is_list and not window.skip("]"):
+                if not window.skip(","):
+                    raise _broken(window.source(), "no ',' or ']' after a list's object")
+                yield from _document(*window.value(), field)
+        if window.skip(""):
+            return
 
 
 class _Window:
@@ -158,8 +159,7 @@ class _Window:
         self._file = file
         self._most = most
         self._text = ""
-        self._line = 1  # of the file, where the text begins, as is the column
-        self._column = 1
+        self._line = self._column = 1  # of the file, where the text begins
 
     def source(self) -> str:
         """Where what comes next stands, as ``path:line``."""

@@ -31,6 +31,22 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "[a,"}, {"text": "\\\\"}]',
+        '{"text": "[a,"}\n{"text": "\\\\"}\n',
+        '[{"text": "[a,"}]\n[{"text": "\\\\", "more": [{}, []]}]',
+        '{"text": "[a,", "more": {"text": [1, "]"]}}[][{"text": "\\\\"}]',
+    ],
+)
+def test_a_json_file_holds_objects_and_lists_of_them_one_after_another(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "x.json").write_text(content)
+    assert documents(open_corpus(tmp_path)) == ["[a,", "\\"]
+
+
+@pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.txt", b"one\ntwo\nthr\xffee", r"x\.txt:3: expected UTF-8, got byte 0xff\. Convert"),
@@ -55,7 +71,7 @@ def test_a_single_file_is_a_corpus(tmp_path: Path) -> None:
         ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl:1: .*half of a surrogate pair \(\\ud800\)"),
         ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: expected JSON, got a broken line"),
         ("x.jsonl", b'{"n": 1' + b"0" * 5000 + b"}", r"x\.jsonl:1: expected JSON, got a broken"),
-        ("x.json", b'{"text": "a"}\n{"text": "b"}', r"x\.json:2: .*\(text after the end\)"),
+        ("x.json", b'{"text": "a"}\n text', r"x\.json:2: .*\(Expecting value, column 2\)"),
         (
             "x.json",
             b'[\n{"text": "a"},\n\n{"txt": "b"}\n]',
