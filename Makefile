@@ -55,7 +55,7 @@ bench-full: $(READY) ## The same over batch sizes and accumulations; in runs/ben
 	    --grad-accum 1 2 $(BENCH_ARGS)
 
 bench-optimizer: $(READY) ## Optimizers built before and after sharding; table, JSON, picture in runs/optimizer
-	$(RUN) lightning_fsdp.bench optimizer --out runs/optimizer $(BENCH_ARGS)
+	$(RUN) benchmarks.optimizer --out runs/optimizer $(BENCH_ARGS)
 
 compare: $(READY) ## Judge by value what each engine lets one read; report in runs/compare
 	$(RUN) lightning_fsdp.compare --out runs/compare $(COMPARE_ARGS)

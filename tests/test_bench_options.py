@@ -47,7 +47,6 @@ SIMULATE = ["scaling", "--ranks", "8"]
         ([*SIMULATE, "--host-bandwidth", "2"], "--host-bandwidth: expected --hosts of 2 or more"),
         (["scaling"], "the following arguments are required: --ranks"),
         (["--ranks", "0"], "argument --ranks: expected 1 or more, got '0'"),
-        (["optimizer", "--ranks", "1"], "argument --ranks: expected 2 or more, got '1'"),
         (["--ranks", "4", "--shard-size", "3"], "a divisor of --ranks 4, got 3"),
         ([*SIMULATE, "--shard-size", "3"], "expected a divisor of --ranks [8], got 3"),
         ([*SIMULATE, "--shared-line"], "--shared-line: expected --host-bandwidth with it"),
@@ -96,7 +95,6 @@ def test_a_recipe_is_named_or_is_a_file(tmp_path):
         ("--out", []),
         ("--out", SIMULATE),
         ("--out", SEARCH),
-        ("--out", ["optimizer"]),
         ("folder", ["plot"]),
     ],
 )

@@ -118,7 +118,7 @@ def test_the_files_of_other_benchmarks_are_refused_by_name(tmp_path, capsys):
     told = capsys.readouterr().err
     assert told.startswith(f"error: {tmp_path}/results.json: expected the results of `python -m ")
     assert told.endswith(
-        "got those of `bench optimizer`, whose picture is memory.png there. Name another.\n"
+        "got those of `make bench-optimizer`: its picture is memory.png. Name another.\n"
     )
 
 

@@ -105,7 +105,7 @@ def test_files_functions_and_the_whole_of_the_core_stay_below_their_limits():
 
 def test_what_measures_stays_smaller_than_what_it_measures():
     lines = [len(_code_lines(path)) for name in MEASURING for path in (PACKAGE / name).glob("*.py")]
-    assert sum(lines) <= 3366
+    assert sum(lines) <= 3040
 
 
 def test_what_reads_and_packs_text_stays_below_its_limit():

@@ -176,10 +176,9 @@ for command in sys.argv[1:]:
     for stream in (sys.stdout, sys.stderr):
         print(f"ended: {os.waitstatus_to_exitcode(status)}", file=stream, flush=True)
 """
-SHOWN = ["bench", "bench optimizer", "compare", "convert", "plan"]
+SHOWN = ["bench", "compare", "convert", "plan"]
 MISSING = {
     "bench": ("bench", "matplotlib, pydantic, tensorboard, jsonargparse, psutil, "),
-    "bench optimizer": ("bench", "matplotlib, pydantic, tensorboard, transformers"),
     "bench plot .": ("bench", "matplotlib, pydantic, tensorboard"),
     "plan --model gpt2-nano --world 2": ("recipes", "transformers"),
 }

@@ -13,8 +13,7 @@ from lightning_fsdp.bench.options import parse
 from lightning_fsdp.harness.command_line import exit_with, require_extra
 
 _OF_PICTURES = ("matplotlib", "pydantic", "tensorboard")
-_NEEDED = {"plot": _OF_PICTURES, "optimizer": (*_OF_PICTURES, "transformers")}
-_NEEDED_TO_TRAIN = (*_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
+_TO_TRAIN = (*_OF_PICTURES, "jsonargparse", "psutil", "tokenizers", "transformers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,17 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     name, args = parse(given)
-    require_extra("bench", *_NEEDED.get(name, _NEEDED_TO_TRAIN))
+    require_extra("bench", *(_OF_PICTURES if name == "plot" else _TO_TRAIN))
     # Pictures, tables and recipes need what --help works without.
-    from lightning_fsdp.bench import documents, largest_batch, optimizer, output, run, scaling
+    from lightning_fsdp.bench import documents, largest_batch, output, run, scaling
     from lightning_fsdp.harness.environment import environment
 
     if name == "plot":
         return output.redraw(args.folder)
     command = shlex.join(["python", "-m", "lightning_fsdp.bench", *given])
     document: dict[str, Any] = {"command": command, **environment()}
-    if name == "optimizer":
-        return optimizer.compare(args, document)
     workload = _workload(name, args)
     document["workload"] = documents.plain(workload)
     commands = {

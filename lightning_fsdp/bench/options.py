@@ -210,18 +210,6 @@ _COMMANDS = {
         },
         {"--accelerator": "--device", "--simulate-world": "--ranks"},
     ),
-    "optimizer": _Command(
-        "Build an optimizer before and after sharding, and see what it trains.",
-        ["--ranks 2 --steps 4", "--engines scratch --out runs/optimizer-scratch"],
-        {
-            "--ranks": _of("processes that train together", type=at_least(2), default=2),
-            "--engines": _some("engines to compare", ("fsdp2", "scratch")),
-            "--steps": _of("optimizer steps of each arm", type=at_least(1), default=4),
-            "--timeout": _of("most seconds that an arm may take", type=positive, default=300.0),
-            **_out("runs/optimizer"),
-        },
-        {"--nproc": "--ranks"},
-    ),
     "largest-batch": _Command(
         "Find the largest batch per rank that fits, for each arm, by trying.",
         [

@@ -115,7 +115,7 @@ def read(out: Path) -> Results:
         out / "results.json",
         expected="the results of `python -m lightning_fsdp.bench`",
         remedy="Measure again, or name another folder.",
-        failures="those of `bench optimizer`, whose picture is memory.png there. Name another.",
+        failures="those of `make bench-optimizer`: its picture is memory.png. Name another.",
     )
 
 

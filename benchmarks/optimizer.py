@@ -1,6 +1,8 @@
-"""What becomes of an optimizer that was built before sharding: arms, table, JSON, picture.
+"""Show what becomes of an optimizer that was built before sharding: arms, table, JSON, picture.
 
-Each arm runs in fresh processes (:mod:`~lightning_fsdp.bench.optimizer_arms`) and is held against
+    python -m benchmarks.optimizer --out runs/optimizer
+
+Each arm runs in fresh processes (:mod:`~benchmarks.optimizer_ranks`) and is held against
 the first of its engine, whose optimizer was built after sharding. A fixed arm must end in the same
 bits, with every tensor trained and no optimizer entry that is not the model's; the arm that nobody
 fixed, under torch's FSDP2, must have trained nothing.
@@ -16,15 +18,23 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.command import BenchmarkParser, write_record
+from benchmarks.optimizer_ranks import Outcome, Phase, write_outcome
 from lightning_fsdp.bench.documents import load, write
-from lightning_fsdp.bench.optimizer_arms import Outcome, Phase, write_outcome
 from lightning_fsdp.bench.runner import in_turns
 from lightning_fsdp.callbacks.memory_picture import thinned
-from lightning_fsdp.harness.command_line import end
+from lightning_fsdp.harness.command_line import (
+    at_least,
+    end,
+    exit_with,
+    folder_argument,
+    positive,
+)
 from lightning_fsdp.harness.environment import describe
 from lightning_fsdp.harness.ranks import run_ranks_apart
 from lightning_fsdp.harness.tables import number, table_of
 
+ENGINES = ("fsdp2", "scratch")
 KINDS = ("after", "before_fixed", "before_not_fixed", "lightning")
 PEER = "fsdp2_accelerate"
 NOT_FIXED = "fsdp2_before_not_fixed"
@@ -197,3 +207,35 @@ def draw(phases_of: Mapping[str, Sequence[Phase]]) -> Figure:
         axes.legend(title="optimizer", fontsize=9, frameon=False, loc="center left",
                     bbox_to_anchor=(1.0, 0.5))  # fmt: skip
     return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare the arms; returns the exit code."""
+    args = make_parser().parse(arguments)
+    return compare(args, write_record(None, "optimizer", {}, arguments))
+
+
+def make_parser() -> BenchmarkParser:
+    """The options."""
+    examples = ["--ranks 2 --steps 4", "--engines scratch --out runs/optimizer-scratch"]
+    parser = BenchmarkParser("optimizer", __doc__, examples=examples)
+    parser.add_argument(
+        "--ranks", type=at_least(2), default=2, metavar="N", help="processes that train together"
+    )
+    parser.add_argument(
+        "--engines", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines to compare"
+    )
+    parser.add_argument(
+        "--steps", type=at_least(1), default=4, metavar="N", help="optimizer steps of each arm"
+    )
+    parser.add_argument(
+        "--timeout", type=positive, default=300.0, help="most seconds that an arm may take"
+    )
+    parser.add_argument(
+        "--out", type=folder_argument, default="runs/optimizer", help="folder for all of it"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    exit_with(main)

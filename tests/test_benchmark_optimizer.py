@@ -8,9 +8,10 @@ import os
 
 import pytest
 
-from lightning_fsdp.bench import documents, optimizer
-from lightning_fsdp.bench.optimizer import KINDS, NOT_FIXED, PEER
-from lightning_fsdp.bench.optimizer_arms import ArmRank, Outcome, Phase, write_outcome
+from benchmarks import optimizer
+from benchmarks.optimizer import KINDS, NOT_FIXED, PEER
+from benchmarks.optimizer_ranks import ArmRank, Outcome, Phase, write_outcome
+from lightning_fsdp.bench import documents
 from lightning_fsdp.harness.environment import environment
 from tests.support.trainer import on_trainer_ranks
 
@@ -171,6 +172,21 @@ def test_after_an_interrupt_the_arms_that_were_done_are_written(tmp_path, monkey
     _stopped_in(monkeypatch, num_made=0)
     with pytest.raises(KeyboardInterrupt):
         optimizer.compare(args, document)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "1"], "argument --ranks: expected 2 or more, got '1'"),
+        (["--engines", "fsdp1"], "argument --engines: invalid choice: 'fsdp1'"),
+        (["--out", __file__], "argument --out: expected a folder, got the file"),
+    ],
+)
+def test_wrong_options_are_named(options, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        optimizer.main(options)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_results_say_what_each_rank_took(tmp_path, monkeypatch):
