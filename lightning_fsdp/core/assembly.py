@@ -51,7 +51,6 @@ class Prepared:
     offload: CPUOffloadPolicy | None
     units: list[UnitPlan]
     flat_params: list[FlatParameterPlan]
-    known: dict[Tensor, FlatParameter]  # of parameters tied to a unit that was sharded before
 
     def describe(self) -> str:
         """One text that is equal on two ranks exactly if they are about to shard alike."""
@@ -84,8 +83,8 @@ class Region:
         dtype = plan.parameters[0].dtype
         self.shard = home.new_shard(self.layout.shard_numel, dtype)
         self.specs = {
-            parameter: ShardSpec(slot.name, slot, self.layout, communicator, home)
-            for slot, parameter in zip(self.layout.slots, plan.parameters, strict=True)
+            parameter: ShardSpec(names[parameter], index, self.layout, communicator, home)
+            for index, parameter in enumerate(plan.parameters)
         }
 
     def local_of(self, parameter: Tensor) -> Tensor:
@@ -117,14 +116,13 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     for unit_plan in prepared.units:
         for module in unit_plan.site_modules():
             torch_internals.detach_flat_weights(module)
-    flat_param_of = dict(prepared.known)
+    flat_params = []  # kept until units have them
     for flat_param_plan in prepared.flat_params:
         first = flat_param_plan.parameters[0]
         region = region_of.get(first) or Region(flat_param_plan, communicator, home)
-        flat_param = _make_flat_param(flat_param_plan, region, prepared.policy)
-        flat_param_of.update(dict.fromkeys(flat_param.parameters, flat_param))
+        flat_params.append(_make_flat_param(flat_param_plan, region, prepared.policy))
     for unit_plan in prepared.units:
-        unit = _make_unit(unit_plan, flat_param_of, prepared, communicator)
+        unit = _make_unit(unit_plan, prepared, communicator)
         schedule.add([unit])
         for module in unit_plan.modules:
             _attach(module, unit, schedule)
@@ -226,17 +224,11 @@ def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None
     torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
-def _make_unit(
-    plan: UnitPlan,
-    flat_param_of: dict[Tensor, FlatParameter],
-    prepared: Prepared,
-    communicator: Communicator,
-) -> Unit:
+def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -> Unit:
     sites_in: dict[FlatParameter, dict[int, list[Site]]] = {}
     for parameter, sites in plan.sites.items():
-        flat_param = flat_param_of[parameter]
-        slot = flat_param.layout.slots.index(cast(ShardedTensor, parameter).spec.slot)
-        sites_in.setdefault(flat_param, {})[slot] = sites
+        spec = cast(ShardedTensor, parameter).spec
+        sites_in.setdefault(spec.flat_param(), {})[spec.index] = sites
     return Unit(
         plan.name or type(plan.modules[0]).__name__,
         tuple(map(WeakModule, plan.modules)),

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
@@ -22,15 +22,14 @@ from lightning_fsdp.core import grouping
 from lightning_fsdp.core.access.by_name import schedules_of
 from lightning_fsdp.core.assembly import Prepared, assemble
 from lightning_fsdp.core.engine.communicator import Communicator
-from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.memory.host_memory import HostHome
 from lightning_fsdp.core.memory.offload import OffloadedHome
-from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
 from lightning_fsdp.core.safety import checks
+from lightning_fsdp.core.tensors.sharded_tensor import flat_param_of
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -274,19 +273,12 @@ def _prepare(
     managed = {m for m in tree if (unit := unit_of(m)) and not tree.isdisjoint(unit.modules)}
     ignored = set(options.ignored_params or ())
     units = grouping.plan_units(root, chosen, ignored, managed)
-    known = _known_flat_params(units)
-    checks.check_parameters(units, known)
+    checks.check_parameters(units)
     policy = options.mp_policy or MixedPrecisionPolicy()
-    checks.check_ties(known.values(), policy, offload)
-    checks.check_meshes([flat_param.communicator for flat_param in known.values()], communicator)
+    known = list(filter(None, (flat_param_of(p) for unit in units for p in unit.sites)))
+    checks.check_ties(known, policy, offload)
+    checks.check_meshes([flat_param.communicator for flat_param in known], communicator)
     flat_params = grouping.cut_flat_params(units)
-    prepared = Prepared(root, modules, plan, policy, offload, units, flat_params, known)
+    prepared = Prepared(root, modules, plan, policy, offload, units, flat_params)
     where = f"{groups.describe(communicator)}; comm={options.comm!r}"
     return prepared, f"{where}; {prepared.describe()}"
-
-
-def _known_flat_params(units: Sequence[grouping.UnitPlan]) -> dict[Tensor, FlatParameter]:
-    """By parameter that is tied to a unit sharded before, the flat one that it is a part of."""
-    flat_params = (f for schedule in optimizer_guard.schedules() for f in schedule.flat_params)
-    flat_param_of: dict[Tensor, FlatParameter] = {p: f for f in flat_params for p in f.parameters}
-    return {p: flat_param_of[p] for unit in units for p in unit.sites if p in flat_param_of}

@@ -11,7 +11,7 @@ from lightning_fsdp.core.safety.recovery import abandon
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
-_OWN_OF_TENSOR = ("_local", "spec", "leaf", "_is_param", "gradient_hooks", "_aliases")
+_OWN_OF_TENSOR = ("_local", "spec", "_is_param", "gradient_hooks", "_aliases")
 
 
 def give_back(module: nn.Module) -> None:

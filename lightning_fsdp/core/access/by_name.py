@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, spec_of_leaf
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of, spec_of_leaf
 
 
 class ByName:
@@ -19,7 +19,6 @@ class ByName:
     Attributes:
         module: It.
         schedules: They run its units, also one around it, of which it has some parameters.
-        units: Of those schedules.
         parameters: By original name.
     """
 
@@ -28,13 +27,7 @@ class ByName:
         inner = list(module.modules())
         around = [owner for unit in filter(None, map(unit_of, inner)) for owner in unit.modules]
         self.schedules = schedules_of([*inner, *around])
-        self.units = [unit for schedule in self.schedules for unit in schedule.units]
-        self._flat_param_of = {
-            parameter: flat_param
-            for unit in self.units
-            for flat_param in unit.flat_params
-            for parameter in flat_param.parameters
-        }
+        self._flat_params = {f for schedule in self.schedules for f in schedule.flat_params}
         self.parameters = self._find(what)
 
     def names(self) -> list[str]:
@@ -65,12 +58,13 @@ class ByName:
         """
         flat_params: dict[FlatParameter, list[str]] = {}
         for name, parameter in self.parameters.items():
-            if parameter not in self._flat_param_of:
+            flat_param = flat_param_of(parameter)
+            if flat_param not in self._flat_params:
                 raise ValueError(
                     f"{name!r}: expected a parameter of the module's units, got one that was "
                     "registered after sharding. Register it before fully_shard, or remove it."
                 )
-            flat_params.setdefault(self._flat_param_of[parameter], []).append(name)
+            flat_params.setdefault(flat_param, []).append(name)
         return flat_params
 
     def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -104,7 +98,7 @@ class ByName:
 
     def _find(self, what: str) -> dict[str, ShardedTensor]:
         """By name; also while their unit computes and leaves stand for them."""
-        by_spec = {id(parameter.spec): parameter for parameter in self._flat_param_of}
+        by_spec = {id(p.spec): p for f in self._flat_params for p in f.parameters}
         found = {}
         for name, parameter in self.module.named_parameters():
             sharded = by_spec.get(id(spec_of_leaf(parameter)), parameter)

@@ -208,7 +208,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """
         check_mode(mode)
         flat_params = self.flat_params().keys()
-        units = [u for u in self.units if not flat_params.isdisjoint(u.flat_params)]
+        units = [unit for schedule in self.schedules for unit in schedule.units]
+        units = [unit for unit in units if not flat_params.isdisjoint(unit.flat_params)]
         if any(flat_param.has_local_gradients for flat_param in flat_params):
             raise RuntimeError(
                 f"micro_batches({mode!r}): expected no local gradients to wait, got some of an "

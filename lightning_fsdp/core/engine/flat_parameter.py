@@ -361,7 +361,7 @@ class FlatParameter:
         # Refers to this weakly: this owns the leaf, which owns the hook.
         hook = functools.partial(_take_over, weakref.ref(self), slot)
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self.parameters[slot].leaf = weakref.ref(leaf)
+        self.parameters[slot].spec.flat_param = weakref.ref(self)
         leaf.requires_grad = self.parameters[slot].requires_grad
         return leaf
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -32,25 +32,31 @@ class ShardSpec:
 
     Attributes:
         name: Original name of the parameter; kept up to date when an outer module is sharded.
-        slot: Its place in the flat parameter's region.
-        layout: The layout of that region.
+        index: Of the parameter, among those of its flat parameter.
+        layout: The layout of that one's region.
         communicator: The sharding group.
         home: Where shards live, and how data gets there and back.
+        slot: Its place in the region.
         slice: The elements that this rank owns.
         start: First element of this rank's shard in the region.
+        flat_param: Gives the ``FlatParameter`` that it is a part of, while there is one.
     """
 
     name: str
-    slot: Slot
+    index: int
     layout: FlatLayout
     communicator: Communicator = field(repr=False)
     home: Home = field(repr=False)
+    slot: Slot = field(init=False)
     slice: FlatSlice = field(init=False)
     start: int = field(init=False)
+    flat_param: Callable[[], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.slot = self.layout.slots[self.index]
         self.start = self.layout.shard_range(self.communicator.rank)[0]
         self.slice = self.layout.slice_of(self.slot, self.communicator.rank)
+        self.flat_param = lambda: None
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """This rank's ``(slice.numel,)`` elements of a whole tensor of the original shape."""
@@ -73,8 +79,6 @@ class Sharded(Tensor):
 
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
     spec: ShardSpec
-    # Of a parameter: gives the leaf that computes in its place, while there is one.
-    leaf: Callable[[], Tensor | None] | None = None
 
     @staticmethod
     def __new__(cls, local: Tensor, spec: ShardSpec, *, requires_grad: bool = False) -> Self:  # noqa: D102

@@ -142,9 +142,7 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
-        for flat_param in self.sites:
-            return self.hold in flat_param.holders  # all are held together
-        return False
+        return any(self.hold in flat_param.holders for flat_param in self.sites)  # of all, or none
 
     @property
     def is_whole(self) -> bool:

@@ -14,30 +14,21 @@ of each parameter that has one elsewhere.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.ranks.groups import all_gather_slices
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, handlers
 from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGradient
 
-_Then = Callable[[Collection[ShardSpec]], None]
+
+def support_grad_scaler() -> None:
+    """Let torch's ``GradScaler`` work on sharded gradients. May be called again."""
+    handlers[UNSCALE] = _unscale
 
 
-def support_grad_scaler(then: _Then) -> None:
-    """Let torch's ``GradScaler`` work on sharded gradients. May be called again.
-
-    Args:
-        then: Called with the specs of those that were unscaled, which may not be stepped.
-    """
-    handlers[UNSCALE] = functools.partial(_unscale, then)
-
-
-def _unscale(then: _Then, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
 
     The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
@@ -59,4 +50,6 @@ def _unscale(then: _Then, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
         mine = found_inf.view(1).to(communicator.device)
         found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
-    then([gradient.spec for gradient in sharded])
+    # A scaler may keep the optimizer, which ends the count, from its step.
+    for flat_param in filter(None, (gradient.spec.flat_param() for gradient in sharded)):
+        flat_param.micro_batch = 0

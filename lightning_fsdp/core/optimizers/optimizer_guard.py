@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.schedule import Schedule
-from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.optimizers.grad_scaler import support_grad_scaler
 from lightning_fsdp.core.optimizers.optimizer_classes import ELEMENTWISE, SCALARS
@@ -63,7 +62,7 @@ def _register_once() -> None:
     # A compiled step compiles the optimizer's, not what ranks tell each other around it.
     register_optimizer_step_pre_hook(not_compiled(_before_step))
     register_optimizer_step_post_hook(not_compiled(_after_step))
-    support_grad_scaler(_end_micro_batches)
+    support_grad_scaler()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -128,15 +127,6 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
                 "whole copy that is there inside of a forward, which nobody reads. Build the "
                 "optimizer outside of the forward."
             )
-
-
-def _end_micro_batches(specs: Collection[ShardSpec]) -> None:
-    # A gradient scaler may keep the optimizer, which ends the count, from its step.
-    unscaled = set(map(id, specs))
-    for schedule in schedules():
-        for flat_param in schedule.flat_params:
-            if not unscaled.isdisjoint(id(parameter.spec) for parameter in flat_param.parameters):
-                flat_param.micro_batch = 0
 
 
 def _check_gradients(stepped: Collection[int]) -> None:

@@ -6,7 +6,7 @@ Messages do not name the rank: ranks compare them, and all raise the one that th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of
 
 _DEVICE_TYPES = "cpu", "cuda"
 
@@ -135,12 +135,11 @@ def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> 
         )
 
 
-def check_parameters(units: Iterable[UnitPlan], known: Container[Tensor]) -> None:
+def check_parameters(units: Iterable[UnitPlan]) -> None:
     """Refuse parameters that cannot be sharded, by name.
 
     Args:
         units: To be.
-        known: Parameters of units that were sharded before.
 
     Raises:
         ValueError: A parameter is of another kind, or used in a way that slices cannot serve, or
@@ -149,8 +148,8 @@ def check_parameters(units: Iterable[UnitPlan], known: Container[Tensor]) -> Non
     found: dict[int, str] = {}
     for plan in units:
         for parameter, sites in plan.sites.items():
-            if parameter in known:
-                continue  # tied to one of their parameters
+            if flat_param_of(parameter) is not None:
+                continue  # tied to a unit that was sharded before
             name = plan.names[parameter]
             modules = [site.module for site in sites]
             problem = _problem_with(parameter, sites)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.engine import torch_internals
+from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.layout import FlatSlice
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
@@ -35,6 +36,15 @@ def spec_of_leaf(tensor: Tensor) -> ShardSpec | None:
     """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
     spec = None if isinstance(tensor, Sharded) else tensor.__dict__.get("spec")  # see guards.py
     return spec if isinstance(spec, ShardSpec) else None
+
+
+def flat_param_of(tensor: Tensor) -> FlatParameter | None:
+    """That a parameter is a part of; ``None`` of all else, be it over its memory, or its copy."""
+    if not isinstance(tensor, Sharded):
+        return None
+    flat_param: FlatParameter | None = tensor.spec.flat_param()
+    is_part = flat_param is not None and flat_param.parameters[tensor.spec.index] is tensor
+    return flat_param if is_part else None
 
 
 def _without_values(what: str) -> Any:
@@ -160,8 +170,8 @@ class ShardedTensor(Sharded, FlatChunks):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As ``Tensor.requires_grad_``; it holds at once, inside of a forward as well."""
         super().requires_grad_(requires_grad)
-        if self.leaf is not None and (leaf := self.leaf()) is not None:
-            leaf.requires_grad = requires_grad
+        if (flat_param := flat_param_of(self)) is not None:
+            flat_param.leaves[self.spec.index].requires_grad = requires_grad
         return self
 
     requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]
