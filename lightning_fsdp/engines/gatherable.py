@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves
+from lightning_fsdp.core.optimizers.whole_state import map_leaves
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,10 +69,11 @@ def gather_all(state: Mapping[Any, Any], *, rank0_only: bool = False) -> dict[An
     return made
 
 
-def gatherable_of(owned: Owned) -> Gatherable:
-    """State that an owner has whole."""
+def gatherable_of(tensor: ShardedTensor) -> Gatherable:
+    """What the core has sharded, or an owner has whole."""
 
-    def make_whole(value: Tensor, rank0_only: bool) -> Tensor:
-        return owned.whole(value, rank0_only=rank0_only)
+    def make_whole(piece: Any, rank0_only: bool) -> Tensor:
+        whole: Tensor = piece.full_tensor(rank0_only=rank0_only)
+        return whole
 
-    return Gatherable("optimizer state", owned.shape, owned.value.dtype, owned.value, make_whole)
+    return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)

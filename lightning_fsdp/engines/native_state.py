@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.whole_state import (
-    Owned,
     map_leaves,
     owned_places,
     state_of_all,
     state_of_rank,
 )
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.sharded_state import split_own_state
@@ -184,7 +184,7 @@ def gatherable_optimizer_state_dict(
 
 
 def _of_owner(value: Any) -> Any:
-    if isinstance(value, Owned):
+    if isinstance(value, ShardedTensor):
         return gatherable_of(value)
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 

@@ -21,7 +21,7 @@ from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
-from lightning_fsdp.core.optimizers.whole_state import Owned, map_leaves, state_of_all
+from lightning_fsdp.core.optimizers.whole_state import map_leaves, state_of_all
 from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
@@ -167,7 +167,7 @@ class ScratchEngine(Engine):
         state: dict[str, Any] = {}
         for name, value in self.sharded_module("state").state_dict().items():
             if isinstance(value, ShardedTensor):
-                value = known.setdefault(value.identity, _gatherable(value))
+                value = known.setdefault(value.identity, gatherable_of(value))
             state[name] = _on_host(value)
         return state
 
@@ -205,18 +205,8 @@ class ScratchEngine(Engine):
         return [] if self.module is None else units_in(self.module)
 
 
-def _gatherable(tensor: ShardedTensor) -> Gatherable:
-    def make_whole(piece: Any, rank0_only: bool) -> Tensor:
-        whole: Tensor = piece.full_tensor(rank0_only=rank0_only)
-        return whole
-
-    return Gatherable(tensor.spec.name, tensor.shape, tensor.dtype, tensor, make_whole)
-
-
 def _state_of(value: Any) -> Any:
-    if isinstance(value, Owned):
-        return gatherable_of(value)
-    return _gatherable(value) if isinstance(value, ShardedTensor) else _on_host(value)
+    return gatherable_of(value) if isinstance(value, ShardedTensor) else _on_host(value)
 
 
 def _on_host(value: Any) -> Any:

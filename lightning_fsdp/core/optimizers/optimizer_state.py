@@ -9,12 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
-from lightning_fsdp.core.optimizers.whole_state import (
-    Owned,
-    map_leaves,
-    state_of_all,
-    state_of_rank,
-)
+from lightning_fsdp.core.optimizers.whole_state import map_leaves, state_of_all, state_of_rank
 from lightning_fsdp.core.state.full_state import mesh_rank_of, whole_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
@@ -33,9 +28,6 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
     is_owner = mesh_rank_of(parameters_of(optimizer)) == 0 or not rank0_only
 
     def whole(value: Any) -> Any:
-        if isinstance(value, Owned):
-            made = value.whole(value.value, rank0_only=rank0_only)
-            return made if made.is_meta else made.cpu()
         made = whole_of(value, to_host=True, rank0_only=rank0_only)
         return made if is_owner else None  # freed before the next one is made
 

@@ -6,54 +6,21 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.engine.home import Home
+from lightning_fsdp.core.engine.layout import FlatLayout, plan_layout
+from lightning_fsdp.core.engine.sharded import ShardSpec
 from lightning_fsdp.core.engine.structures import map_tensors, tensors_in
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
 from lightning_fsdp.core.optimizers.pieces import Piece
 from lightning_fsdp.core.optimizers.travel import collect, grouped
 from lightning_fsdp.core.optimizers.whole_tensors import whole_tensors_of
-from lightning_fsdp.core.ranks.exchange import move_each
-
-
-@dataclass(frozen=True, eq=False)
-class Owned:
-    """A tensor of state that one rank has whole.
-
-    Attributes:
-        owner: That rank.
-        communicator: The ranks that its parameter is cut over.
-        shape: Of the tensor, whatever its parameter's is.
-        value: Itself; ``(0,)`` on the others.
-    """
-
-    owner: int
-    communicator: Communicator
-    shape: torch.Size
-    value: Tensor
-
-    def whole(self, value: Tensor, *, rank0_only: bool = False) -> Tensor:
-        """A copy on every rank, or on the first of those that train together. Collective.
-
-        Args:
-            value: As :attr:`value`, of now or kept since.
-            rank0_only: The others get one on the meta device.
-        """
-        communicator, me = self.communicator, self.communicator.rank
-        if rank0_only and me != 0 and me != self.owner:
-            return value.new_empty(self.shape, device="meta")
-        whole = value.new_empty(self.shape, device=communicator.device)
-        if me == self.owner:
-            whole.copy_(value)
-        parts = {self.owner: whole.view(-1)}
-        move_each(communicator, parts, "optimizer state", rank0_only=rank0_only)
-        return whole.to("meta") if rank0_only and communicator.mesh_rank != 0 else whole
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
@@ -67,7 +34,7 @@ def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
 
 
 def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """State of all ranks, an :class:`Owned` for each tensor that an owner has.
+    """State of all ranks; each tensor that an owner has is a sharded one, all of it there.
 
     Collective where there are owners. Numbers, and tensors without dimensions, are the owners'.
 
@@ -90,7 +57,7 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
         every.pop(place, None)
         if place in of_owner:
             values = state[place] if piece.is_here else of_owner[place]
-            every[place] = map_tensors(values, functools.partial(_owned, piece))
+            every[place] = map_tensors(values, functools.partial(_all_at_owner, piece))
     return dict(sorted(every.items(), key=lambda e: e[0] if isinstance(e[0], int) else math.inf))
 
 
@@ -145,8 +112,14 @@ def _outline(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def _owned(piece: Piece, value: Tensor) -> Any:
+def _all_at_owner(piece: Piece, value: Tensor) -> Tensor:
+    """As a sharded tensor of which the owner holds all; a number as it is."""
     if not value.dim():
         return value
+    communicator, size = piece.communicator, piece.communicator.world_size
+    alone = plan_layout([(piece.name, tuple(value.shape))], 1)
+    places = tuple((rank - piece.owner) % size for rank in range(size))  # the owner's is the first
+    layout = FlatLayout(alone.slots, alone.shard_numel, size, places)
+    spec = ShardSpec(piece.name, 0, layout, communicator, Home(communicator.device))
     mine = value.detach() if piece.is_here else piece.local.new_empty(0, dtype=value.dtype)
-    return Owned(piece.owner, piece.communicator, value.shape, mine)
+    return ShardedTensor(mine, spec)

@@ -111,7 +111,7 @@ class ShardedTensor(Sharded, FlatChunks):
         """
         spec, communicator = self.spec, self.spec.communicator
         layout, slot, home = spec.layout, spec.slot, spec.home
-        what, local = f"full_tensor of {spec.name!r}", self._local.detach()
+        what, local = f"full_tensor of {spec.name!r}", self._local.detach().reshape(-1)
         if rank0_only and communicator.rank != 0:
             mine = {communicator.rank: local.to(home.compute_device)}
             move_each(communicator, mine, what, rank0_only=True)
