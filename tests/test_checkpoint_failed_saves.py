@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def test_a_read_only_folder_is_an_error_on_every_rank(saved):
         ("file", "NotADirectoryError", "a folder or nothing"),
         ("parent is a file", "FileExistsError", "a.ckpt"),
         ("link", "FileExistsError", "got a link to"),
+        ("link out of the folder", "FileExistsError", "got a link to ../"),
         ("other folder", "FileExistsError", "other things in it (notes.txt)"),
     ],
 )
@@ -114,6 +116,8 @@ def test_a_path_that_is_something_else_is_left_alone(saved, what, type_name, wor
         path = good.with_name("a.ckpt") / "deeper"
     elif what == "link":
         path.symlink_to(good)
+    elif what == "link out of the folder":
+        path.symlink_to(Path("..", good.parent.name, good.name))
     else:
         path.mkdir()
         (path / "notes.txt").write_text("x")

@@ -47,6 +47,38 @@ def test_folders_are_kept_deleted_linked_and_evaluated_as_files_are(tmp_path):
     assert_like_ddp(_best, tmp_path, atol=5e-6)
 
 
+class _BestIsTheSecond(Adamw):
+    def on_validation_epoch_end(self):
+        self.log("from_best", abs(self.current_epoch - 1.0), sync_dist=True)
+
+
+def _saved_where_a_link_was(strategy, folder, rank):
+    """The resumed run's first epoch is none of the best, to which a link would be made."""
+    last, loader = folder / "kept" / "last.ckpt", make_loader(16, seed=1)
+
+    def fit(max_epochs, **resumed):
+        keep = ModelCheckpoint(last.parent, monitor="from_best", save_last="link")
+        options = {"callbacks": [keep], "enable_checkpointing": True, "max_epochs": max_epochs}
+        model = seeded(_BestIsTheSecond)
+        sharded_trainer(strategy, folder, **options).fit(model, make_loader(), loader, **resumed)
+        return weights_of(model)
+
+    best, linked = fit(2), last.with_name(last.readlink().name)
+    ended = fit(3, ckpt_path=last)
+    found = []
+    for path in (linked, last):
+        assert not path.is_symlink()
+        model = seeded(_BestIsTheSecond, seed=8)
+        sharded_trainer(strategy, folder).validate(model, loader, ckpt_path=path, verbose=False)
+        found.append(weights_of(model))
+    assert_same_bits(found, [best, ended])
+    return {"found": found}
+
+
+def test_a_link_to_the_best_is_replaced_by_the_last_as_under_ddp(tmp_path):
+    assert_like_ddp(_saved_where_a_link_was, tmp_path, atol=5e-6)
+
+
 def _last_of_another_kind(rank, world_size, folder):
     warnings.filterwarnings("ignore", "The dirpath has changed")
     for kind, other, word in (("sharded", "full", "file"), ("full", "sharded", "folder")):

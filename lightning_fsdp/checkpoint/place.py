@@ -15,6 +15,9 @@ Where there was nothing, ``whole`` is renamed to ``last.ckpt``. Where there was 
 version is moved in beside it, the link is replaced, and the old version removed. So ``last.ckpt``
 is there only when it is whole, and at any moment its link leads to a whole version, the old or the
 new one. What an interrupted save left, the next save in the same folder removes, whatever its name.
+
+Where ``last.ckpt`` was itself a link to another checkpoint of its folder, as ModelCheckpoint makes
+with ``save_last="link"``, that link is removed just before the renaming; the other one stays.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ class Place:
         with alone_in(self.path.parent):
             for left in self.path.parent.glob(f".*{_SAVING}"):
                 _remove_unless_in_use(left, if_unsure=left == self._staging)
-            if current := _target(self.path):
+            if existing and (current := _target(self.path)):
                 self._remove_versions_but(current)
             with contextlib.suppress(FileExistsError):  # another process is saving to it
                 self._staging.mkdir()
@@ -83,6 +86,8 @@ class Place:
         (self._whole / LINK).symlink_to(self.version.name)
         for folder in (self.version, self._whole):
             sync_folder(folder)
+        if self.path.is_symlink():
+            self.path.unlink()  # a folder cannot be renamed to a link
         if self.path.exists():
             self.version.rename(self.path / self.version.name)
             sync_folder(self.path)
@@ -117,10 +122,13 @@ class Place:
             OSError: The path is something else than a checkpoint of ours.
         """
         if self.path.is_symlink():
-            raise FileExistsError(
-                f"expected a folder or nothing at {self.path}, got a link to "
-                f"{self.path.readlink()}. Remove the link, or save to another path."
-            )
+            link = self.path.readlink()
+            if link.is_absolute() or ".." in link.parts:
+                raise FileExistsError(
+                    f"expected a folder or nothing at {self.path}, got a link to {link}. Remove "
+                    "the link, or save to another path."
+                )
+            return []  # it is replaced; what it leads to is not touched
         if not self.path.exists():
             return []
         if not self.path.is_dir():
