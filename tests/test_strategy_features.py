@@ -78,8 +78,21 @@ class _WithNorm(Regressor):
         return super().forward(self.batch_norm(x + self.shift))
 
 
+class _ShowsTrained(Regressor):
+    """Leaves out what is frozen, so that optimizers need not."""
+
+    def parameters(self, recurse=True):
+        return (p for p in super().parameters(recurse) if p.requires_grad)
+
+
+def _shows_trained(strategy, folder, rank):
+    model = seeded(_ShowsTrained, seed=rank)
+    model.blocks[0].requires_grad_(False)
+    return outcome_of(*fit(strategy, folder, model))
+
+
 def test_ranks_that_were_not_seeded_alike_train_the_model_of_rank_0(tmp_path):
-    assert_like_ddp(_different_seeds, tmp_path)
+    assert_each_like_ddp([_different_seeds, _shows_trained], tmp_path)
 
 
 def _batch_norm(strategy, folder, rank):

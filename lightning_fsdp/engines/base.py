@@ -343,7 +343,7 @@ def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
         device: Where the process group communicates; a tensor elsewhere goes through it, alone.
     """
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
+        for _, tensor in (*module.named_parameters(), *module.named_buffers()):
             if not tensor.is_meta:
                 _broadcast_in_place(tensor.data, device)
 

@@ -24,7 +24,7 @@ def give_back(module: nn.Module) -> None:
         abandon(unit, drops_gradients=True)
     for inner in module.modules():
         torch_internals.detach_flat_weights(inner)
-    for parameter in module.parameters():
+    for _, parameter in module.named_parameters():  # a class may show some of them alone
         if isinstance(parameter, ShardedTensor):
             _make_plain(parameter)
     for inner in module.modules():
