@@ -119,6 +119,9 @@ class _Embedding(nn.Module):
         self.inner = nn.Embedding(10, 4)
         self.more = nn.ParameterDict({"a": nn.Linear(4, 10).weight})
 
+    def forward(self, tokens):
+        return self.inner(tokens) @ self.more["a"].T
+
 
 def test_a_container_of_parameters_belongs_to_the_module_that_reads_it():
     model = LM()
@@ -130,6 +133,36 @@ def test_a_container_of_parameters_belongs_to_the_module_that_reads_it():
     assert "embed.more" not in dict(find_units(model, 30)), "by size as well"
     chosen = dict(find_units(model, lambda module: module is not model))
     assert chosen.keys() & {"blocks", "scales", "embed.more", "embed"} == {"embed"}
+
+
+class _Called(nn.ModuleList):
+    def forward(self, x):
+        return self[0](x)
+
+
+class _Layer(nn.Module):
+    """Nobody calls it: the module around calls its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(1, 1).weight
+        self.up = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.out = nn.ModuleDict({"down": nn.Linear(4, 4)})
+
+
+def test_what_has_no_forward_is_no_unit_and_its_layers_are():
+    model = LM()
+    model.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), _Layer()])
+    model.lists = nn.ModuleDict({"a": nn.ModuleList([nn.ParameterList([nn.Linear(1, 1).weight])])})
+    model.calls = nn.ModuleList([_Called([nn.Linear(4, 4)]), _Called([nn.Linear(4, 4)])])
+    units = units_of(model)
+    assert units.pop("") == ["scale", "blocks.1.gate", "lists.a.0.0"]
+    layers = ["blocks.0.0", "blocks.0.1", "blocks.1.up", "calls.0", "calls.1"]
+    assert list(units) == [*layers, "embed", "blocks.1.out.down"]
+    assert "norm.weight" in units["blocks.1.out.down"], "a neighbour"
+    found = dict(find_units(model, lambda module: True))
+    assert not found.keys() & {"blocks.0", "blocks.1", "blocks.1.out", "lists", "lists.a"}
+    assert list(units_of(model, ["_Called"]))[:2] == ["calls.1", "calls.0"]
 
 
 def test_classes_a_callable_and_a_size_choose_units():

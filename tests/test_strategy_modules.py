@@ -249,20 +249,27 @@ def _writes_to_blocks(strategy, folder, rank):
     return {**outcome_of(trainer, model), **written}
 
 
+class _Nested(Regressor):
+    """Layers are lists, as in many vision models: nobody calls those."""
+
+    def forward(self, x):
+        layers = zip(self.blocks, self.gains, strict=True)
+        return self.head(sum(block(self.inlet(x)) * own[0] for (block,), own in layers))
+
+
+def _nested(strategy, folder, rank):
+    model = seeded(_Nested)
+    model.blocks = nn.ModuleList(nn.ModuleList([block]) for block in model.blocks)
+    model.gains = nn.ModuleList(nn.ParameterList([torch.ones(7)]) for _ in range(2))
+    return outcome_of(*fit(strategy, folder, model))
+
+
 @pytest.mark.quick
 def test_kinds_of_modules_train_as_with_ddp(tmp_path):
     scenarios = [
-        _decay_by_shape,
-        _configure_model,
-        _configure_on_meta,
-        _frozen,
-        _other_kinds,
-        _tied,
-        _owns_parameters,
-        _checkpointed,
-        _thawed,
-        _writes_to_blocks,
-    ]
+        _decay_by_shape, _configure_model, _configure_on_meta, _frozen, _other_kinds, _tied,
+        _owns_parameters, _checkpointed, _thawed, _writes_to_blocks, _nested,
+    ]  # fmt: skip
     assert_each_like_ddp(scenarios, tmp_path, atol=3e-6)
 
 

@@ -4,6 +4,7 @@ Found automatically, in this order:
 
 1. *Blocks*: children of one class that repeat in an ``nn.ModuleList`` or ``nn.Sequential``, and
    every child of an ``nn.ModuleList`` that has children itself; in the outermost such containers.
+   A child without a forward, such as a list in a list, is looked into instead.
    And torch's adaptive softmax, whose targets choose which of its parts run on a rank.
    Or what the user names: classes, a predicate, a minimum size.
 2. *Leftovers*: what holds parameters outside of the blocks. Neighbours in registration order form
@@ -140,14 +141,9 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     return list(flat_params.values())
 
 
-def is_container(module: nn.Module) -> bool:
-    """Whether this holds parameters and has no forward."""
-    return isinstance(module, nn.ParameterDict | nn.ParameterList)
-
-
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Whether there is a moment at which this could be gathered by itself."""
-    return not (isinstance(module, nn.ModuleList | nn.ModuleDict) or is_container(module))
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
@@ -161,7 +157,7 @@ def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
     """The modules that are units of their own, inner ones first."""
     if selector is None:
         return list(_find_blocks(root))
-    modules = [module for module in root.modules() if _numel(module) and _has_forward(module)]
+    modules = [module for module in root.modules() if _numel(module) and has_forward(module)]
     if isinstance(selector, bool):
         raise TypeError(f"units: expected class names, a callable or an int, got {selector!r}.")
     if isinstance(selector, int):
@@ -189,18 +185,19 @@ def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
     return chosen[::-1]  # inner modules come later in ``modules()``
 
 
-def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    repeated: set[type] = set()
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        counts = Counter(type(child) for child in module.children() if _numel(child))
-        repeated = {cls for cls, count in counts.items() if count > 1}
+def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
+    # A list or a dictionary inside of a list is no layer, and may have some.
+    is_list = isinstance(module, nn.ModuleList) or (is_list and not has_forward(module))
+    repeats = is_list or isinstance(module, nn.Sequential)
+    counts = Counter(type(child) for child in module.children() if _numel(child))
     for child in module.children():
-        is_layer = isinstance(module, nn.ModuleList) and any(child.children())
+        is_layer = is_list and any(child.children())
+        is_layer = is_layer or (repeats and counts[type(child)] > 1)
         is_layer = is_layer or isinstance(child, nn.AdaptiveLogSoftmaxWithLoss)
-        if _numel(child) and (is_layer or type(child) in repeated):
+        if is_layer and _numel(child) and has_forward(child):
             yield child
         else:
-            yield from _find_blocks(child)
+            yield from _find_blocks(child, is_list)
 
 
 def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
@@ -211,7 +208,7 @@ def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
     def visit(module: nn.Module) -> int:
         remaining = sum(p.numel() for p in module.parameters(recurse=False))
         remaining += sum(map(visit, module.children()))
-        if remaining >= minimum and _has_forward(module):
+        if remaining >= minimum and has_forward(module):
             chosen.append(module)
             return 0
         return remaining
@@ -226,22 +223,26 @@ def _find_leftovers(
     """What holds parameters outside of the blocks; ``None`` where neighbours are to be parted."""
     if module in visited:
         return
+    is_called = has_forward(module) or not visited  # the root is, by whoever shards it
     visited.add(module)
     if module in blocks:
         # The parameters of a block that are in no block inside it are the block's own unit.
         yield None
         return
-    # Containers of parameters have no forward: the module that has them reads them in its own.
-    containers = [child for child in module.children() if is_container(child)]
-    has_own = any(p is not None for m in (module, *containers) for p in m.parameters(recurse=False))
+    has_own = is_called and _has_own(module)
     if has_own and blocks.isdisjoint(module.modules()):
         yield module
         return
     for child in module.children():
-        if child not in containers:
-            yield from _find_leftovers(child, blocks, visited)
+        yield from _find_leftovers(child, blocks, visited)
     if has_own:
         yield from (None, module, None)
+
+
+def _has_own(module: nn.Module) -> bool:
+    """Whether a forward of this module reads parameters itself: its own, or of a container."""
+    containers = (child for child in module.children() if not has_forward(child))
+    return any(True for _ in module.parameters(recurse=False)) or any(map(_has_own, containers))
 
 
 def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightning_fsdp.core.grouping import UnitPlan, is_container, plan_units
+from lightning_fsdp.core.grouping import UnitPlan, has_forward, plan_units
 
 _FSDP2 = ", or fsdp2, where frozen ones may have another"
 
@@ -52,7 +52,7 @@ def _inside(plan: UnitPlan, trained_only: bool) -> list[nn.Module]:
         for module in (site.module for site in sites if parameter.dtype != main):
             # Torch's own layers are read by nobody but their forward; DoRA's read each other.
             kind = type(module)
-            is_layer = kind.__module__.startswith("torch.nn.") and not is_container(module)
+            is_layer = kind.__module__.startswith("torch.nn.") and has_forward(module)
             dtypes = {inner.dtype for inner in module.parameters()}
             if not is_layer or len(sites) > 1 or dtypes != {parameter.dtype}:
                 engine, others = ("FSDP2", "") if trained_only else ("FSDP1", _FSDP2)

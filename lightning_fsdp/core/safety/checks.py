@@ -20,7 +20,7 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.grouping import UnitPlan
+from lightning_fsdp.core.grouping import UnitPlan, has_forward
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of
 
@@ -40,7 +40,7 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any) -> None:
             raise TypeError(
                 f"fully_shard: expected an nn.Module or a list of them, got {module!r}."
             )
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):
             raise ValueError(
                 f"fully_shard: expected a module with a forward, got {type(module).__name__}. "
                 "Shard its children instead."
