@@ -16,7 +16,7 @@ import sys
 import traceback
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 import torch
@@ -33,6 +33,8 @@ from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error, is_said_first, mistakes_in
 from recipes.monitor import BatchProgressBar, GracefulStop, Settings, Throughput
 from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
+
+_REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, MisconfigurationException)
 
 
 class RecipeCLI(LightningCLI):
@@ -65,9 +67,14 @@ class RecipeCLI(LightningCLI):
         refuse_wrong_checkpoint(config.get("ckpt_path"))
 
     @override
+    def before_instantiate_classes(self) -> None:
+        """For strategies, callbacks and loggers; model and data have Lightning's own before it."""
+        self.parser.add_instantiator(instantiate, object)
+
+    @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """What the Trainer refuses before it does anything is a mistake of the user."""
-        with mistakes_in("--trainer", ValueError, TypeError, MisconfigurationException):
+        with mistakes_in("--trainer", *_REFUSALS):
             trainer = super().instantiate_trainer(**kwargs)
         bar = trainer.progress_bar_callback
         if type(bar) is RichProgressBar:  # with its options; any other is the user's own
@@ -93,6 +100,18 @@ class RecipeCLI(LightningCLI):
             f"Corpus: {tokens.num_documents:,} documents, {tokens.num_tokens:,} tokens of a "
             f"vocabulary of {tokens.vocab_size:,}, in {tokens.folder}"
         )
+
+
+def instantiate(kind: type, *args: Any, **options: Any) -> Any:
+    """Build a class that an option names; what it refuses of its own options ends the process.
+
+    An error would be one of many that jsonargparse tells, which tries other types as well.
+    """
+    try:
+        with mistakes_in(kind.__name__, *_REFUSALS):
+            return kind(*args, **options)
+    except RecipeError as mistake:
+        exit_with(str(mistake))
 
 
 def refuse_wrong_seed(seed: bool | int) -> None:
@@ -174,21 +193,28 @@ def main() -> None:
             parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
-    except (ValueError, MisconfigurationException) as error:
+    except (ValueError, NotImplementedError, MisconfigurationException) as error:
         found = find_recipe_error(error)
-        mistake = found or _refused_by_lightning(error)
+        mistake = found or _refused_option(error)
         if mistake is None:
             raise
-        if (found is not None and found.is_shown_elsewhere) or not is_said_first(str(mistake)):
+        if found is not None and found.is_shown_elsewhere:
             sys.exit(1)
-        rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
-        sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
+        exit_with(str(mistake))
 
 
-def _refused_by_lightning(error: Exception) -> str | None:
-    """What Lightning itself says of its options, and not what fails in that which it runs."""
+def exit_with(mistake: str) -> NoReturn:
+    """End the process with the mistake in one line, where no other rank has said it."""
+    if not is_said_first(mistake):
+        sys.exit(1)
+    rank = getattr(rank_zero_only, "rank", 0)  # Lightning's place for it before a Trainer
+    sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
+
+
+def _refused_option(error: Exception) -> str | None:
+    """What Lightning or a strategy says of its options, and not what fails in what they run."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_its_own = frame.f_globals["__name__"].startswith("lightning.")
+    is_its_own = frame.f_globals["__name__"].startswith(("lightning.", "lightning_fsdp."))
     return f"--trainer: {' '.join(str(error).split())}" if is_its_own else None
 
 

@@ -116,6 +116,25 @@ def test_the_model_has_as_many_tokens_as_the_data(
             ["--seed_everything=-1"],
             "--seed_everything: expected 0 or more and less than",
         ),
+        (
+            [
+                "--trainer.strategy=lightning_fsdp.ScratchFSDPStrategy",
+                "--trainer.strategy.async_save=true",
+            ],
+            "error: ScratchFSDPStrategy: async_save=True: expected checkpoint='sharded'",
+        ),
+        (
+            [
+                "--trainer.callbacks+=lightning.pytorch.callbacks.EarlyStopping",
+                "--trainer.callbacks.monitor=val/loss",
+                "--trainer.callbacks.mode=least",
+            ],
+            "error: EarlyStopping: `mode` can be min, max, got least",
+        ),
+        (
+            ["--trainer.logger=lightning.pytorch.loggers.CometLogger"],
+            "error: CometLogger: ",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_any_process_starts(

@@ -12,7 +12,7 @@ from recipes.errors import RecipeError
 from recipes.gpt2 import GPT2
 from recipes.optimizer import OptimizerConfig
 from tests.support.ranks import errors_on_ranks
-from tests.support.recipe_commands import command_line_in, short_run
+from tests.support.recipe_commands import command_line_in, finish_warm, short_run
 from tests.support.recipe_models import SEQ_LEN, VOCAB_SIZE, text_data
 from tests.support.texts import write_folder
 from tests.support.trainer import (
@@ -55,6 +55,21 @@ def test_what_one_rank_cannot_build_ends_the_others_at_once(
     for error, message in zip(errors, told, strict=True):
         assert error is not None
         assert re.search(message, f"{error.type_name}: {error.message}"), errors
+
+
+def test_what_a_strategy_refuses_when_it_shards_is_one_line_on_each_rank(tmp_path: Path) -> None:
+    units = [
+        "--trainer.strategy=lightning_fsdp.ScratchFSDPStrategy",
+        "--trainer.strategy.units=[A]",
+    ]
+    with pytest.raises(AssertionError) as failed:
+        finish_warm(tmp_path / "run", short_run(write_folder(tmp_path / "corpus"), *units))
+    said = [line for line in str(failed.value).splitlines() if "error" in line]
+    mistake = "--trainer: units: expected classes that occur in GPT2 and have a forward, got ['A']"
+    assert len(said) == 2
+    assert any(line.startswith(f"error: {mistake}") for line in said), said
+    assert any(line.startswith(f"error (rank 1): {mistake}") for line in said), said
+    assert "Traceback" not in str(failed.value)
 
 
 def _resumes(rank: int, world_size: int, folder: Path) -> None:
