@@ -1,6 +1,9 @@
 """Options of the benchmarks: what is wrong, or would be ignored, is named; and Ctrl-C."""
 
+import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +110,19 @@ def test_a_file_in_the_place_of_the_folder_is_named(option, mode, place, tmp_pat
     assert raised.value.code == 2
     expected = f"error: argument {option}: expected a folder, got the file {str(taken)!r}"
     assert expected in capsys.readouterr().err
+
+
+def test_a_folder_that_may_not_be_written_to_is_named_first(tmp_path, monkeypatch, capsys):
+    # Not by its mode, which does not hold root back.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    for folder in (tmp_path, tmp_path / "new" / "folder"):
+        with pytest.raises(SystemExit) as raised:
+            main(["--out", str(folder)])
+        assert raised.value.code == 2
+        expected = (
+            f"--out: expected a folder, got '{folder}' (no leave to write '{tmp_path}'). Name"
+        )
+        assert expected in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -220,3 +236,17 @@ def test_a_command_ends_with_its_code_or_with_that_of_an_interrupt(capsys):
             exit_with(command)
         assert raised.value.code == code
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", [None, "runs/a.json"])
+def test_a_full_disk_is_one_line(where, capsys):
+    def fill():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), where)
+
+    with pytest.raises(SystemExit) as raised:
+        exit_with(fill)
+    assert raised.value.code == 1
+    says = f"error: {where or 'the output'}: cannot be written (No space left on device). Make room"
+    assert capsys.readouterr().err.startswith(says)
+    with pytest.raises(FileNotFoundError):  # any other error is as it was
+        exit_with(Path("nowhere").rmdir)

@@ -131,7 +131,9 @@ def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path, forked):
     absent = [cell for cell in report["cells"] if "nowhere" in cell["engine"]]
     assert {cell["status"] for cell in absent} == {"skipped"}
     assert "nowhere" in report["engines"]["nowhere.at.all:Engine"]
-    assert any("no such engine" in problem for problem in report["problems"])
+    assert any(
+        "engine missing: No module named 'nowhere'" in problem for problem in report["problems"]
+    )
 
 
 def test_missing_gpus_are_said(tmp_path, capsys, monkeypatch):

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--expected: {str(args.expected)!r}: {error}")
     command = shlex.join(["python", "-m", "lightning_fsdp.compare", *(arguments or sys.argv[1:])])
     document = describe_environment(args.engines, command)
-    missing = [engine for engine, why in document["engines"].items() if why]
+    missing = {engine: why for engine, why in document["engines"].items() if why}
     setup = Setup(rows=args.tests, device=args.device, timeout_s=args.timeout, out=args.out)
     start = time.perf_counter()
     cells: list[Cell] = []
@@ -69,11 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if report.problems else 0
 
 
-def _at(world_size: int, cases: Sequence[Case], setup: Setup, missing: Sequence[str]) -> list[Cell]:
+def _at(
+    world_size: int, cases: Sequence[Case], setup: Setup, missing: Mapping[str, str]
+) -> list[Cell]:
     """All cases at one number of ranks, in order, as far as engines and devices go."""
     present = [case for case in cases if case.engine not in missing]
-    absent = [case for case in cases if case.engine in missing]
-    cells = skip_cases(absent, world_size, setup, "this torch has no such engine")
+    cells: list[Cell] = []
+    for engine, why in missing.items():
+        absent = [case for case in cases if case.engine == engine]
+        cells += skip_cases(absent, world_size, setup, f"engine {why}")
     num_devices = torch.cuda.device_count()
     if setup.device == "cuda" and num_devices < world_size:
         reason = f"W={world_size} needs {world_size} GPUs, this machine has {num_devices}"

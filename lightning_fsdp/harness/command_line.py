@@ -8,8 +8,10 @@ default or that it is required. Options are called the same in all commands (``-
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
 import math
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 INTERRUPTED = 130  # as shells say it: 128 and the signal's number
+_OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -129,6 +132,14 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted; nothing is left running\n")
         code = INTERRUPTED
+    except OSError as error:
+        if error.errno not in _OF_A_DISK:
+            raise
+        where, why = error.filename or "the output", error.strerror
+        sys.stderr.write(
+            f"error: {where}: cannot be written ({why}). Make room, or name another.\n"
+        )
+        code = 1
     finally:
         signal.signal(signal.SIGTERM, before)
     sys.exit(code)
@@ -200,16 +211,20 @@ def _number(text: str) -> float:
 
 
 def folder_argument(text: str) -> Path:
-    """A folder, there already or to be made, as the type of a command's option."""
+    """A folder to write to, there already or to be made, as the type of a command's option."""
     folder = Path(text)
     try:
-        files = [path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()]
+        found = [path for path in (folder, *folder.absolute().parents) if path.exists()]
     except OSError as error:  # a folder that may not be looked into, a name that is too long
         raise argparse.ArgumentTypeError(
             f"expected a folder, got {text!r} ({error.strerror}). Name another."
         ) from error
-    if files:
+    if not found[0].is_dir():
         raise argparse.ArgumentTypeError(
-            f"expected a folder, got the file {str(files[0])!r}. Name another."
+            f"expected a folder, got the file {str(found[0])!r}. Name another."
+        )
+    if not os.access(found[0], os.W_OK):
+        raise argparse.ArgumentTypeError(
+            f"expected a folder, got {text!r} (no leave to write {str(found[0])!r}). Name another."
         )
     return folder
