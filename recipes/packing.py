@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from lightning_fsdp.checkpoint.files import naming
 from lightning_fsdp.checkpoint.new_folder import NewFolder
 from recipes.corpus import Corpus
 from recipes.documents import CorpusError
@@ -123,7 +124,7 @@ def prepare(
         with FileLock(f"{folder}.lock"):
             if not folder.is_dir():
                 made = given or train_tokenizer(corpus.pieces(), vocab_size, end_of_text)
-                with NewFolder(folder) as new:
+                with NewFolder(folder) as new, naming(str(folder)):
                     _write(corpus, made, end_of_text, new.beside)
                     if changed := _changed_files(sums, corpus.sums()):
                         expected = "files that stay as they are while they are read"
@@ -168,7 +169,7 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, end_of_text: str, folder: Path)
                 ids += [end] if in_document else []
                 in_document = 0
             counts["num_tokens"] += len(ids)
-            np.asarray(ids, dtype).tofile(file)
+            file.write(np.asarray(ids, dtype).tobytes())  # `tofile` would not say why it fails
     if not counts["num_documents"]:
         skipped = f" ({counts['num_skipped']} times something was left out)"
         got = f"{len(corpus.files)} files without any{skipped if counts['num_skipped'] else ''}"

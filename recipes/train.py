@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 import warnings
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
+from lightning_fsdp.harness.command_line import folder_argument
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error, is_said_first, mistakes_in
@@ -92,6 +94,7 @@ class RecipeCLI(LightningCLI):
     def _prepare(self, *, for_training: bool) -> None:
         refuse_wrong_accumulation(self.trainer)
         refuse_conflicts(self.trainer, self.model)
+        refuse_sealed_folders(self.trainer)
         with mistakes_in("--data", OSError):
             tokens = self.datamodule.open()
         self.model.require_fitting(self.datamodule)
@@ -179,6 +182,21 @@ def refuse_conflicts(trainer: L.Trainer, model: CausalLM) -> None:
         )
 
 
+def refuse_sealed_folders(trainer: L.Trainer) -> None:
+    """Refuse folders to which the run could not write what it logs and saves.
+
+    Raises:
+        RecipeError: It is one.
+    """
+    logs = [("--trainer.logger", each.save_dir) for each in trainer.loggers]
+    savers = trainer.checkpoint_callbacks
+    saves = [("--trainer.callbacks", getattr(each, "dirpath", None)) for each in savers]
+    for option, folder in logs + saves:
+        if folder is not None and "://" not in str(folder):
+            with mistakes_in(option, ArgumentTypeError):
+                folder_argument(str(folder))
+
+
 def main() -> None:
     """Run the command line."""
     # Lightning's own use of torch; nothing a user of the command line could change.
@@ -193,9 +211,9 @@ def main() -> None:
             parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
-    except (ValueError, NotImplementedError, MisconfigurationException) as error:
+    except (ValueError, NotImplementedError, OSError, MisconfigurationException) as error:
         found = find_recipe_error(error)
-        mistake = found or _refused_option(error)
+        mistake = found or _told(error)
         if mistake is None:
             raise
         if found is not None and found.is_shown_elsewhere:
@@ -211,11 +229,12 @@ def exit_with(mistake: str) -> NoReturn:
     sys.exit(f"error{f' (rank {rank})' if rank else ''}: {mistake}")
 
 
-def _refused_option(error: Exception) -> str | None:
-    """What Lightning or a strategy says of its options, and not what fails in what they run."""
+def _told(error: Exception) -> str | None:
+    """What Lightning or a strategy says of its options and files, and not what fails in a run."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_its_own = frame.f_globals["__name__"].startswith(("lightning.", "lightning_fsdp."))
-    return f"--trainer: {' '.join(str(error).split())}" if is_its_own else None
+    place = "" if isinstance(error, OSError) else "--trainer: "  # which names a file
+    return f"{place}{' '.join(str(error).split())}" if is_its_own else None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 Names that do not exist are in ``test_recipes_choices.py``.
 """
 
+import errno
 import math
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
+from lightning_fsdp.checkpoint.ranks import Ranks
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
 from recipes.lora import QwenLora
@@ -244,6 +247,40 @@ def test_another_error_keeps_its_traceback(
     monkeypatch.setattr(pl.Trainer, "fit", fit)
     with pytest.raises(ValueError, match="a bug"):
         command_line(short_run(write_folder(tmp_path / "corpus")))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fit(*_: Any, **__: Any) -> None:
+        Ranks().on_first("checkpoint 'step4.ckpt'", full_disk)
+
+    monkeypatch.setattr(pl.Trainer, "fit", fit)
+    with pytest.raises(SystemExit) as stopped:
+        command_line(short_run(write_folder(tmp_path / "corpus")))
+    said = "error: checkpoint 'step4.ckpt': [Errno 28] No space left on device"
+    assert stopped.value.code == said
+
+
+@pytest.mark.parametrize("place", ["logger.save_dir", "callbacks.dirpath"])
+def test_a_folder_that_may_not_be_written_to_is_named_before_the_run(
+    place: str, command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pl.Trainer, "fit", lambda *_, **__: pytest.fail("the run was started"))
+    sealed, access = tmp_path / "sealed", os.access
+    sealed.mkdir()
+    # Not by its mode, which does not hold root back.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != sealed and access(path, mode))
+    saver = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+    options = [*(saver if "callbacks" in place else []), f"--trainer.{place}={sealed / 'new'}"]
+    with pytest.raises(SystemExit) as stopped:
+        command_line(short_run(write_folder(tmp_path / "corpus"), *options))
+    option, why = place.partition(".")[0], f"no leave to write '{sealed}'"
+    expected = f"error: --trainer.{option}: expected a folder, got '{sealed / 'new'}' ({why}). Name"
+    assert str(stopped.value.code).startswith(expected)
 
 
 def test_two_ranks_train_like_one_process_on_the_joined_batch(

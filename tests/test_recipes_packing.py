@@ -1,5 +1,7 @@
 """Tokens on disk: what a prepared corpus holds, how it is cut into sequences, who prepares it."""
 
+import resource
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,19 @@ def _prepare(folder: Path, cache: Path, *, vocab_size: int = 300) -> TokenFile:
         end_of_text=END_OF_TEXT,
         cache_dir=cache,
     )
+
+
+def test_a_full_disk_says_where_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        with pytest.raises(OSError, match=rf"could not write '{tmp_path}/cache/\w+': File too"):
+            _prepare(folder, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
 
 def _packed(tokens: np.ndarray, seq_len: int) -> PackedSequences:
