@@ -274,7 +274,7 @@ def test_a_folder_that_may_not_be_written_to_is_named_before_the_run(
     sealed.mkdir()
     # Not by its mode, which does not hold root back.
     monkeypatch.setattr(os, "access", lambda path, mode: path != sealed and access(path, mode))
-    saver = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+    saver = ["--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint"]
     options = [*(saver if "callbacks" in place else []), f"--trainer.{place}={sealed / 'new'}"]
     with pytest.raises(SystemExit) as stopped:
         command_line(short_run(write_folder(tmp_path / "corpus"), *options))
