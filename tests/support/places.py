@@ -121,7 +121,7 @@ class TwoPlaces(TorchDispatchMode):
     def mark(self, tensors: Iterable[Tensor], place: str | None) -> None:
         for tensor in tensors:
             for part in plain_parts(tensor):
-                if place is not None and part.numel() != 1:  # memory may be given to an empty one
+                if place is not None and part.numel() > 1:
                     storage = part.untyped_storage()
                     self._places[storage._cdata] = StorageWeakRef(storage), place
 

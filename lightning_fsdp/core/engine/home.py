@@ -10,6 +10,8 @@ this storage too, so gathering again before the backward is enough for exact gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -42,13 +44,11 @@ class Home:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``(numel,)``, on the device that computes; the content is undefined."""
-        flat = torch.empty(0, dtype=dtype, device=self.compute_device)
-        self.allocate(flat.untyped_storage(), numel * dtype.itemsize)
-        return flat.resize_(numel)
+        return torch.empty(numel, dtype=dtype, device=self.compute_device)
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Give the storage of such a tensor, which has none, so many bytes."""
-        storage.resize_(num_bytes)
+    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
+        """What gives the storage of such a tensor so many bytes back each time it was freed."""
+        return storage.resize_
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device that computes, and cast.
@@ -86,12 +86,13 @@ class FlatBuffer:
         with torch.inference_mode(False):
             self.flat = home.empty(numel, dtype)
         self._storage = self.flat.untyped_storage()
-        self._home = home
+        self._nbytes = self._storage.nbytes()
+        self._resize = home.allocator(self._storage, self._nbytes)
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
         if self._storage.nbytes() == 0:  # else it could not be freed
-            self._home.allocate(self._storage, self.flat.nbytes)
+            self._resize(self._nbytes)
 
     def free(self) -> None:
         """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""

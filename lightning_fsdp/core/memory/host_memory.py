@@ -24,10 +24,11 @@ import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.home import Home
@@ -107,21 +108,38 @@ class HostHome(Home):
         super().__init__(compute_device)
         keep_freed_memory()
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Small ones go where all others are."""
-        libc, is_large = _glibc(), num_bytes >= OWN_BYTES and storage.device.type == "cpu"
-        if libc is None or not _keeps_freed_memory or not is_large:
-            super().allocate(storage, num_bytes)
-            return
-        libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
-        try:
-            storage.resize_(num_bytes)
-        finally:
-            libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
-        # Pages that are the block's alone.
-        begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-        stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``(numel,)``; the content is undefined."""
+        flat = torch.empty(0, dtype=dtype, device=self.compute_device)
+        storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
+        if not _is_own(storage, num_bytes):
+            return super().empty(numel, dtype)
+        _allocate_own(storage, num_bytes)
+        return flat.resize_(numel)
+
+    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
+        """Small ones go where all others are, at no cost of their own."""
+        is_own = _is_own(storage, num_bytes)
+        return functools.partial(_allocate_own, storage) if is_own else storage.resize_
+
+
+def _allocate_own(storage: torch.UntypedStorage, num_bytes: int) -> None:
+    """Map the bytes of an empty storage on their own, in huge pages."""
+    libc = _glibc()
+    assert libc is not None, "it keeps freed memory"
+    libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
+    try:
+        storage.resize_(num_bytes)
+    finally:
+        libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+    # Pages that are the block's alone.
+    begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
+
+
+def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
+    return _keeps_freed_memory and num_bytes >= OWN_BYTES and storage.device.type == "cpu"
 
 
 def return_unused_memory(

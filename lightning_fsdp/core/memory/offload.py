@@ -16,6 +16,8 @@ not reused before copies queued on it have run; torch's allocator sees to that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,9 +48,13 @@ class OffloadedHome(Home):
         """Zeros, ``(numel,)``, on the host."""
         return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self._pins)
 
-    def allocate(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """On the device that computes."""
-        self._there.allocate(storage, num_bytes)
+        return self._there.empty(numel, dtype)
+
+    def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
+        """On the device that computes."""
+        return self._there.allocator(storage, num_bytes)
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device; casts before, so that no byte too many travels."""
