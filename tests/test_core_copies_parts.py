@@ -254,6 +254,22 @@ SAVINGS = {
 }
 
 
+def _take_what_is_over_a_parameter(rank, world_size):
+    model, other = shard_model(mlp()), mlp()
+    weight = next(model.parameters())
+    for taken in (nn.Parameter(weight.data), copy.deepcopy(weight)):
+        taken.requires_grad_(False)
+        next(other.children()).weight = taken
+        with pytest.raises(ValueError, match="expected a plain parameter, got the copy of a shard"):
+            shard_model(other)
+    mlp_loss(model, mlp_batch(0, 0, rank)).backward()
+    return weight.grad is not None
+
+
+def test_what_is_over_a_parameter_or_a_copy_of_it_is_not_the_parameter():
+    assert all(run_on_ranks(_take_what_is_over_a_parameter, 2))
+
+
 def _save_modules(rank, world_size):
     for model in (shard_model(mlp()), shard_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))):
         for save in SAVINGS.values():
