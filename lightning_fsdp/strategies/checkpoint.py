@@ -13,8 +13,8 @@ rank, and may rename, drop and convert them; ``full_tensor()`` of one gives its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,15 @@ class Checkpoints:
         self.saves_sharded, self.saves_in_background = saves_sharded, saves_in_background
         self.base = FrozenBase(is_left_out=not saves_base)
         self._waiting = None
+
+    @contextmanager
+    def in_foreground(self) -> Iterator[None]:
+        """What is saved in here is in place when the save returns."""
+        before, self.saves_in_background = self.saves_in_background, False
+        try:
+            yield
+        finally:
+            self.saves_in_background = before
 
     # -- saving ----------------------------------------------------------------------------------
 

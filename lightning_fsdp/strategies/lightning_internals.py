@@ -62,6 +62,18 @@ def collect_checkpoints_inside(
     connector.dump_checkpoint = collect_inside  # type: ignore[method-assign]
 
 
+def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[int], None]:
+    """Give SLURM's signal to requeue to ``note`` instead of the Trainer; call before it is set up.
+
+    Returns:
+        What the Trainer does with the signal.
+    """
+    connector = trainer._signal_connector
+    handle = type(connector)._slurm_sigusr_handler_fn
+    connector.__dict__["_slurm_sigusr_handler_fn"] = lambda number, _frame: note(number)
+    return lambda number: handle(connector, number, None)  # type: ignore[arg-type]
+
+
 def script_launcher(
     environment: ClusterEnvironment, num_processes: int, num_nodes: int
 ) -> _SubprocessScriptLauncher:

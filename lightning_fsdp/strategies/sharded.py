@@ -72,6 +72,7 @@ from lightning_fsdp.strategies.guards import (
 from lightning_fsdp.strategies.nonfinite import NonfiniteGuard, units_by_parameter
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
+from lightning_fsdp.strategies.requeue import requeue_together
 from lightning_fsdp.strategies.token_mean import TokenMean
 
 _RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
@@ -419,6 +420,7 @@ class ShardedStrategy(ProcessStrategy):
             self._watch_numbers(trainer, units)
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
+        requeue_together(trainer, self._checkpoints)
         lightning_internals.collect_checkpoints_inside(
             trainer, self._checkpoints.deferred.collected
         )

@@ -1,0 +1,78 @@
+"""A SLURM job that requeues itself: its signal reaches ranks anywhere in a step."""
+
+import functools
+import os
+import signal
+from unittest import mock
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.trainer.connectors import signal_connector
+
+from tests.support.trainer import (
+    AdamwRegressor,
+    assert_each_like_ddp,
+    make_loader,
+    make_trainer,
+    seeded,
+    weights_of,
+    with_options,
+)
+
+
+class _Signalled(AdamwRegressor):
+    """In the third batch of four, rank 0 hears it before its forward, rank 1 after its step."""
+
+    def __init__(self, is_sharded):
+        super().__init__()
+        self.where = ("forward", "zero_grad") if is_sharded else ("end", "end")
+
+    def _arrive(self, where):
+        epoch = self.trainer.fit_loop.epoch_loop
+        if epoch.batch_idx == 2 and where == self.where[self.global_rank]:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def forward(self, x):
+        self._arrive("forward")
+        return super().forward(x)
+
+    def on_before_zero_grad(self, optimizer):
+        self._arrive("zero_grad")
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self._arrive("end")  # under DDP it saves at once
+
+
+def _in_a_job(rank):
+    told = {"JOB_ID": 77, "JOB_NAME": "train", "NNODES": 1, "NTASKS": 2, "NTASKS_PER_NODE": 2}
+    told |= {"PROCID": rank, "LOCALID": rank, "NODEID": 0}
+    return {f"SLURM_{name}": str(value) for name, value in told.items()}
+
+
+def _requeued(saving, strategy, folder, rank):
+    saved, calls = folder / "hpc_ckpt_1.ckpt", []
+
+    def trainer():
+        chosen, job = with_options(strategy, **saving), SLURMEnvironment()
+        return make_trainer(chosen, folder, plugins=[job])
+
+    def call(command):
+        calls.append((*command, saved.exists()))
+        return 0
+
+    with (
+        mock.patch.dict(os.environ, _in_a_job(rank)),
+        mock.patch.object(signal_connector, "call", call),
+    ):
+        model = seeded(lambda: _Signalled(strategy != "ddp"))
+        trainer().fit(model, make_loader())
+        assert calls == [("scontrol", "requeue", "77", True)] * (rank == 0)
+        again = seeded(AdamwRegressor, seed=1)
+        trainer().fit(again, make_loader())  # goes on from what was saved, unasked
+    assert list(folder.glob("*.ckpt")) == [saved]
+    return {"weights": weights_of(model), "resumed": weights_of(again), "losses": again.losses}
+
+
+def test_all_ranks_save_after_the_batch_in_which_they_hear_the_signal(tmp_path):
+    savings = ({}, {"checkpoint": "sharded"}, {"checkpoint": "sharded", "async_save": True})
+    scenarios = [functools.partial(_requeued, saving) for saving in savings]
+    assert_each_like_ddp(scenarios, tmp_path, atol=2e-6)
