@@ -235,6 +235,8 @@ class FSDP1Engine(NativeEngine):
         for flat, originals in self._flat_of.values():
             if all(p.grad is None for p in originals):
                 torch_internals.fsdp1_clear(flat)
+            else:
+                torch_internals.fsdp1_clear_parts(flat)
 
     @override
     def after_backward(self) -> None:

@@ -191,6 +191,19 @@ def fsdp1_clear(flat: Any) -> None:
     flat.__dict__.pop("_saved_grad_shard", None)
 
 
+def fsdp1_clear_parts(flat: Any) -> None:
+    """Clear what ``zero_grad`` of some parameters left while the whole copy was there.
+
+    torch writes such changes back when it gathers: under ZeRO-2 not between forward and backward.
+    """
+    held = flat.__dict__.get("_saved_grad_shard", flat.grad)
+    if held is None or held.numel() != flat._local_shard.numel():
+        return
+    for original, info in zip(flat._params, flat._shard_param_infos, strict=True):
+        if info.in_shard and original.grad is None:
+            held.narrow(0, info.offset_in_shard, info.numel_in_shard).zero_()
+
+
 @contextmanager
 def fsdp1_kept_whole(roots: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, every parameter is whole, and a forward keeps it; FSDP1 has no switch. Collective."""
