@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 SECONDS = Path(__file__).resolve().parents[1] / "seconds.json"
-SLOW_S = 1.7
+SLOW_S = 1.6
 """From here on a test is slow."""
 
 _WRITTEN_S = 1.0
