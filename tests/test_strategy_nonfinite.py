@@ -29,7 +29,7 @@ _MESSAGES = {
     r"micro-batch 1, the first in the backward\. No weight",
     "reduced": r"reduction of 'blocks\.0\.down\.weight' \(unit 'blocks\.0'\), in the slices of "
     r"ranks \[1\]: the local gradients were finite on every rank\. No weight",
-    "weight": r"weight of 'blocks\.1\.down\.weight' \(unit 'blocks\.1'\), in the slices of ranks "
+    "weight": r"weight of 'blocks\.0\.down\.weight' \(unit 'blocks\.0'\), in the slices of ranks "
     r"\[1\]\.",
 }
 

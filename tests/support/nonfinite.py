@@ -60,7 +60,7 @@ class Broken(AdamwRegressor):
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.where == "weight" and batch_idx == BATCH - 1:
-            shard = self.trainer.strategy.weights["blocks.1.down.weight"].shard
+            shard = self.trainer.strategy.weights["blocks.0.down.weight"].shard
             if self.trainer.global_rank == RANK and shard.numel():
                 with torch.no_grad():
                     shard[0] = self.value
