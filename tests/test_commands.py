@@ -140,11 +140,9 @@ def test_a_benchmark_that_shows_quartiles_measures_twice_at_least(name):
     assert getattr(parser.parse([option, "2"]), option.lstrip("-")) == 2
 
 
-OPTIMIZER = PARSERS["benchmarks.optimizer"]
-
-
 def test_no_command_writes_where_another_does():
-    folders = [make().get_default("out") for make in (*PACKAGED.values(), OPTIMIZER)]
+    made = [*PACKAGED.values(), PARSERS["benchmarks.optimizer"]]
+    folders = [make().get_default("out") for make in made]
     folders = [folder for folder in folders if folder is not None]
     assert len(folders) == 5
     assert len(set(folders)) == 5, folders
