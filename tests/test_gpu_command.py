@@ -132,7 +132,8 @@ def test_every_part_runs_on_a_cpu_in_small(whole_run):
     for case in small_cases():
         assert f"{case.setting.name} {case.arm} {case.world_size} " in text
     session = json.loads((out / "speed.json").read_text())["sessions"][0]
-    assert session["versions"]["torch"] == torch.__version__
+    # A wheel that was not built for the CPU alone does not always name its build.
+    assert session["versions"]["torch"] in (torch.__version__, torch.__version__.split("+")[0])
     assert session["device"]["name"] == "cpu"
     assert session["precision"].startswith("bf16-true")
     assert "50 GB/s per rank out of a host" in session["networks"]["64"][0]

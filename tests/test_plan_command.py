@@ -95,7 +95,9 @@ def test_a_model_whose_step_does_not_run_without_data_is_one_line(tmp_path, caps
         main([*words, "32-true"])
     assert raised.value.code == 2
     message = capsys.readouterr().err.splitlines()[-1]
-    assert re.search(r"--model: expected one whose step runs in 32-true .* BF16 .* Try", message)
+    assert re.search(
+        r"--model: expected one whose step runs in 32-true .* BF(16|loat16) .* Try", message
+    )
 
 
 @pytest.mark.parametrize(
