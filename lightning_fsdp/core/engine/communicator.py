@@ -46,6 +46,11 @@ class Traffic:
     calls: int = 0
     sent_bytes: int = 0
 
+    def add(self, sent_bytes: int) -> None:
+        """Note a collective, or a copy."""
+        self.calls += 1
+        self.sent_bytes += sent_bytes
+
 
 @dataclass(eq=False)
 class Pending:
@@ -275,9 +280,7 @@ class Communicator:
 
     def count(self, kind: str, sent_bytes: int) -> None:
         """Note a collective."""
-        traffic = self.traffic.setdefault(kind, Traffic())
-        traffic.calls += 1
-        traffic.sent_bytes += sent_bytes
+        self.traffic.setdefault(kind, Traffic()).add(sent_bytes)
 
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         group, shard_numel = self.group, whole.numel() // self.world_size

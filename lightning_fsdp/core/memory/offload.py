@@ -63,14 +63,14 @@ class OffloadedHome(Home):
                 source, dtype=target.dtype, device=_HOST, pin_memory=self._pins
             )
             source = staging.copy_(source)
-        self._count("to_device", source)
+        self.traffic["to_device"].add(source.nbytes)
         target.copy_(source, non_blocking=self._pins)
 
     def to_host(self, source: Tensor, *, may_pin: bool = True) -> Pending:
         """Start the copy of a tensor to the host."""
         pins = self._pins and may_pin
         landing = torch.empty_like(source, device=_HOST, pin_memory=pins)
-        self._count("to_host", source)
+        self.traffic["to_host"].add(source.nbytes)
         landing.copy_(source, non_blocking=pins)
         if not pins:
             return Pending("copy to the host", (), lambda: landing)
@@ -81,11 +81,6 @@ class OffloadedHome(Home):
             return landing
 
         return Pending("copy to the host", (), landed, keeps=(source,))
-
-    def _count(self, direction: str, moved: Tensor) -> None:
-        traffic = self.traffic[direction]
-        traffic.calls += 1
-        traffic.sent_bytes += moved.nbytes
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
