@@ -214,7 +214,9 @@ def test_parameters_of_two_dtypes_are_separate_flat_params():
         (["ModuleList"], ValueError, r"and have a forward, got \['ModuleList'\]. Choose from"),
         ("Linear", TypeError, "expected a list of class names"),
         (0, ValueError, "expected a positive number of parameters, got 0"),
-        (True, TypeError, "expected class names, a callable or an int, got True"),
+        (True, TypeError, "expected a list of class names, a callable or an int, got True"),
+        ([], TypeError, r"expected a list of class names, a callable or an int, got \[\]"),
+        (nn.Linear, TypeError, "expected a list of class names.*got <class .*Linear'>"),
         (lambda module: False, ValueError, "expected the callable to choose modules of LM"),
     ],
 )

@@ -20,9 +20,10 @@ each use.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -77,7 +78,7 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
         Name and modules per unit, inner units before those that enclose them; without empty ones.
 
     Raises:
-        ValueError: The selector matches nothing.
+        ValueError: The selector matches nothing; see also :func:`check_selector`.
         TypeError: The selector is of no known kind.
     """
     blocks = list(dict.fromkeys(_select(root, selector)))
@@ -153,15 +154,32 @@ def reads_weights_in_backward(module: nn.Module) -> bool:
     return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
 
 
+def check_selector(selector: Any) -> None:
+    """Refuse what chooses no units.
+
+    Raises:
+        ValueError: A number of parameters below 1.
+        TypeError: It is of no known kind.
+    """
+    if isinstance(selector, int) and not isinstance(selector, bool):
+        if selector < 1:
+            raise ValueError(f"units: expected a positive number of parameters, got {selector}.")
+    elif selector is not None and (isinstance(selector, type) or not callable(selector)):
+        are_several = isinstance(selector, Collection) and not isinstance(selector, str)
+        if not are_several or not selector or not all(isinstance(name, str) for name in selector):
+            raise TypeError(
+                f"units: expected a list of class names, a callable or an int, got {selector!r}."
+            )
+
+
 def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
     """The modules that are units of their own, inner ones first."""
+    check_selector(selector)
     if selector is None:
         return list(_find_blocks(root))
-    modules = [module for module in root.modules() if _numel(module) and has_forward(module)]
-    if isinstance(selector, bool):
-        raise TypeError(f"units: expected class names, a callable or an int, got {selector!r}.")
     if isinstance(selector, int):
         return _select_by_size(root, selector)
+    modules = [module for module in root.modules() if _numel(module) and has_forward(module)]
     if callable(selector):
         chosen = [module for module in modules if selector(module)]
         if not chosen:
@@ -170,10 +188,6 @@ def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
                 "none. Return True for the modules to be gathered one at a time."
             )
     else:
-        if isinstance(selector, str) or not all(isinstance(name, str) for name in selector):
-            raise TypeError(
-                f"units: expected a list of class names, a callable or an int, got {selector!r}."
-            )
         chosen = [module for module in modules if type(module).__name__ in set(selector)]
         missing = set(selector) - {type(module).__name__ for module in chosen}
         if missing:
@@ -201,8 +215,6 @@ def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module
 
 
 def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
-    if minimum < 1:
-        raise ValueError(f"units: expected a positive number of parameters, got {minimum}.")
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
 from lightning_fsdp.core.access.grad_norm import scale, scale_to_norm
-from lightning_fsdp.core.grouping import UnitSelector
+from lightning_fsdp.core.grouping import UnitSelector, check_selector
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign
@@ -63,7 +63,8 @@ class Engine(ABC):
         self.module = None
         self.grid = RankGrid()
         self.plan = plan_of_stage(zero_stage)
-        self.units = _checked(units)
+        check_selector(units)  # at once, not at sharding
+        self.units = units
         self.cpu_offload = cpu_offload
 
     @abstractmethod
@@ -359,19 +360,3 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
     dist.broadcast(there.view(-1).view(torch.uint8), src=0)  # backends lack dtypes, as of fp8
     if there is not tensor:
         tensor.copy_(there)
-
-
-def _checked(units: UnitSelector) -> UnitSelector:
-    """Refuse at once what could only be refused at sharding."""
-    if units is None or (callable(units) and not isinstance(units, type)):
-        return units
-    if isinstance(units, int) and not isinstance(units, bool):
-        if units < 1:
-            raise ValueError(f"units: expected a positive number of parameters, got {units}.")
-        return units
-    is_names = isinstance(units, (list, tuple)) and all(isinstance(name, str) for name in units)
-    if not is_names or not units:
-        raise TypeError(
-            f"units: expected a list of class names, a callable or an int, got {units!r}."
-        )
-    return units
