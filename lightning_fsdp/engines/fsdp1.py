@@ -62,7 +62,6 @@ class FSDP1Engine(NativeEngine):
         self._given: set[nn.Parameter] = set()
         self._places: dict[str, list[tuple[int, int]]] = {}  # per rank: first element, how many
         self._kept_whole: AbstractContextManager[None] | None = None
-        self._syncs = True
         self._is_offloaded = False
 
     @override
@@ -111,7 +110,6 @@ class FSDP1Engine(NativeEngine):
         self._flat_of = {name: flat_of[id(p)] for name, p in parameters.items()}
         self._waits = False
         self._places = _places({name: p.numel() for name, p in parameters.items()}, self.grid)
-        self._syncs = True
         return parameters
 
     def _strategy(self) -> ShardingStrategy:
@@ -220,7 +218,7 @@ class FSDP1Engine(NativeEngine):
     @override
     def before_backward(self) -> None:
         super().before_backward()
-        if self._is_offloaded and self._syncs:
+        if self._is_offloaded and self.syncs_gradients:
             names = [n for n in self.parameters if self.reduced(n) is not None or n in self._aside]
             if names:
                 raise NotImplementedError(
@@ -240,7 +238,7 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def after_backward(self) -> None:
-        self._waits = not self._syncs  # first: by it gradients of one rank are told apart
+        self._waits = not self.syncs_gradients  # first: by it gradients of one rank are told apart
         for flat, together in {id(of[0]): of for of in self._flat_of.values()}.values():
             if flat.grad is not None:  # torch drops what those that are frozen by now had
                 self._given.difference_update(together)
@@ -256,11 +254,6 @@ class FSDP1Engine(NativeEngine):
         for name in [name for name in names if self._holds_unreduced(name)]:
             self.parameters[name].grad = None
         self._waits = any(self.unreduced(name) is not None for name in self.parameters)
-
-    @property
-    @override
-    def syncs_gradients(self) -> bool:
-        return self._syncs
 
     @override
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -291,11 +284,11 @@ class FSDP1Engine(NativeEngine):
             # One rank has nothing to leave out, and torch fails there on tied weights in bf16.
             for root in self._roots if dist.get_world_size() > 1 else ():
                 stack.enter_context(root.no_sync())
-            self._syncs = False
+            self.syncs_gradients = False
             try:
                 yield
             finally:
-                self._syncs = True
+                self.syncs_gradients = True
 
     @override
     def hold_whole(self) -> None:

@@ -41,7 +41,6 @@ class FSDP2Engine(NativeEngine):
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         self._fsdp_parameters: dict[str, Any] = {}
         self._groups: dict[str, Any] = {}  # of parameters, by name: torch's own, one for each unit
-        self._syncs = True
 
     @override
     def _shard(
@@ -77,7 +76,6 @@ class FSDP2Engine(NativeEngine):
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
         mark_replaced(originals)
-        self._syncs = True
         return parameters
 
     @override
@@ -170,11 +168,6 @@ class FSDP2Engine(NativeEngine):
             )
         return super().sharded_state(module)
 
-    @property
-    @override
-    def syncs_gradients(self) -> bool:
-        return self._syncs
-
     @override
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.module is None or not self.parameters:
@@ -203,7 +196,7 @@ class FSDP2Engine(NativeEngine):
 
     def _set_syncs(self, syncs: bool) -> None:
         root = cast(FSDPModule, self.module)
-        self._syncs = syncs
+        self.syncs_gradients = syncs
         root.set_requires_gradient_sync(syncs)
         if not self.plan.reshard_after_backward:
             root.set_reshard_after_backward(syncs)  # whole until the last micro-batch

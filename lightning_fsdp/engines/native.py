@@ -69,6 +69,7 @@ class NativeEngine(Engine):
         device: Where this rank computes and communicates; offloaded pieces are elsewhere.
         micro_batch: Backwards since the optimizer's last step.
         keeps_separate: Keep the reduced gradients of each backward apart.
+        syncs_gradients: Whether the next backward reduces.
         holds_whole: Whether every unit is whole until :meth:`release_whole`.
         separate: Those kept, by micro-batch and name.
     """
@@ -80,7 +81,7 @@ class NativeEngine(Engine):
     def __init__(self, *, zero_stage: int, units: UnitSelector, cpu_offload: bool) -> None:
         super().__init__(zero_stage=zero_stage, units=units, cpu_offload=cpu_offload)
         self.parameters, self.shapes = {}, {}
-        self.micro_batch = 0
+        self.micro_batch, self.syncs_gradients = 0, True
         self.local_hooks: dict[int, LocalHook] = OrderedDict()
         self.reduced_hooks: dict[int, LocalHook] = OrderedDict()
         self._depths: Counter[nn.Module] = Counter()  # calls of each unit that have not returned
@@ -182,7 +183,7 @@ class NativeEngine(Engine):
                 parameter.data = parameter.data.contiguous()
         self.form = ModuleForm(module)
         self.shapes = {name: p.shape for name, p in self.form.parameters.items()}
-        self.micro_batch, self._aside = 0, {}
+        self.micro_batch, self.syncs_gradients, self._aside = 0, True, {}
         self._optimizers.clear()
         name_of = {p: name for name, p in self.form.parameters.items()}
         self._names_in = {m: [name_of[p] for p in m.parameters()] for m in module.modules()}
@@ -326,11 +327,6 @@ class NativeEngine(Engine):
             kept[name] = gradient.detach().clone()
         if earlier is not None:
             self.piece(gradient).add_(self.piece(earlier))
-
-    @property
-    @abstractmethod
-    def syncs_gradients(self) -> bool:
-        """Whether the next backward reduces."""
 
     @override
     def watch_optimizer(self, optimizer: Optimizer) -> None:
