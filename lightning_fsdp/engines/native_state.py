@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,33 +29,13 @@ from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.sharded_state import split_own_state
 
+if TYPE_CHECKING:
+    from lightning_fsdp.engines.native import NativeEngine
+
 _Kinds = dict[int, dict[str, tuple[torch.dtype | None, Any]]]
 
 
-class Pieces(Protocol):
-    """What is asked of an engine; see :class:`~lightning_fsdp.engines.native.NativeEngine`."""
-
-    parameters: dict[str, nn.Parameter]
-    shapes: dict[str, torch.Size]
-    form: ModuleForm | None
-
-    def piece(self, tensor: Tensor) -> Tensor:
-        """``(n,)``, this rank's elements."""
-
-    def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """The original shape. Collective."""
-
-    def cut(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank keeps of a whole tensor."""
-
-    def is_cut(self, name: str, tensor: Tensor) -> bool:
-        """Whether state belongs to a parameter's elements."""
-
-    def has_elements(self, name: str) -> bool:
-        """Whether this rank steps the parameter."""
-
-
-def gatherable_state_dict(engine: Pieces) -> dict[str, Any]:
+def gatherable_state_dict(engine: NativeEngine) -> dict[str, Any]:
     """What the module's ``state_dict()`` would be without sharding, to be made whole."""
 
     def of_parameter(name: str, parameter: Tensor) -> Gatherable:
@@ -65,7 +45,7 @@ def gatherable_state_dict(engine: Pieces) -> dict[str, Any]:
 
 
 def state_dict_with(
-    engine: Pieces,
+    engine: NativeEngine,
     of_parameter: Callable[[str, Tensor], Any],
     of_buffer: Callable[[Tensor], Tensor],
     *,
@@ -101,7 +81,7 @@ def state_dict_with(
 
 
 def named_wholes(
-    engine: Pieces, module: nn.Module
+    engine: NativeEngine, module: nn.Module
 ) -> dict[str, tuple[torch.Size, torch.dtype, int, Callable[[], Tensor]]]:
     """What the state dict of a part of the module would be without sharding, to be made whole.
 
@@ -121,7 +101,7 @@ def named_wholes(
     return entries
 
 
-def _keyed(engine: Pieces, module: nn.Module | None) -> dict[str, tuple[str | None, Any]]:
+def _keyed(engine: NativeEngine, module: nn.Module | None) -> dict[str, tuple[str | None, Any]]:
     """Per key of the state dict of a part: the parameter's name, or ``None``; and its outline."""
     outlines = _outlines(engine)
     name_of = {id(outline): name for name, outline in outlines.items()}
@@ -131,7 +111,7 @@ def _keyed(engine: Pieces, module: nn.Module | None) -> dict[str, tuple[str | No
     return {key: (name_of.get(id(value)), value) for key, value in state.items()}
 
 
-def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool) -> None:
+def load_full_state_dict(engine: NativeEngine, state: Mapping[str, Any], strict: bool) -> None:
     """Every rank keeps its pieces of whole tensors that every rank brings."""
     outlines = _outlines(engine)
     with _form(engine).worn(outlines) as module:
@@ -153,7 +133,7 @@ def load_full_state_dict(engine: Pieces, state: Mapping[str, Any], strict: bool)
 
 
 def gatherable_optimizer_state_dict(
-    engine: Pieces, optimizer: Optimizer, names: Sequence[str]
+    engine: NativeEngine, optimizer: Optimizer, names: Sequence[str]
 ) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` would be without sharding, to be made whole. Collective.
 
@@ -189,14 +169,14 @@ def _of_owner(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _gatherable(engine: Pieces, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:
+def _gatherable(engine: NativeEngine, name: str, piece: Tensor, dtype: torch.dtype) -> Gatherable:
     return Gatherable(
         name, engine.shapes[name], dtype, piece, lambda piece, _: engine.whole(name, piece)
     )
 
 
 def _kinds_on_any_rank(
-    engine: Pieces, state: Mapping[int, Mapping[str, Any]], names: Sequence[str]
+    engine: NativeEngine, state: Mapping[int, Mapping[str, Any]], names: Sequence[str]
 ) -> _Kinds:
     """Entries of state that some rank has: the dtype of those cut over the ranks, or a value.
 
@@ -220,7 +200,7 @@ def _kinds_on_any_rank(
 
 
 def load_full_optimizer_state_dict(
-    engine: Pieces, optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any]
+    engine: NativeEngine, optimizer: Optimizer, names: Sequence[str], state: Mapping[str, Any]
 ) -> None:
     """Every rank keeps its pieces of a state that every rank brings."""
 
@@ -231,7 +211,7 @@ def load_full_optimizer_state_dict(
     optimizer.load_state_dict({**state, "state": mine})
 
 
-def cut_state(engine: Pieces, name: str, value: Any) -> Any:
+def cut_state(engine: NativeEngine, name: str, value: Any) -> Any:
     """One entry of an optimizer's state as this rank keeps it; what is not whole stays."""
     if isinstance(value, Tensor) and value.dim() and value.shape == engine.shapes[name]:
         return engine.cut(name, value.to(engine.parameters[name].device))
@@ -239,7 +219,7 @@ def cut_state(engine: Pieces, name: str, value: Any) -> Any:
 
 
 @contextmanager
-def outlined(engine: Pieces) -> Iterator[None]:
+def outlined(engine: NativeEngine) -> Iterator[None]:
     """Inside, the module is as it was before sharding, without the memory of its parameters."""
     with _form(engine).worn(_outlines(engine)):
         yield
@@ -267,12 +247,12 @@ def materialize_whole(module: nn.Module) -> None:
                 owner._buffers[name] = buffers[buffer]
 
 
-def _form(engine: Pieces) -> ModuleForm:
+def _form(engine: NativeEngine) -> ModuleForm:
     assert engine.form is not None, "there is a module between setup and teardown"
     return engine.form
 
 
-def _outlines(engine: Pieces) -> dict[str, nn.Parameter]:
+def _outlines(engine: NativeEngine) -> dict[str, nn.Parameter]:
     """Parameters of the original shapes without memory."""
     outlines: dict[str, nn.Parameter] = {}
     for name, parameter in engine.parameters.items():
