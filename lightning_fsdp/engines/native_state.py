@@ -27,6 +27,7 @@ from lightning_fsdp.core.state.materialize import materialize, meta_buffers
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.module_form import ModuleForm
+from lightning_fsdp.engines.optimizers import sites_in
 from lightning_fsdp.engines.sharded_state import split_own_state
 
 if TYPE_CHECKING:
@@ -227,12 +228,9 @@ def outlined(engine: NativeEngine) -> Iterator[None]:
 
 def materialize_whole(module: nn.Module) -> None:
     """Give values to what is on the meta device: whole, on the CPU, as torch shards only those."""
-    owners = list(module.modules())
-    sites: dict[Tensor, list[Site]] = {}
-    for owner in owners:
-        for name, held in owner._parameters.items():
-            if held is not None and held.is_meta:
-                sites.setdefault(held, []).append(Site(owner, name))
+    sites: dict[Tensor, list[Site]] = {
+        p: list(places.values()) for p, places in sites_in(module).items() if p.is_meta
+    }
     if not sites and not meta_buffers(module):
         return
     values: dict[Tensor, Tensor] = {}
@@ -241,7 +239,7 @@ def materialize_whole(module: nn.Module) -> None:
         real = nn.Parameter(value, requires_grad=parameter.requires_grad)
         real.__dict__.update(parameter.__dict__)
         torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
-    for owner in owners:
+    for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer in buffers:
                 owner._buffers[name] = buffers[buffer]

@@ -76,7 +76,7 @@ def optimizers_follow(model: nn.Module, *optimizers: Optimizer) -> Iterator[None
             "Give optimizers_follow the module that holds all that the optimizer trains, e.g. "
             "nn.ModuleList([first, second]).",
         )
-    stand_ins = {id(p): _StandIn(p, sites) for p, sites in _sites(model).items()}
+    stand_ins = {id(p): _StandIn(p, sites) for p, sites in sites_in(model).items()}
     mark_replaced(dict(model.named_parameters()))
     for optimizer in optimizers:
         hand_over(optimizer, {key: stand_in.parameter for key, stand_in in stand_ins.items()})
@@ -256,7 +256,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
 
 
-def _sites(model: nn.Module) -> dict[nn.Parameter, dict[str, Site]]:
+def sites_in(model: nn.Module) -> dict[nn.Parameter, dict[str, Site]]:
     """Where each parameter is, by name; the first is its own."""
     sites: dict[nn.Parameter, dict[str, Site]] = {}
     for prefix, module in model.named_modules():
