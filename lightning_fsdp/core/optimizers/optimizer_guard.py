@@ -97,8 +97,7 @@ def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
 
 @not_compiled
 def _to_owners(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    whole_tensors = whole_tensors_of(optimizer)
-    if whole_tensors is None:
+    if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return None
     return whole_tensors.begin(args, kwargs, lambda: _check_gradients(_sharded_in(optimizer)))
 

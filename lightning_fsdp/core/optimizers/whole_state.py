@@ -25,8 +25,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
     """By the place of a parameter that owners step whole, who does."""
-    whole_tensors = whole_tensors_of(optimizer)
-    if whole_tensors is None:
+    if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
     pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
     places = enumerate(parameters_of(optimizer))

@@ -42,5 +42,4 @@ def is_marked(value: Tensor) -> bool:
 def sample(value: Tensor) -> bytes:
     """The first elements of a tensor, for a digest."""
     flat = value.detach().reshape(-1)[:_NUM_SAMPLES].contiguous()
-    data: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return data
+    return bytes(flat.view(torch.uint8).numpy())

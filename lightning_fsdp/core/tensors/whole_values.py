@@ -89,9 +89,8 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     generator = kwargs.get("generator")
     if generator is None and target.device.type == "cuda":
         generator = torch.cuda.default_generators[target.device.index]
-    spec = target.spec
-    with one_stream_of_numbers(spec.communicator, generator):
-        whole = torch.empty(spec.slot.shape, dtype=target.dtype, device=target.device)
+    with one_stream_of_numbers(target.spec.communicator, generator):
+        whole = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         func(whole, *args[1:], **kwargs)
     return target.copy_(whole)
 
