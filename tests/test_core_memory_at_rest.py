@@ -197,6 +197,30 @@ def test_many_models_built_run_and_dropped_leave_nothing(plan):
         assert objects_alive == [0, 0, 0, 0]
 
 
+def _class_with_a_tensor_beside():
+    beside = torch.ones(4)
+
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + beside
+
+    return Shifted, weakref.ref(beside)
+
+
+def _drop_a_class(rank, world_size):
+    cls, beside = _class_with_a_tensor_beside()
+    first, second = shard_model(cls(4, 4)), shard_model(cls(4, 4))
+    assert type(first) is type(second) is not cls, "one class, for compiled code"
+    first(torch.ones(2, 4)).sum().backward()
+    del cls, first, second
+    gc.collect()  # a class refers to itself
+    assert beside() is None
+
+
+def test_a_class_goes_with_its_models():
+    run_on_ranks(_drop_a_class, 2)
+
+
 class _Malloc(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_size_t)

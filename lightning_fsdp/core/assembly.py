@@ -243,13 +243,15 @@ def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -
 
 def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
     ModuleHooks(module, unit, schedule)
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = _sharded_class(type(module))
     torch_internals.enter_as_sharded(module)
 
 
-@functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One class for all modules of a class: compiled code of one serves the others."""
+    for derived in cls.__subclasses__():  # to which a class refers weakly: both go together
+        if derived.__bases__ == (ShardedModule, cls):
+            return derived
     return type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
 
 
