@@ -1,5 +1,6 @@
 """What is held between steps, by the formula, and what a model that is gone leaves behind."""
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -219,6 +220,33 @@ def _drop_a_class(rank, world_size):
 
 def test_a_class_goes_with_its_models():
     run_on_ranks(_drop_a_class, 2)
+
+
+class _NoRoom(torch.optim.Optimizer):
+    """Over whole tensors; memory is full in its step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        raise MemoryError
+
+
+def _drop_what_failed(rank, world_size):
+    model = shard_model(nn.Linear(4, 4))
+    optimizer = _NoRoom(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # wraps its step
+    model(torch.ones(2, 4)).sum().backward()
+    with contextlib.suppress(MemoryError):
+        optimizer.step()
+    gone = [weakref.ref(optimizer), weakref.ref(model.weight)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
+def test_an_optimizer_over_whole_tensors_goes_after_a_step_that_raised():
+    run_on_ranks(_drop_what_failed, 2)
 
 
 class _Malloc(ctypes.Structure):

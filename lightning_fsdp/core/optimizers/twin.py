@@ -20,6 +20,9 @@ from lightning_fsdp.core.optimizers.pieces import Piece, Slices
 
 Options = list[dict[str, Any]]
 
+WHOLE_TENSORS = "_lightning_fsdp_whole_tensors"
+"""Attribute of an optimizer over whole tensors, which its twin is not."""
+
 
 class Twin:
     """For one step.
@@ -41,6 +44,7 @@ class Twin:
             is_own = isinstance(value, MethodType) and value.__self__ is original
             own = MethodType(value.__func__, self.optimizer) if is_own else value
             vars(self.optimizer)[name] = own
+        vars(self.optimizer).pop(WHOLE_TENSORS, None)
         self.optimizer.param_groups = [
             {**group, "params": [mine for p in group["params"] for mine in self._stepped(p)]}
             for group in original.param_groups

@@ -39,7 +39,7 @@ from lightning_fsdp.core.optimizers.optimizer_classes import (
 from lightning_fsdp.core.optimizers.owners import Cut, assign
 from lightning_fsdp.core.optimizers.pieces import NOBODY, Piece, Slices
 from lightning_fsdp.core.optimizers.travel import collect, from_owners, grouped, to_owners
-from lightning_fsdp.core.optimizers.twin import Twin
+from lightning_fsdp.core.optimizers.twin import WHOLE_TENSORS, Twin
 from lightning_fsdp.core.ranks.groups import control_of
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
@@ -280,7 +280,7 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
     Raises:
         NotImplementedError: It can do neither.
     """
-    known = _known.get(optimizer)
+    known: WholeTensors | None = vars(optimizer).get(WHOLE_TENSORS)
     if known is not None or type(optimizer) in ELEMENTWISE:
         return known
     example = next((p for p in parameters_of(optimizer) if isinstance(p, ShardedTensor)), None)
@@ -296,11 +296,9 @@ def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors
         optimizer: Over sharded parameters.
         slices: How they are cut.
     """
-    known = _known[optimizer] = WholeTensors(optimizer, slices)
+    # On the optimizer: after a step that raised, this refers to it until the next one.
+    known = vars(optimizer)[WHOLE_TENSORS] = WholeTensors(optimizer, slices)
     return known
-
-
-_known: weakref.WeakKeyDictionary[Optimizer, WholeTensors] = weakref.WeakKeyDictionary()
 
 
 def _has_elements(piece: Piece) -> bool:
