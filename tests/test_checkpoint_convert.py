@@ -272,7 +272,7 @@ class _Evil:
         ("text", r"text: expected a file that torch\.load\(weights_only=True\) reads"),
         ("truncated", r"truncated: expected a file that torch\.load\(weights_only=True\) reads"),
         ("flipped", r"flipped: expected a file that.*\(checksum of '.*/data/\d+': its content has"),
-        ("code", r"code: expected a file that torch\.load.*What would run code is not read"),
+        ("code", r"code: expected a file that .*global: GLOBAL getattr was not an allowed"),
         (
             "other",
             r"other: expected a checkpoint of the Trainer, with 'state_dict' in it, got \['a",
@@ -281,9 +281,15 @@ class _Evil:
         ("empty", r"empty: expected a sharded checkpoint, or safetensors, got a folder without"),
         ("target", r"target: expected nothing there yet"),
         ("same", r"is full already\. Copy it"),
-        ("prefix", r"prefix: expected the beginning of names as \['.*got 'modell\.'"),
+        ("prefix", r"--prefix: expected the beginning of names as \['.*got 'modell\.'"),
         ("config", r"expected a folder with config\.json"),
-        ("size", r"max_shard_size: expected bytes or a size"),
+        (
+            "prefix without a dot",
+            r"--prefix: expected names up to a dot, got 'model'\. Add the dot",
+        ),
+        ("prefix without safetensors", r"--prefix: expected from or to safetensors"),
+        ("config without safetensors", r"--config: expected safetensors .*, got 'sharded'\. Leave"),
+        ("size", r"--max-shard-size: expected bytes or a size"),
     ],
 )
 def test_what_is_wrong_is_named_and_leaves_nothing_behind(
@@ -291,7 +297,7 @@ def test_what_is_wrong_is_named_and_leaves_nothing_behind(
 ):
     monkeypatch.chdir(tmp_path)
     source, target, to, more = full, tmp_path / "target", "safetensors", []
-    if wrong not in ("target", "same", "prefix", "config", "size"):
+    if wrong.split()[0] not in ("target", "same", "prefix", "config", "size"):
         source = tmp_path / ("none" if wrong == "missing" else wrong)
     if wrong == "shards":
         convert(full, source, to="sharded")
@@ -323,8 +329,15 @@ def test_what_is_wrong_is_named_and_leaves_nothing_behind(
         to = "full"
     elif wrong == "prefix":
         more = ["--prefix", "modell."]
+    elif wrong == "prefix without a dot":
+        more = ["--prefix", "model"]
+    elif wrong == "prefix without safetensors":
+        to, more = "sharded", ["--prefix", "model."]
     elif wrong == "config":
         more = ["--config", str(tmp_path)]
+    elif wrong == "config without safetensors":
+        (tmp_path / "config.json").touch()
+        to, more = "sharded", ["--config", str(tmp_path)]
     elif wrong == "size":
         more = ["--max-shard-size", "much"]
     before = sorted(tmp_path.iterdir())

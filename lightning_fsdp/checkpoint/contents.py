@@ -98,10 +98,13 @@ def _open_full(path: Path) -> Contents:
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         _check_sums(path)
     except Exception as error:  # a damaged file is an error of many kinds
-        why = (str(error).splitlines() or [type(error).__name__])[0]
+        lines = str(error).splitlines() or [type(error).__name__]
+        # Of what would run code torch says in a later line what it is.
+        why = next((line for line in lines if "WeightsUnpickler error" in line), lines[0])
+        why = why.strip().partition(". Please")[0]
         raise ValueError(
             f"{path}: expected a file that torch.load(weights_only=True) reads, got another or a "
-            f"damaged one ({why}). What would run code is not read."
+            f"damaged one ({why}). What would run code is not read: save the file again without it."
         ) from error
     state = file.get("state_dict") if isinstance(file, dict) else None
     if not isinstance(state, dict):

@@ -83,10 +83,16 @@ def convert(
         raise FileExistsError(f"{target}: expected nothing there yet. Choose another name.")
     if config is not None and not (Path(config) / "config.json").is_file():
         raise FileNotFoundError(f"{config}: expected a folder with config.json.")
+    if config is not None and to != "safetensors":
+        raise ValueError(f"config: expected safetensors to be written, got {to!r}. Leave it out.")
+    if prefix and not prefix.endswith("."):
+        raise ValueError(f"prefix: expected names up to a dot, got {prefix!r}. Add the dot.")
     with ExitStack() as stack:
         contents = open_checkpoint(source, stack)
         if contents.form == to:
             raise ValueError(f"{source}: is {to} already. Copy it.")
+        if prefix and "safetensors" not in (contents.form, to):
+            raise ValueError("prefix: expected from or to safetensors. Names stay: leave it out.")
         on_total(sum(outline.nbytes for outline in contents.outlines.values()))
         target.parent.mkdir(parents=True, exist_ok=True)
         if to == "safetensors":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,12 +45,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         except (OSError, ValueError, NotImplementedError) as error:
             bar.close()
-            print(f"error: {error}", file=sys.stderr)
+            says = re.sub(r"^(prefix|config|max_shard_size):", _option_of, str(error))
+            print(f"error: {says}", file=sys.stderr)
             return 1
     print(f"{args.target}: {args.to}")
     for what in left_out:
         print(f"not in it: {what}")
     return 0
+
+
+def _option_of(name: re.Match[str]) -> str:
+    return f"--{name[0].replace('_', '-')}"
 
 
 def make_parser() -> CommandParser:
