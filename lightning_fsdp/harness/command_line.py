@@ -59,6 +59,7 @@ class CommandParser(argparse.ArgumentParser):
             description=description,
             epilog=shown_examples(command, examples),
             formatter_class=_Help,
+            allow_abbrev=False,  # or --rank 3 would undo --ranks 8
         )
         self.examples = tuple(examples)
         self.old = dict(old or {})
