@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_fsdp.harness.command_line import CommandParser, at_least
+from lightning_fsdp.harness.command_line import CommandParser, at_least, write_whole
 from lightning_fsdp.harness.environment import environment
 
 _OLD = {"--nproc": "--ranks", "--world-sizes": "--ranks", "--folder": "--scratch"}
@@ -106,7 +106,6 @@ def write_record(
     words = ["python", "-m", f"benchmarks.{name}", *(sys.argv[1:] if given is None else given)]
     document = {"command": shlex.join(words), **environment(), **parts}
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=1) + "\n")
+        write_whole(out, (json.dumps(document, indent=1) + "\n").encode())
         print(f"written to {out}")
     return document

@@ -1,5 +1,6 @@
 """The command that plans: the table, the file, and what it refuses."""
 
+import errno
 import json
 import os
 import re
@@ -132,6 +133,22 @@ def test_a_file_that_cannot_be_written_after_all_is_named(tmp_path, folder, caps
     with pytest.raises(SystemExit):
         main(["--model", str(folder), "--ranks", "2", "--seq-len", "32", "--out", str(path)])
     assert "error: --out: expected a file to write" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, folder, capsys, monkeypatch):
+    path = tmp_path / "plan.json"
+    path.write_text("of before")
+
+    def fail(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--ranks", "2", "--seq-len", "32", "--out", str(path)])
+    assert "(No space left on device). Name another" in capsys.readouterr().err
+    assert path.read_text() == "of before"
+    assert {*tmp_path.iterdir()} == {folder, path}
 
 
 @pytest.mark.parametrize(

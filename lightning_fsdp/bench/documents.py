@@ -22,6 +22,8 @@ from pydantic import (
     ValidationError,
 )
 
+from lightning_fsdp.harness.command_line import write_whole
+
 _MOST_SHOWN = 40  # characters of a value
 
 T = TypeVar("T")
@@ -44,14 +46,8 @@ Listed = Annotated[list[T], BeforeValidator(lambda found: [] if found is None el
 
 
 def write(path: Path, value: object, *, indent: int | None = None) -> None:
-    """Write dataclasses, or what holds them, as JSON: all of it or none, in a folder of any depth.
-
-    Ctrl-C may come meanwhile, and a rank that failed is ended by others while it writes.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_bytes(TypeAdapter(type(value)).dump_json(value, indent=indent))
-    unfinished.replace(path)
+    """Write dataclasses, or what holds them, as JSON: all of it or none, in any folder."""
+    write_whole(path, TypeAdapter(type(value)).dump_json(value, indent=indent))
 
 
 def write_csv(path: Path, records: Sequence[object]) -> None:

@@ -175,6 +175,24 @@ def require_extra(extra: str, *modules: str) -> None:
         )
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, in a folder of any depth: all of it or none, and until then what was there.
+
+    Ctrl-C may come meanwhile, and a rank that failed is ended by others while it writes.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file():  # a device, a pipe: not to be replaced
+        path.write_bytes(content)
+        return
+    path = path.resolve()
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """A whole number that is not less, as the type of a command's option."""
 

@@ -19,6 +19,7 @@ from lightning_fsdp.harness.command_line import (
     exit_with,
     positive,
     require_extra,
+    write_whole,
 )
 from lightning_fsdp.plan.dry_run import PRECISIONS, Plan, Run, dry_run, largest_batch
 from lightning_fsdp.plan.models import MODELS, config_of
@@ -80,8 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(answer.text)
     if args.out is not None:
         try:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(answer.document, indent=1) + "\n")
+            write_whole(args.out, (json.dumps(answer.document, indent=1) + "\n").encode())
         except OSError as error:
             parser.error(_no_file(args.out, str(error.strerror)))
     return 0 if answer.fits else 1
