@@ -19,9 +19,9 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([A-Za-z]*)", text.strip())
     units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    amount = 0
+    amount = 0.0
     if match is not None and match[2].lower() in units:
-        amount = int(float(match[1]) * units[match[2].lower()])
-    if amount < 1:
+        amount = float(match[1]) * units[match[2].lower()]
+    if not 1 <= amount < 2**63:
         raise ValueError(f"expected an amount of memory, such as 80GB or 512MiB, got {text!r}.")
-    return amount
+    return int(amount)

@@ -188,6 +188,7 @@ def test_what_is_no_command_is_named_with_the_choices(capsys):
         (positive, "nan", "expected more than 0, got 'nan'"),
         (positive, "inf", "expected more than 0, got 'inf'"),
         (not_negative, "inf", "expected 0 or more, got 'inf'"),
+        (at_least(1), "2147483648", "expected at most 2147483647, got '2147483648'"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(convert, text, message):

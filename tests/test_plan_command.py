@@ -57,7 +57,10 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
     ("changes", "message"),
     [
         ({"--model": "gpt9"}, "expected one of gpt2-nano, .* or a folder"),
+        ({"--model": "g" * 5000}, "expected one of gpt2-nano, .* or a folder"),
         ({"--ranks": "0"}, "--ranks: expected 1 or more, got '0'"),
+        ({"--ranks": "3000000000"}, "--ranks: expected at most 2147483647, got '3000000000'"),
+        ({"--rank": "3"}, "unrecognized arguments: --rank 3"),
         ({"--stage": "4"}, r"--stage: invalid choice: 4 \(choose from 2, 3\)"),
         ({"--precision": "16-mixed"}, r"invalid choice: '16-mixed' \(.*'?bf16-mixed'?\)"),
         ({"--precision": "fp8"}, r"--precision: invalid choice: 'fp8' \(choose from '?32-true"),
@@ -70,6 +73,7 @@ def test_on_the_host_the_command_adds_what_a_process_has(tmp_path, folder, capsy
             "--device-memory: expected an amount of memory, such as 80GB",
         ),
         ({"--device-memory": ""}, "--device-memory: expected an amount of memory, .* got ''"),
+        ({"--device-memory": "9" * 400}, "--device-memory: expected an amount of memory"),
         ({"--max-batch-size": "8"}, "--max-batch-size: expected --device-memory with it"),
         ({"--device-memory": "1GB", "--batch-size": "4"}, "--batch-size: not with --device-memory"),
         ({"--max-batch-size": "0"}, "--max-batch-size: expected 1 or more, got '0'"),
@@ -162,6 +166,15 @@ def test_a_config_with_a_field_of_a_wrong_type_is_refused(folder, field, message
         main(["--model", str(folder), "--ranks", "2"])
     assert raised.value.code == 2
     said = f"error: --model: expected one of .*{folder}.*{message}.*Correct its config.json"
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_sizes_that_make_no_model_are_refused(folder, capsys):
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(written | {"n_head": 7}))
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--ranks", "2", "--seq-len", "32"])
+    said = "error: --model: expected a config that makes a model, got: .* Correct its config.json"
     assert re.search(said, capsys.readouterr().err)
 
 

@@ -292,7 +292,7 @@ def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys
         ({"--tflops": "0"}, "--tflops: expected more than 0, got '0'"),
         ({"--bandwidth": "-1"}, "--bandwidth: expected more than 0"),
         ({"--latency": "-1"}, "--latency: expected 0 or more, got '-1'"),
-        ({"--hosts": "3"}, "hosts: expected a divisor of the 16 ranks, got 3"),
+        ({"--hosts": "3"}, "--hosts: expected a divisor of the 16 ranks, got 3"),
         ({"--hosts": "1"}, "--host-bandwidth: expected --hosts of 2 or more"),
         ({"--stage": "3"}, "--stage: not with --suggest, which tries several"),
         ({"--shard-size": "4"}, "--shard-size: not with --suggest"),

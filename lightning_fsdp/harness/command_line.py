@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 INTERRUPTED = 130  # as shells say it: 128 and the signal's number
+_MOST = 2**31 - 1  # of ranks and sizes in torch
 _OF_A_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
@@ -203,6 +204,8 @@ def at_least(least: int) -> Callable[[str], int]:
             number = least - 1
         if number < least:
             raise argparse.ArgumentTypeError(f"expected {least} or more, got {text!r}")
+        if number > _MOST:
+            raise argparse.ArgumentTypeError(f"expected at most {_MOST}, got {text!r}")
         return number
 
     return convert

@@ -88,8 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _option_of(name: re.Match[str]) -> str:
-    """The option that sets a field of a run; another word stays."""
-    is_field = any(field.name == name[0] for field in fields(Run))
+    """The option that sets a field of a run, or of its network; another word stays."""
+    is_field = name[0] in {"hosts", *(field.name for field in fields(Run))}
     return f"--{name[0].replace('_', '-')}" if is_field else name[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,7 +72,12 @@ def build(config: PretrainedConfig) -> nn.Module:
 
     # A config may name the dtype of its checkpoint; training chooses its own.
     dtype = torch.get_default_dtype()
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except ValueError as error:  # of sizes that do not fit
+        raise ValueError(
+            f"--model: expected a config that makes a model, got: {error} Correct its config.json."
+        ) from error
     assert isinstance(model, nn.Module), type(model)
     return model.train()
 
@@ -158,7 +164,7 @@ def _config_in(folder: Path) -> PretrainedConfig:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     expected = f"expected one of {', '.join(MODELS)}, or a folder with config.json"
-    if not (folder / "config.json").is_file():
+    if not os.path.isfile(folder / "config.json"):  # noqa: PTH113 (false for a name too long)
         raise ValueError(f"--model: {expected}, got {str(folder)!r}. Correct it.")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder)
