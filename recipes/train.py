@@ -29,7 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
-from lightning_fsdp.harness.command_line import folder_argument
+from lightning_fsdp.harness.command_line import INTERRUPTED, folder_argument
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error, is_said_first, mistakes_in
@@ -219,6 +219,10 @@ def main() -> None:
         if found is not None and found.is_shown_elsewhere:
             sys.exit(1)
         exit_with(str(mistake))
+    except KeyboardInterrupt:  # before the Trainer runs, which ends its ranks itself
+        if getattr(rank_zero_only, "rank", 0) == 0:
+            sys.stderr.write("\ninterrupted before the run began; nothing is left running\n")
+        sys.exit(INTERRUPTED)
 
 
 def exit_with(mistake: str) -> NoReturn:

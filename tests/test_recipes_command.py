@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import yaml
+from lightning.pytorch.utilities import rank_zero_only
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import Qwen2Config
 
@@ -281,6 +282,26 @@ def test_a_folder_that_may_not_be_written_to_is_named_before_the_run(
     option, why = place.partition(".")[0], f"no leave to write '{sealed}'"
     expected = f"error: --trainer.{option}: expected a folder, got '{sealed / 'new'}' ({why}). Name"
     assert str(stopped.value.code).startswith(expected)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, 1), (1, 0)])
+def test_ctrl_c_before_the_run_is_told_by_one_rank_without_a_traceback(
+    rank: int,
+    told: int,
+    tmp_path: Path,
+    command_line: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(data: TextData) -> None:
+        monkeypatch.setattr(rank_zero_only, "rank", rank)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TextData, "open", interrupt)
+    with pytest.raises(SystemExit) as stopped:
+        command_line(short_run(write_folder(tmp_path / "corpus")))
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err.count("interrupted before the run began") == told
 
 
 def test_two_ranks_train_like_one_process_on_the_joined_batch(
