@@ -78,7 +78,7 @@ def parser_options() -> dict[str, Any]:
 
     def with_examples(*examples: str) -> dict[str, Any]:
         shown = "\n".join(["examples:", *(f"  {_COMMAND} {options}" for options in examples)])
-        return {"epilog": shown, "formatter_class": _Help}
+        return {"epilog": shown, "formatter_class": _Help, "allow_abbrev": False}
 
     return {
         **with_examples(fit[0], validate[0]),
@@ -122,6 +122,8 @@ def _broken_config(args: Sequence[str]) -> str | None:
         except yaml.MarkedYAMLError as error:
             line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
             return f"{path}{line}: expected YAML, got: {error.problem}. Correct it."
+        except (yaml.reader.ReaderError, UnicodeDecodeError) as error:
+            return f"{path}: expected YAML, got: {error.reason}. Correct it."
         if not isinstance(found, dict):
             shown = " ".join(str(found).split())
             return f"{path}: expected options, such as `trainer:`, got {shown!r}. Correct it."

@@ -62,7 +62,10 @@ class RecipeCLI(LightningCLI):
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Refuse a strategy or a checkpoint that there is not, and a seed out of range."""
-        super().parse_arguments(parser, args)
+        try:
+            super().parse_arguments(parser, args)
+        except UnicodeDecodeError as error:  # of a --config
+            parser.error(str(error))
         config = self.config[self.config.subcommand]
         refuse_unknown_strategy(config.trainer.strategy)
         refuse_wrong_seed(config.seed_everything)

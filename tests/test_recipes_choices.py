@@ -110,6 +110,10 @@ NAMES = (
             "--trainer.max_stepz: expected one of max_steps, .*'max_stepz'",
         ),
         (
+            ["--trainer.max_step=1"],  # a part of an option, which would undo the whole one
+            "--trainer.max_step: expected one of max_steps, .*'max_step'",
+        ),
+        (
             ["--data.batchsize=1"],
             "--data.batchsize: expected one of batch_size, .* got 'batchsize'",
         ),
@@ -176,6 +180,8 @@ def test_a_name_in_a_config_that_does_not_exist_is_one_line_with_the_choices(
         ("trainer:\n  max_steps: 1\n devices: 2\n", r", line 3: expected YAML, got: expected "),
         ("trainer:\n\tmax_steps: 1\n", r", line 2: expected YAML, got: found character "),
         ("- 1\n", r": expected options, such as `trainer:`, got '\[1\]'"),
+        ("a: \0\n", r": expected YAML, got: special characters are not allowed\."),
+        ("a: \xff\n", r": expected YAML, got: invalid start byte\."),
     ],
 )
 @pytest.mark.parametrize("option", [["--config=wrong.yaml"], ["--config", "wrong.yaml"]])
@@ -187,7 +193,7 @@ def test_a_config_that_is_broken_is_one_line_with_the_place(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "wrong.yaml").write_text(text)
+    (tmp_path / "wrong.yaml").write_text(text, encoding="latin-1")
     with pytest.raises(SystemExit) as stopped:
         command_line(["fit", *option])
     assert stopped.value.code == 2
