@@ -1,6 +1,7 @@
 """What users do to parameters between a forward and the next one is seen by the next one."""
 
 import functools
+import itertools
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from tests.support.trainer import (
     make_trainer,
     seeded,
     weights_of,
+    with_options,
 )
 
 
@@ -99,6 +101,24 @@ class _Follows(Regressor):
                 theirs.mul_(0.5).add_(mine, alpha=0.5)
 
 
+class _FreezesAPart(Regressor):
+    """Of a unit, in the second micro-batch of each step."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks[1].up.requires_grad_(batch_idx % 2 == 0)
+
+
+class _HasReference(Regressor):
+    """A forward to compare with, in which all is frozen, as with ``disable_adapter`` of peft."""
+
+    def training_step(self, batch, batch_idx):
+        self.blocks.requires_grad_(False)
+        with torch.no_grad():
+            reference = self.loss(batch)
+        self.blocks.requires_grad_(True)
+        return super().training_step(batch, batch_idx) / reference
+
+
 def _trained(kind, strategy, folder, rank):
     model = seeded(kind)
     model.first = weights_of(model)
@@ -113,4 +133,20 @@ def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
     kinds = _LooksFirst, _LooksBeforeStep, _LooksByHand, _Perturbs
     kinds += _Freezes, _Scales, _GoesBack, _Follows
     scenarios = [functools.partial(_trained, kind) for kind in kinds]
+    assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
+
+
+def _accumulated(kind, accumulation, strategy, folder, rank):
+    model = seeded(kind)
+    if strategy == "ddp":
+        strategy = "ddp_find_unused_parameters_true"
+    chosen = with_options(strategy, accumulation=accumulation)
+    trainer = make_trainer(chosen, folder, accumulate_grad_batches=2)
+    trainer.fit(model, make_loader())
+    return {"losses": torch.stack(model.losses), **weights_of(model)}
+
+
+def test_what_is_frozen_between_two_micro_batches_keeps_its_gradient(tmp_path):
+    ways = itertools.product((_FreezesAPart, _HasReference), ("local", "sum"))
+    scenarios = [functools.partial(_accumulated, *way) for way in ways]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)

@@ -14,7 +14,7 @@ own forward, so in that case no wrapper goes around the whole: each child is a r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -240,10 +240,26 @@ class FSDP1Engine(NativeEngine):
     def after_backward(self) -> None:
         self._waits = not self.syncs_gradients  # first: by it gradients of one rank are told apart
         for flat, together in {id(of[0]): of for of in self._flat_of.values()}.values():
-            if flat.grad is not None:  # torch drops what those that are frozen by now had
-                self._given.difference_update(together)
+            if flat.grad is not None:
                 self._given.update(p for p in together if p.requires_grad)
         super().after_backward()
+        for flat, _ in self._flat_of.values():
+            torch_internals.fsdp1_show_frozen(flat, self._given)
+
+    @override
+    def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
+        super()._after_forward(unit, args, output)
+        for flat, _ in torch_internals.fsdp1_flat_parameters([unit]):
+            torch_internals.fsdp1_show_frozen(flat, self._given)
+
+    @override
+    def _watch_weights(self, places: Mapping[str, str], owner: nn.Module, args: Any) -> None:
+        super()._watch_weights(places, owner, args)
+        for attribute, name in places.items() if self._given else ():
+            weight, parameter = getattr(owner, attribute), self.parameters[name]
+            # Beside one that is trained, it gets a gradient, which would be added to its earlier.
+            if weight.requires_grad and not parameter.requires_grad and parameter in self._given:
+                weight.register_hook(torch.zeros_like)
 
     @override
     def clear_reduced(self, names: Iterable[str]) -> None:

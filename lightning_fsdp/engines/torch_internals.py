@@ -6,7 +6,7 @@ Checked against torch 2.13. A name that goes away is to be replaced here, and no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -202,6 +202,20 @@ def fsdp1_clear_parts(flat: Any) -> None:
     for original, info in zip(flat._params, flat._shard_param_infos, strict=True):
         if info.in_shard and original.grad is None:
             held.narrow(0, info.offset_in_shard, info.numel_in_shard).zero_()
+
+
+def fsdp1_show_frozen(flat: Any, given: Collection[nn.Parameter]) -> None:
+    """Let parameters that are frozen by now have the gradients that they got before.
+
+    torch hides them where it frees a whole copy, and then takes them for cleared.
+    """
+    if flat.grad is None or flat.grad.numel() != flat._local_shard.numel():
+        return
+    for original, info in zip(flat._params, flat._shard_param_infos, strict=True):
+        is_hidden = info.in_shard and original.grad is None and not original.requires_grad
+        if is_hidden and original in given:
+            part = flat.grad.narrow(0, info.offset_in_shard, info.numel_in_shard)
+            original.grad = part.view(original.shape)
 
 
 @contextmanager
