@@ -24,8 +24,9 @@ class BlockWithin(Block):
 
 
 class Around(nn.Module):
-    def __init__(self, block, wraps):
+    def __init__(self, block, wraps, end=lambda x: x.square().sum()):
         super().__init__()
+        self.end = end
         torch.manual_seed(0)
         self.inlet = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(block() for _ in range(3))
@@ -35,7 +36,7 @@ class Around(nn.Module):
         x = self.inlet(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.wraps else block(x)
-        return x.square().sum()
+        return self.end(x)
 
 
 KINDS = {"around": (Block, True), "inside": (BlockWithin, False), "both": (BlockWithin, True)}
@@ -60,6 +61,33 @@ def gradients_of(rank, world_size, kind, plan):
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_blocks_have_the_gradients_of_plain_ones(kind, plan):
     run_on_ranks(gradients_of, 2, kind, plan)
+
+
+def slope(model, x):
+    """Its backward enters the last block in the middle, as the end is linear."""
+    (gradient,) = torch.autograd.grad(model(x), x, create_graph=True)
+    return gradient.square().sum()
+
+
+def gradients_of_slope(rank, world_size, plan):
+    inputs = torch.randn(world_size, 2, 6, generator=torch.Generator().manual_seed(0))
+    inputs = inputs.requires_grad_().unbind()
+    plain = Around(Block, wraps=False, end=torch.sum)
+    (sum(slope(plain, x) for x in inputs) / world_size).backward()
+    for block, wraps in KINDS.values():
+        model = shard_model(Around(block, wraps, torch.sum), PLANS[plan])
+        for _ in range(2):
+            model.zero_grad()
+            slope(model, inputs[rank]).backward()
+            for name, parameter in model.named_parameters():
+                expected, found = plain.get_parameter(name).grad, parameter.grad
+                found = found if found is None else found.full_tensor()
+                torch.testing.assert_close(found, expected, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_of_gradients_go_through_recomputed_blocks(plan):
+    run_on_ranks(gradients_of_slope, 2, plan)
 
 
 def count_runs(modules):

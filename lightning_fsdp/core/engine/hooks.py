@@ -5,6 +5,7 @@
     inputs         ->  leave                (identity node: last in the call's backward)
     outputs        ->  before_backward      (pre-hook of the nodes that made them)
     kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
+    input's grads  ->  before_backward      (likewise, if they have a graph)
     module return  ->  post_forward         (forward hook, called after exceptions too)
 
 Note: outputs
@@ -158,10 +159,8 @@ class ModuleHooks:
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, *outputs: Any) -> None:
-        nodes = set()
-        for tensor in tensors_in(*outputs):
-            if tensor.grad_fn is None:
-                continue
+        nodes: set[Any] = set()
+        for tensor in (t for t in tensors_in(*outputs) if t.grad_fn is not None):
             nodes.add(tensor.grad_fn)
             if getattr(tensor.grad_fn, "hooks", None) is self:
                 continue  # an input that is returned; its base was made elsewhere
@@ -198,6 +197,7 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.hooks.schedule.leave(ctx.call)
+        ctx.hooks._announce_backward(gradients)  # where a graph of gradients enters the unit
         return None, None, *gradients
 
     @staticmethod
