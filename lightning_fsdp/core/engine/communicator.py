@@ -240,7 +240,7 @@ class Communicator:
             unit_name: For the message if it fails.
         """
         what = f"gather of unit {unit_name!r} {self.where}"
-        self.count("all_gather", whole.nbytes // self.world_size * (self.world_size - 1))
+        self.traffic["all_gather"].add(whole.nbytes // self.world_size * (self.world_size - 1))
         start = self._gather if self.world_size > 1 else lambda *_: []
         return Pending(what, start(whole, what, unit_name), lambda: whole, keeps=(whole,))
 
@@ -260,7 +260,7 @@ class Communicator:
         """
         what = f"reduction of unit {region.unit_name!r} {self.where}"
         if self.world_size == 1:
-            self.count("reduce_scatter", 0)
+            self.traffic["reduce_scatter"].add(0)
             packed = region.pack()
             return Pending(what, (), lambda: packed.to(region.dtype))
         return (self._reduce_narrow if region.is_narrow else self._reduce)(region, what)
@@ -278,10 +278,6 @@ class Communicator:
     def break_off(self) -> None:
         """Called when a gather was interrupted: its memory may change while peers still read it."""
 
-    def count(self, kind: str, sent_bytes: int) -> None:
-        """Note a collective."""
-        self.traffic.setdefault(kind, Traffic()).add(sent_bytes)
-
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         group, shard_numel = self.group, whole.numel() // self.world_size
         mine = whole[self.rank * shard_numel : (self.rank + 1) * shard_numel]
@@ -295,7 +291,7 @@ class Communicator:
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
         sent, group = region.pack().to(region.dtype), self.group
-        self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
+        self.traffic["reduce_scatter"].add(sent.nbytes // self.world_size * (self.world_size - 1))
         shard = sent.new_empty(region.layout.shard_numel)
         with collective(what, "every rank"):
             work = torch_internals.reduce_scatter_in(group)(shard, sent)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.engine.communicator import Communicator, collective
+from lightning_fsdp.core.engine.communicator import Communicator, Traffic, collective
 from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.pairs import tag_of
 
@@ -32,7 +32,7 @@ def exchange(
     """
     sent = [part for parts in outgoing for part in parts]
     received = [part for parts in incoming for part in parts]
-    communicator.count("all_to_all", _num_bytes(sent))
+    communicator.traffic.setdefault("all_to_all", Traffic()).add(_num_bytes(sent))
     if isinstance(communicator, OneHostCommunicator) and communicator.lines is not None:
         communicator.exchange(outgoing, incoming, what)
         return

@@ -25,7 +25,7 @@ class NarrowCommunicator(Communicator):
     def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
         sent = region.pack()
         received = torch.empty_like(sent)
-        self.count("reduce_scatter", sent.nbytes // self.world_size * (self.world_size - 1))
+        self.traffic["reduce_scatter"].add(sent.nbytes // self.world_size * (self.world_size - 1))
         with collective(what, "every rank"):
             work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
         rows = received.view(self.world_size, region.layout.shard_numel)

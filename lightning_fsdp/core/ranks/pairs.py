@@ -82,7 +82,8 @@ class PairCommunicator(Communicator):
         ]
         shards = [cut_out(pieces, rank * numel, numel) for rank in range(self.world_size)]
         to = {peer: [piece.data for piece in shards[peer]] for peer in self._peers()}
-        self.count("reduce_scatter", sum(part.nbytes for parts in to.values() for part in parts))
+        num_bytes = sum(part.nbytes for parts in to.values() for part in parts)
+        self.traffic["reduce_scatter"].add(num_bytes)
         return [piece.data for piece in pieces], shards[self.rank], to
 
     def _exchange(self, what: str, to: Parts, into: Parts, tag: int) -> Works:

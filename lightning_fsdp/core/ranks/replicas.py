@@ -37,7 +37,7 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
     what = f"mean over replicas of unit {unit_name!r} {column.where}"
     group, size, dtype = column.group, column.world_size, shard.dtype
     shard = shard.float() if may_overflow(dtype) else shard
-    column.count("all_reduce", 2 * (size - 1) * (shard.nbytes // size))
+    column.traffic["all_reduce"].add(2 * (size - 1) * (shard.nbytes // size))
     with collective(what, "every replica"):
         work = dist.all_reduce(shard, group=group, async_op=True)
     works = [(work.wait, "every replica")]
