@@ -182,7 +182,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
-        it is reduced. Seen from the next forward on.
+        it is reduced. Later ones may be added to it: keep a clone. Seen from the next forward on.
 
         Args:
             function: Called with each local gradient.
@@ -195,7 +195,7 @@ class NativeGradients(Mapping[str, NativeGradient]):
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient after a backward.
 
         The shard is this rank's piece, ``(n,)``, before earlier micro-batches are added; it can be
-        edited in place.
+        edited in place. Earlier ones are added to it: keep a clone.
         """
         engine = self._engine
         return register(lambda name, g: function(name, g, engine.micro_batch), engine.reduced_hooks)

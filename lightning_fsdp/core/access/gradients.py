@@ -173,9 +173,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
-        it is reduced. A weight tied within or across units arrives once, with the sum of all uses.
-        ``micro_batch`` counts backwards since the optimizer's last step, or the one that a gradient
-        scaler skipped.
+        it is reduced. Later ones may be added to it: keep a clone. A weight tied within or across
+        units arrives once, with the sum of all uses. ``micro_batch`` counts backwards since the
+        optimizer's last step, or the one that a gradient scaler skipped.
 
         Args:
             function: Called with each local gradient.
@@ -188,7 +188,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
 
         The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
-        can be edited in place. One that no rank used comes as zeros.
+        can be edited in place. Later ones are added to it: keep a clone. One that no rank used
+        comes as zeros.
         """
         return self._watch(_CallingOnReduced, function)
 
