@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 # Where in which file a slice lies; a part of torch's format.
@@ -86,3 +88,8 @@ def reduce_and_make_later(
     stride = torch.empty(shape, device="meta").stride()
     arguments: Any = (storage, 0, tuple(shape), stride, False, OrderedDict())
     return torch._utils._rebuild_tensor_v2, arguments
+
+
+def default_store() -> Store:
+    """Where the ranks of the default process group have found each other. No public accessor."""
+    return _get_default_store()

@@ -73,6 +73,7 @@ from lightning_fsdp.strategies.nonfinite import NonfiniteGuard, units_by_paramet
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
 from lightning_fsdp.strategies.requeue import requeue_together
+from lightning_fsdp.strategies.saves_at_exceptions import meet_if_interrupted
 from lightning_fsdp.strategies.token_mean import TokenMean
 
 _RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
@@ -421,9 +422,7 @@ class ShardedStrategy(ProcessStrategy):
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
         requeue_together(trainer, self._checkpoints)
-        lightning_internals.collect_checkpoints_inside(
-            trainer, self._checkpoints.deferred.collected
-        )
+        lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -604,6 +603,12 @@ class ShardedStrategy(ProcessStrategy):
     on_test_end = on_predict_end = on_validation_end
 
     # -- each save ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _collecting(self, trainer: pl.Trainer) -> Iterator[None]:
+        meet_if_interrupted(trainer)
+        with self._checkpoints.deferred.collected():
+            yield
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
