@@ -15,8 +15,11 @@ from tests.support.checkpointed import (
 )
 from tests.support.trainer import (
     SHARDED,
+    AdamwRegressor,
     Regressor,
     assert_each_like_ddp,
+    assert_like_ddp,
+    fit,
     make_loader,
     make_trainer,
     not_under,
@@ -83,6 +86,18 @@ def test_a_resumed_run_is_the_one_of_ddp(tmp_path):
         _resume_by_hand,
     ]
     assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
+
+
+def _resume_on_one_rank(strategy, folder, rank):
+    trainer, _ = fit(strategy, folder, seeded(AdamwRegressor))
+    trainer.save_checkpoint(folder / "one.ckpt")
+    path, model = folder / "one.ckpt", seeded(AdamwRegressor, seed=1)
+    return weights_of(fit(strategy, folder, model, ckpt_path=path, max_epochs=2)[1])
+
+
+def test_so_it_is_on_one_rank(tmp_path):
+    sharded = SHARDED[::2]
+    assert_like_ddp(_resume_on_one_rank, tmp_path, sharded=sharded, world_size=1)
 
 
 def _save_after_an_epoch(strategy, folder, path):

@@ -159,6 +159,8 @@ class FSDP1Engine(NativeEngine):
 
     @override
     def cut(self, name: str, whole: Tensor) -> Tensor:
+        if self.grid.shard_size == 1:  # where torch shards nothing, parameters keep their shapes
+            return whole.detach().clone(memory_format=torch.contiguous_format)
         start, count = self._places[name][self.grid.shard_rank]
         return whole.detach().reshape(-1)[start : start + count].clone()
 
