@@ -11,7 +11,7 @@ from tests.support.ranks import run_on_ranks
 
 
 def _in_double(batch):
-    """Without the targets, as the loss is taken in fp32: before 2.12 torch mixes no dtypes in it."""
+    """Not the targets: the loss is taken in fp32, and older torches mix no dtypes there."""
     return {**batch, "inputs": batch["inputs"].double()}
 
 
