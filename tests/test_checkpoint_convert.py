@@ -267,7 +267,10 @@ class _Evil:
     ("wrong", "message"),
     [
         ("shards", r"__0_0\.distcp: expected the checksum .* Load another checkpoint, or"),
-        ("cut.safetensors", r"safetensors: expected a file that torch\.load.*damaged one \(Error"),
+        (
+            "cut.safetensors",
+            r"safetensors: expected .* that torch\.load.*damaged one \((Error|mmap)",
+        ),
         ("missing", r"none: expected a checkpoint, got nothing there"),
         ("text", r"text: expected a file that torch\.load\(weights_only=True\) reads"),
         ("truncated", r"truncated: expected a file that torch\.load\(weights_only=True\) reads"),
