@@ -29,6 +29,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from typing_extensions import override
 
 import lightning_fsdp as _strategies  # noqa: F401 (importing it registers the strategy names)
+from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.harness.command_line import INTERRUPTED, folder_argument
 from recipes.causal_lm import CausalLM
 from recipes.data import TextData
@@ -214,7 +215,10 @@ def main() -> None:
             parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
-    except (ValueError, NotImplementedError, OSError, MisconfigurationException) as error:
+    except (
+        *(ValueError, NotImplementedError, OSError),
+        *(MisconfigurationException, DamagedCheckpoint),
+    ) as error:
         found = find_recipe_error(error)
         mistake = found or _told(error)
         if mistake is None:
@@ -240,7 +244,8 @@ def _told(error: Exception) -> str | None:
     """What Lightning or a strategy says of its options and files, and not what fails in a run."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_its_own = frame.f_globals["__name__"].startswith(("lightning.", "lightning_fsdp."))
-    place = "" if isinstance(error, OSError) else "--trainer: "  # which names a file
+    names_a_file = isinstance(error, (OSError, DamagedCheckpoint))
+    place = "" if names_a_file else "--trainer: "
     return f"{place}{' '.join(str(error).split())}" if is_its_own else None
 
 

@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import Qwen2Config
 
 from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.strategies.checkpoint import read_folder
 from recipes.data import TextData
 from recipes.gpt2 import GPT2
 from recipes.lora import QwenLora
@@ -195,6 +196,16 @@ def test_a_mistake_that_the_run_itself_finds_is_one_line(
     said = str(stopped.value.code)
     assert said.startswith(f"error: {message}"), said
     assert "\n" not in said
+
+
+def test_a_folder_that_is_no_checkpoint_is_one_line(
+    command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "corpus")
+    monkeypatch.setattr(pl.Trainer, "fit", lambda *_, **__: read_folder(folder))
+    with pytest.raises(SystemExit) as stopped:
+        command_line(short_run(folder))
+    assert str(stopped.value.code).startswith(f"error: {folder}: expected a finished checkpoint")
 
 
 @pytest.mark.parametrize("subcommand", ["", "fit", "validate"])
