@@ -257,6 +257,8 @@ class FSDP1Engine(NativeEngine):
     @override
     def _watch_weights(self, places: Mapping[str, str], owner: nn.Module, args: Any) -> None:
         super()._watch_weights(places, owner, args)
+        if torch.compiler.is_compiling():  # what follows would end the graph
+            return
         for attribute, name in places.items() if self._given else ():
             weight, parameter = getattr(owner, attribute), self.parameters[name]
             # Beside one that is trained, it gets a gradient, which would be added to its earlier.
