@@ -160,7 +160,7 @@ class ModuleHooks:
 
     def _announce_backward(self, *outputs: Any) -> None:
         nodes: set[Any] = set()
-        for tensor in (t for t in tensors_in(*outputs) if t.grad_fn is not None):
+        for tensor in [t for t in tensors_in(*outputs) if t.grad_fn is not None]:
             nodes.add(tensor.grad_fn)
             if getattr(tensor.grad_fn, "hooks", None) is self:
                 continue  # an input that is returned; its base was made elsewhere
@@ -197,7 +197,8 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         ctx.hooks.schedule.leave(ctx.call)
-        ctx.hooks._announce_backward(gradients)  # where a graph of gradients enters the unit
+        if torch.is_grad_enabled():  # a graph of gradients, which enters the unit here
+            ctx.hooks._announce_backward(gradients)
         return None, None, *gradients
 
     @staticmethod
