@@ -160,13 +160,14 @@ class ModuleHooks:
 
     def _announce_backward(self, *outputs: Any) -> None:
         nodes: set[Any] = set()
-        for tensor in [t for t in tensors_in(*outputs) if t.grad_fn is not None]:
-            nodes.add(tensor.grad_fn)
-            if getattr(tensor.grad_fn, "hooks", None) is self:
-                continue  # an input that is returned; its base was made elsewhere
-            if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+        for tensor in tensors_in(*outputs):
+            node = tensor.grad_fn
+            nodes.add(node)
+            # Of an input that is returned, the base was made elsewhere.
+            is_made_here = node is not None and getattr(node, "hooks", None) is not self
+            if is_made_here and tensor._is_view() and tensor._base is not None:
                 nodes.add(tensor._base.grad_fn)
-        for node in nodes:
+        for node in nodes - {None}:
             # An outer unit that returns the output of an inner one has the same node. The outer one
             # is entered first, as on a rank where it computes something after the inner one and so
             # has a node of its own: all ranks gather in one order.
