@@ -201,6 +201,9 @@ def refuse_sealed_folders(trainer: L.Trainer) -> None:
                 folder_argument(str(folder))
 
 
+_MISTAKES = (ValueError, NotImplementedError, OSError, MisconfigurationException, DamagedCheckpoint)
+
+
 def main() -> None:
     """Run the command line."""
     # Lightning's own use of torch; nothing a user of the command line could change.
@@ -215,10 +218,7 @@ def main() -> None:
             parser_kwargs=parser_options(),
             seed_everything_default=42,
         )
-    except (
-        *(ValueError, NotImplementedError, OSError),
-        *(MisconfigurationException, DamagedCheckpoint),
-    ) as error:
+    except _MISTAKES as error:
         found = find_recipe_error(error)
         mistake = found or _told(error)
         if mistake is None:
@@ -226,9 +226,9 @@ def main() -> None:
         if found is not None and found.is_shown_elsewhere:
             sys.exit(1)
         exit_with(str(mistake))
-    except KeyboardInterrupt:  # before the Trainer runs, which ends its ranks itself
+    except KeyboardInterrupt:  # while the Trainer does not run, which ends its ranks itself
         if getattr(rank_zero_only, "rank", 0) == 0:
-            sys.stderr.write("\ninterrupted before the run began; nothing is left running\n")
+            sys.stderr.write("\ninterrupted; no run was going on\n")
         sys.exit(INTERRUPTED)
 
 

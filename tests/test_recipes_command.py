@@ -312,7 +312,7 @@ def test_ctrl_c_before_the_run_is_told_by_one_rank_without_a_traceback(
     with pytest.raises(SystemExit) as stopped:
         command_line(short_run(write_folder(tmp_path / "corpus")))
     assert stopped.value.code == 130
-    assert capsys.readouterr().err.count("interrupted before the run began") == told
+    assert capsys.readouterr().err.count("interrupted; no run was going on") == told
 
 
 def test_two_ranks_train_like_one_process_on_the_joined_batch(

@@ -7,7 +7,7 @@ where they have found each other, which no collective uses::
 
     each rank that saves      says that it is here, waits for all, for a limited time
     all are here              the save
-    some are not              an error that names them, at the exception; nothing is saved
+    some are not              an error that says so, beneath the exception; nothing is saved
 """
 
 from __future__ import annotations
