@@ -107,3 +107,31 @@ def test_a_command_that_is_asked_to_end_ends_what_it_started(tmp_path, kind, chi
     assert time.perf_counter() - began < 4, "as long as the first may take"
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text().split()[0]), 0)
+
+
+STARTS = """
+import signal, subprocess, sys
+kind = int(sys.argv.pop())
+class Interrupted(subprocess.Popen):
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        print(self.pid, flush=True)
+        signal.raise_signal(kind)
+subprocess.Popen = Interrupted
+"""
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_being_started_at_an_interrupt_is_ended_too(tmp_path, kind):
+    given = [
+        sys.executable,
+        "-c",
+        STARTS + COMMAND,
+        WAITS,
+        str(tmp_path / "log.txt"),
+        str(int(kind)),
+    ]
+    command = subprocess.run(given, capture_output=True, text=True, timeout=50)
+    assert command.returncode == 130, command.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(command.stdout), 0)

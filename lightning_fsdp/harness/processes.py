@@ -7,8 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -47,18 +49,20 @@ def run_command(
     Returns:
         Why it failed, or ``None``.
     """
+    process = None
     with log.open("wb") as stream:
-        # A session of its own, so that ending it also ends the ranks that the command starts.
-        process = subprocess.Popen(
-            command,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            cwd=cwd,
-            env=_environment(),
-        )
         try:
+            with _held_back():
+                # A session of its own, so that ending it also ends the ranks that it starts.
+                process = subprocess.Popen(
+                    command,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd=cwd,
+                    env=_environment(),
+                )
             code = process.wait(timeout_s)
             if code == 0:
                 return None
@@ -70,7 +74,30 @@ def run_command(
         except subprocess.TimeoutExpired:
             return Failure("timed out", f"took longer than {timeout_s:.0f} s")
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """An interrupt that comes in the block is handled after it: what was started has a name then.
+
+    Blocking the signals would not do: another thread may get them, and the child would inherit it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which no handler interrupts
+        return
+    came: list[int] = []
+    before = {kind: signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for kind in before:
+            signal.signal(kind, lambda number, _frame: came.append(number))
+        yield
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def run_module(module: Sequence[str], folder: Path, *, timeout_s: float) -> Failure | None:
