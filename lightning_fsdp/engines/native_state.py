@@ -129,8 +129,8 @@ def load_full_state_dict(engine: NativeEngine, state: Mapping[str, Any], strict:
     with torch.no_grad():
         for name, parameter in engine.parameters.items():
             if name in loaded and loaded[name] is not outlines[name]:
-                mine = engine.piece(engine.cut(name, loaded[name].to(parameter.device)))
-                engine.piece(parameter).copy_(mine)
+                start, stop = engine.ranges(name)[engine.grid.shard_rank]
+                engine.piece(parameter).copy_(loaded[name].reshape(-1)[start:stop])
 
 
 def gatherable_optimizer_state_dict(
