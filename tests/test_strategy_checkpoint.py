@@ -298,3 +298,45 @@ def _saved_by_hand(strategy, folder, rank):
 
 def test_saving_by_hand_in_the_middle_of_a_fit_disturbs_nothing(tmp_path):
     assert_like_ddp(_saved_by_hand, tmp_path, atol=5e-6)
+
+
+class _WatchesEvaluations(pl.Callback):
+    """Saves by hand inside of one."""
+
+    def on_predict_end(self, trainer, module):
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/predict.ckpt")
+
+    def on_validation_epoch_end(self, trainer, module):
+        if trainer.state.fn == "validate":
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/validate.ckpt")
+
+
+def _saved_in_evaluations(strategy, folder, rank):
+    model, outcome = seeded(Adamw), {}
+    trainer = make_trainer(strategy, folder, callbacks=[_WatchesEvaluations()])
+    trainer.fit(model, make_loader())
+    trainer.validate(model, make_loader(16), verbose=False)
+    trainer.predict(model, make_loader(16))
+    trainer.save_checkpoint(folder / "after.ckpt")
+    for name in ("validate", "predict", "after"):
+        outcome[name] = comparable(_whole(torch.load(folder / f"{name}.ckpt", weights_only=True)))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, make_loader())
+    return {**outcome, "end": weights_of(model)}
+
+
+def _resumed_from_evaluations(strategy, folder, rank):
+    trainer = make_trainer(
+        with_options(strategy, checkpoint="sharded"), folder, callbacks=[_WatchesEvaluations()]
+    )
+    trainer.fit(seeded(Adamw), make_loader())
+    trainer.validate(trainer.lightning_module, make_loader(16), verbose=False)
+    resumed = seeded(Adamw, seed=1)
+    again = make_trainer(strategy, folder, max_epochs=2)
+    again.fit(resumed, make_loader(), ckpt_path=folder / "validate.ckpt")
+    return {"end": weights_of(resumed)}
+
+
+def test_saving_by_hand_in_an_evaluation_saves_the_optimizers_of_the_fit_before(tmp_path):
+    scenarios = [_saved_in_evaluations, _resumed_from_evaluations]
+    assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)

@@ -184,3 +184,15 @@ def _evaluate_grown(rank, world_size, strategy, folder):
 
 def test_buffers_of_another_shape_on_some_rank_are_named(tmp_path):
     each_on_trainer_ranks(_evaluate_grown, 2, SHARDED[::2], tmp_path)
+
+
+def _saved_with_another(rank, world_size, folder):
+    for strategy in ("fsdp1_zero3", "fsdp2_zero3"):
+        trainer, _ = fit(strategy, folder)
+        trainer.validate(seeded(Regressor), make_loader(16), verbose=False)
+        with pytest.raises(ValueError, match="LightningModule only, got"):
+            trainer.save_checkpoint(folder / "another.ckpt")
+
+
+def test_optimizers_are_not_saved_with_another_module_that_was_evaluated(tmp_path):
+    on_trainer_ranks(_saved_with_another, 2, tmp_path)

@@ -260,6 +260,10 @@ class Engine(ABC):
         """Called after an optimizer's step, also one that a gradient scaler skipped."""
         return
 
+    def keep_optimizer(self, optimizer: Optimizer) -> None:
+        """Called in an evaluation for the optimizers of the fit before, which are saved with it."""
+        return
+
     def watch_optimizer(self, optimizer: Optimizer) -> None:
         """Called for every optimizer over the module's parameters, before its first step.
 

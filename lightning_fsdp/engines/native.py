@@ -51,7 +51,7 @@ from lightning_fsdp.engines.base import (
 )
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
-from lightning_fsdp.engines.optimizers import hand_over, unmark
+from lightning_fsdp.engines.optimizers import hand_over, refuse_foreign, unmark
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
 
@@ -223,11 +223,7 @@ class NativeEngine(Engine):
     def _hand_optimizers(self, originals: Mapping[str, nn.Parameter]) -> None:
         """Let optimizers hold the module's own parameters, with the state of the sharded ones."""
         for optimizer in self._optimizers:
-            successors = {id(p): originals[name] for name, p in self.parameters.items()}
-            whole_tensors = whole_tensors_of(optimizer)
-            if whole_tensors is not None:
-                whole_tensors.follow(successors)
-            hand_over(optimizer, successors)
+            _hand(optimizer, self.parameters, originals)
             optimizer.__dict__.pop("zero_grad", None)
         self._optimizers.clear()
         while self._hooks:
@@ -329,10 +325,14 @@ class NativeEngine(Engine):
             self.piece(gradient).add_(self.piece(earlier))
 
     @override
-    def watch_optimizer(self, optimizer: Optimizer) -> None:
+    def keep_optimizer(self, optimizer: Optimizer) -> None:
         assert self.form is not None, "the module was sharded"
-        originals = self.form.parameters.items()
-        hand_over(optimizer, {id(p): self.parameters[name] for name, p in originals})
+        _hand(optimizer, self.form.parameters, self.parameters)
+        self._optimizers.append(optimizer)
+
+    @override
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
+        self.keep_optimizer(optimizer)
         super().watch_optimizer(optimizer)
         names = list(self._of(optimizer))
         if names and steps_whole_tensors(optimizer, names[0]):
@@ -345,7 +345,6 @@ class NativeEngine(Engine):
             values: dict[str, Any] = optimizer.state.get(self.parameters[name], {})
             for key, value in values.items():
                 values[key] = native_state.cut_state(self, name, value)
-        self._optimizers.append(optimizer)
         self._hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -462,6 +461,13 @@ class NativeEngine(Engine):
 
     @override
     def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        refuse_foreign(
+            optimizer,
+            self.parameters.values(),
+            "the LightningModule",
+            "A Trainer's checkpoint has the optimizers of its last fit: save before it evaluates "
+            "another module, or evaluate that in a Trainer of its own.",
+        )
         return native_state.gatherable_optimizer_state_dict(
             self, optimizer, list(self._of(optimizer))
         )
@@ -472,6 +478,17 @@ class NativeEngine(Engine):
     ) -> None:
         names = list(self._of(optimizer))
         native_state.load_full_optimizer_state_dict(self, optimizer, names, state)
+
+
+def _hand(
+    optimizer: Optimizer, held: Mapping[str, nn.Parameter], successors: Mapping[str, nn.Parameter]
+) -> None:
+    """Let an optimizer hold ``successors`` in place of parameters of the same names."""
+    by_id = {id(parameter): successors[name] for name, parameter in held.items()}
+    whole_tensors = whole_tensors_of(optimizer)
+    if whole_tensors is not None:
+        whole_tensors.follow(by_id)
+    hand_over(optimizer, by_id)
 
 
 class _Pieces(Slices):

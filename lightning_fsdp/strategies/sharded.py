@@ -428,8 +428,11 @@ class ShardedStrategy(ProcessStrategy):
             loop.inference_mode = False
         if is_fitting and self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
-        for optimizer in self.optimizers if is_fitting else ():
-            self.engine.watch_optimizer(optimizer)
+        for optimizer in self.optimizers:
+            if is_fitting:
+                self.engine.watch_optimizer(optimizer)
+            else:
+                self.engine.keep_optimizer(optimizer)
         self.setup_precision_plugin()
         lightning_internals.share_zero_grad(self)
 
