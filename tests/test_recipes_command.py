@@ -5,7 +5,6 @@ Names that do not exist are in ``test_recipes_choices.py``.
 
 import errno
 import math
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -281,17 +280,14 @@ def test_a_checkpoint_that_cannot_be_written_is_one_line(
 def test_a_folder_that_may_not_be_written_to_is_named_before_the_run(
     place: str, command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Not a folder with a mode, which does not hold root back.
     monkeypatch.setattr(pl.Trainer, "fit", lambda *_, **__: pytest.fail("the run was started"))
-    sealed, access = tmp_path / "sealed", os.access
-    sealed.mkdir()
-    # Not by its mode, which does not hold root back.
-    monkeypatch.setattr(os, "access", lambda path, mode: path != sealed and access(path, mode))
     saver = ["--trainer.callbacks=lightning.pytorch.callbacks.ModelCheckpoint"]
-    options = [*(saver if "callbacks" in place else []), f"--trainer.{place}={sealed / 'new'}"]
+    options = [*(saver if "callbacks" in place else []), f"--trainer.{place}=/proc/new"]
     with pytest.raises(SystemExit) as stopped:
         command_line(short_run(write_folder(tmp_path / "corpus"), *options))
-    option, why = place.partition(".")[0], f"no leave to write '{sealed}'"
-    expected = f"error: --trainer.{option}: expected a folder, got '{sealed / 'new'}' ({why}). Name"
+    option, why = place.partition(".")[0], "nothing can be made in '/proc'"
+    expected = f"error: --trainer.{option}: expected a folder, got '/proc/new' ({why}: "
     assert str(stopped.value.code).startswith(expected)
 
 

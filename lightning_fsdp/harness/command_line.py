@@ -11,9 +11,9 @@ import argparse
 import errno
 import importlib.util
 import math
-import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -245,8 +245,11 @@ def folder_argument(text: str) -> Path:
         raise argparse.ArgumentTypeError(
             f"expected a folder, got the file {str(found[0])!r}. Name another."
         )
-    if not os.access(found[0], os.W_OK):
+    try:  # modes and root's leave do not tell: /proc, a disk that is mounted to be read alone
+        tempfile.TemporaryDirectory(dir=found[0]).cleanup()
+    except OSError as error:
+        why = f"nothing can be made in {str(found[0])!r}: {error.strerror}"
         raise argparse.ArgumentTypeError(
-            f"expected a folder, got {text!r} (no leave to write {str(found[0])!r}). Name another."
-        )
+            f"expected a folder, got {text!r} ({why}). Name another."
+        ) from error
     return folder
