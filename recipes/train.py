@@ -80,7 +80,7 @@ class RecipeCLI(LightningCLI):
     @override
     def instantiate_trainer(self, **kwargs: Any) -> L.Trainer:
         """What the Trainer refuses before it does anything is a mistake of the user."""
-        with mistakes_in("--trainer", *_REFUSALS):
+        with mistakes_in("--trainer", *_REFUSALS, RuntimeError):
             trainer = super().instantiate_trainer(**kwargs)
         bar = trainer.progress_bar_callback
         if type(bar) is RichProgressBar:  # with its options; any other is the user's own
@@ -242,6 +242,12 @@ def exit_with(mistake: str) -> NoReturn:
 
 def _told(error: Exception) -> str | None:
     """What Lightning or a strategy says of its options and files, and not what fails in a run."""
+    if isinstance(error, IsADirectoryError):  # of a checkpoint: all else that is read was looked at
+        return (
+            f"--ckpt_path: expected a file, as Lightning's own strategies read, got the folder "
+            f"'{error.filename}'. Use --trainer.strategy scratch_fsdp, or make a file of it: "
+            "python -m lightning_fsdp.convert FOLDER FILE --to full"
+        )
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     is_its_own = frame.f_globals["__name__"].startswith(("lightning.", "lightning_fsdp."))
     names_a_file = isinstance(error, (OSError, DamagedCheckpoint))

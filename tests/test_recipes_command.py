@@ -135,9 +135,10 @@ def test_the_model_has_as_many_tokens_as_the_data(
             ],
             "error: EarlyStopping: `mode` can be min, max, got least",
         ),
+        (["--trainer.logger=lightning.pytorch.loggers.CometLogger"], "error: CometLogger: "),
         (
-            ["--trainer.logger=lightning.pytorch.loggers.CometLogger"],
-            "error: CometLogger: ",
+            ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"],
+            "error: --trainer: Found more than one stateful callback of type `ModelCheckpoint`.",
         ),
     ],
 )
@@ -166,6 +167,7 @@ def test_a_mistake_is_one_line_before_any_process_starts(
             ["--ckpt_path=weights.pt"],
             "--ckpt_path: expected a checkpoint of a run, got 'weights.pt'",
         ),
+        (["--ckpt_path=corpus"], "--ckpt_path: expected a file, as Lightning's own strategies rea"),
         (
             ["--ckpt_path=other.ckpt"],
             "--ckpt_path: expected a checkpoint of this model, got another, in which 'model.transf",
