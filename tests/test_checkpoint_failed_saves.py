@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import (
@@ -283,14 +284,18 @@ def _save_one_of_two_models(rank, world_size, folder):
     """Each half of the ranks has a model of its own."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))["shard"]
     model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
+    native = torch_fsdp.fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
     number = rank // 2
     with torch.no_grad():
         model.weight.fill_(number)
-    expected = r"save.* '.*0' \(ranks 0, 1\); save.* '.*1' \(ranks 2, 3\).*full_state_dict"
-    with pytest.raises(ValueError, match=expected):
-        save_sharded(folder / str(number), model)
-    with pytest.raises(ValueError, match=expected):
-        save_pretrained(model, folder / str(number))
+    for names in ("01", "ss"):  # a folder each, or the same one
+        first, second = (f"save.* '.*{name}'" for name in names)
+        halves = rf"{first}.* \(ranks 0, 1\); {second}.* \(ranks 2, 3\).*full_state_dict"
+        for of_ranks in (model, native):
+            with pytest.raises(ValueError, match=halves):
+                save_sharded(folder / names[number], of_ranks)
+            with pytest.raises(ValueError, match=halves):
+                save_pretrained(of_ranks, folder / names[number])
     state = full_state_dict(model)  # what the message says
     if rank % 2 == 0:
         assert state["weight"].eq(number).all()

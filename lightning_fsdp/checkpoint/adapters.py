@@ -35,7 +35,7 @@ from lightning_fsdp.checkpoint.adapted import (
 )
 from lightning_fsdp.checkpoint.matching import Names, read_matching, targets_in
 from lightning_fsdp.checkpoint.new_folder import NewFolder
-from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.checkpoint.ranks import Ranks, words_for_ranks
 from lightning_fsdp.checkpoint.safetensors_folder import SafetensorsFolder
 from lightning_fsdp.checkpoint.weights import Weight, weights_in
 
@@ -68,7 +68,7 @@ def save_adapters(
     adapted = _adapted_with(model, adapter_name, "save_adapters")
     weights = weights_in(adapted, model)
     ranks = Ranks()
-    doing = f"save_adapters {os.fspath(directory)!r}"
+    doing = f"save_adapters {os.fspath(directory)!r}{words_for_ranks(model.parameters())}"
     with ExitStack() as opened:
         folders: list[NewFolder] = []
 

@@ -34,7 +34,12 @@ from lightning_fsdp.checkpoint.files import (
     write_marker,
 )
 from lightning_fsdp.checkpoint.place import Place, find_version
-from lightning_fsdp.checkpoint.ranks import LostRankError, Ranks, refuse_different
+from lightning_fsdp.checkpoint.ranks import (
+    LostRankError,
+    Ranks,
+    refuse_different,
+    words_for_ranks,
+)
 from lightning_fsdp.checkpoint.tensors import (
     METADATA,
     SlicePlanner,
@@ -208,7 +213,8 @@ class _Save:
         self._doing = f"save {os.fspath(path)!r}"
         self._place = Place(path)
         self._ranks = Ranks()
-        looked = self._together(lambda: (self._doing, self._look_at(state, extra)))
+        saved = f"{self._doing}{words_for_ranks(state.values())}"
+        looked = self._together(lambda: (saved, self._look_at(state, extra)))
         refuse_different([doing for doing, _ in looked])
         plans = [plan for _, plan in looked]
         self._folder = Path(str(self._together(lambda: self._begin(plans))[0]))

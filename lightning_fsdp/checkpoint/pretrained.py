@@ -32,7 +32,7 @@ from lightning_fsdp.checkpoint.adapters import merged
 from lightning_fsdp.checkpoint.files import naming
 from lightning_fsdp.checkpoint.matching import Differences, Names, read_matching, targets_in
 from lightning_fsdp.checkpoint.new_folder import NewFolder
-from lightning_fsdp.checkpoint.ranks import Ranks
+from lightning_fsdp.checkpoint.ranks import Ranks, words_for_ranks
 from lightning_fsdp.checkpoint.safetensors_folder import (
     SafetensorsFolder,
     SafetensorsWriter,
@@ -73,7 +73,7 @@ def save_pretrained(
     plan = _plan_of_merged(model) if merge_adapters else _plan_of(model)
     weights, stored = plan.weights, plan.stored
     ranks = Ranks()
-    doing = f"save_pretrained {str(path)!r}"
+    doing = f"save_pretrained {str(path)!r}{words_for_ranks(model.parameters())}"
 
     def begin() -> SafetensorsWriter:
         folders.append(opened.enter_context(NewFolder(path)))

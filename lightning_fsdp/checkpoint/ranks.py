@@ -13,17 +13,20 @@ begins when the save in the background has ended.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_fsdp.checkpoint.background import join_last
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
 from lightning_fsdp.core.ranks.agreement import ranks_by_statement
+from lightning_fsdp.core.ranks.groups import control_of
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.core.torch_internals import group_timeout
 
 _Result = TypeVar("_Result")
@@ -195,6 +198,21 @@ def refuse_different(doing: Sequence[str]) -> None:
             f"{got}. Give the same path on all. Of a model that only some of them train, save "
             "full_state_dict(module), which is collective over those alone."
         )
+
+
+def words_for_ranks(tensors: Iterable[object]) -> str:
+    """Which ranks hold sharded tensors together, for ``refuse_different``; "" if all ranks do."""
+    holders = {holding for tensor in tensors if (holding := _holders(tensor)) is not None}
+    parts = sorted(each for each in holders if len(each) < dist.get_world_size())
+    return "".join(f" of a model of ranks {', '.join(map(str, each))}" for each in parts)
+
+
+def _holders(tensor: object) -> tuple[int, ...] | None:
+    if isinstance(tensor, ShardedTensor):
+        return control_of(tensor.spec.communicator).ranks
+    if isinstance(tensor, DTensor):
+        return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+    return None
 
 
 # Weakly: ``destroy_process_group`` ends both.
