@@ -14,7 +14,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp import ZERO2, FSDP1Strategy, ScratchFSDPStrategy, fully_shard
@@ -93,6 +95,7 @@ def _refuse_at_setup(rank, world_size, folder):
     for kind, message in (
         (_Hooked, "expected no hook of its gradient"),
         (_Renormalizes, "with max_norm.*Renormalise after the optimizer's step"),
+        (_Distributed, r"parameter 'head.weight'.*a DTensor.*Use plain parameters"),
         (_TiedByMemory, "own memory, got that of 'blocks.0.up.weight'.*Register one parameter"),
     ):
         for strategy in (STRATEGY, "fsdp1_zero3", "fsdp2_zero3"):
@@ -120,6 +123,14 @@ def _refuse_at_setup(rank, world_size, folder):
 class _ShardsItself(Regressor):
     def configure_model(self):
         fully_shard(self.blocks[1])
+
+
+class _Distributed(Regressor):
+    """As tensor parallelism leaves it."""
+
+    def configure_model(self):
+        mesh = init_device_mesh("cpu", (2,))
+        self.head.weight = nn.Parameter(distribute_tensor(self.head.weight.detach(), mesh))
 
 
 class _Hooked(Regressor):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -310,13 +311,19 @@ def agree_on_module(module: nn.Module) -> None:
     """Check that all ranks hold the same parameters and buffers. Collective.
 
     Raises:
-        ValueError: On every rank, naming the first difference from rank 0 that any rank found.
+        ValueError: On every rank, naming the first difference from rank 0 that any rank found, or
+            a parameter without a shape, or of which a rank has a part.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
                 f"parameter {name!r}: expected a shape, got an uninitialized (lazy) parameter. Run "
                 "one batch through the module, in configure_model at the latest."
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter {name!r}: expected a plain nn.Parameter, got a DTensor (tensor "
+                "parallelism), of which this rank has a part already. Use plain parameters."
             )
     mine = [
         (name, (tuple(tensor.shape), _kind_of(tensor), tensor.requires_grad))
