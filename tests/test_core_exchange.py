@@ -11,7 +11,8 @@ from lightning_fsdp.core.ranks import lines
 from lightning_fsdp.core.ranks.exchange import exchange
 from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
-from tests.support.one_host import AT_ONCE_S, connected
+from tests.support.events import wait_for
+from tests.support.one_host import AT_ONCE_S, connected, impatient
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -75,7 +76,7 @@ def test_what_is_sent_stays_until_it_was_read():
 
 
 def _no_exchange(rank, world_size):
-    communicator = connected(dist.new_group(timeout=timedelta(seconds=2)))
+    communicator = impatient(dist.new_group(), timeout_s=1.0)
     if rank == 1:
         dist.barrier()
         return
@@ -89,7 +90,7 @@ def test_who_does_not_take_part_is_named():
     run_on_ranks(_no_exchange, 2)
 
 
-def _interrupted(rank, world_size):
+def _interrupted(rank, world_size, is_changed):
     communicator = connected(dist.new_group(timeout=timedelta(seconds=120)))
     mine, theirs = torch.zeros(10), torch.empty(10)
     outgoing, incoming = ([[], [each]][:: 1 - 2 * rank] for each in (mine, theirs))
@@ -104,14 +105,15 @@ def _interrupted(rank, world_size):
         with pytest.raises(KeyboardInterrupt):
             exchange(communicator, outgoing, incoming, "test")
         mine.fill_(-1)
+        is_changed.touch()
         return
     take = lines.Lines._take
-    lines.Lines._take = lambda *args: (time.sleep(1), take(*args))
+    lines.Lines._take = lambda *args: (wait_for(is_changed), take(*args))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"test .*expected rank 0 to take part"):
         exchange(communicator, outgoing, incoming, "test")
     assert time.monotonic() - start < AT_ONCE_S
 
 
-def test_data_of_a_rank_that_was_interrupted_is_not_taken():
-    run_on_ranks(_interrupted, 2)
+def test_data_of_a_rank_that_was_interrupted_is_not_taken(tmp_path):
+    run_on_ranks(_interrupted, 2, tmp_path / "is changed")

@@ -20,6 +20,7 @@ from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import lines, one_host, process_memory
 from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
+from tests.support.events import interrupt_where_it_waits_in, wait_for, wake
 from tests.support.models import TASKS
 from tests.support.one_host import (
     AT_ONCE_S,
@@ -28,6 +29,7 @@ from tests.support.one_host import (
     connected,
     empty,
     gather_on,
+    impatient,
     new_mesh,
 )
 from tests.support.ranks import ends_on_ranks, errors_on_ranks, run_on_ranks
@@ -36,7 +38,7 @@ from tests.support.worst_case import poison
 pytestmark = pytest.mark.skipif(
     ranks.active_transport == ranks.PAIRS, reason="what is tested is switched off"
 )
-TIMEOUT_S = 4.0  # of a group whose peer does not come
+TIMEOUT_S = 4.0  # for a peer that does not come
 
 
 def killed_while_a_peer_waits(rank, world_size):
@@ -95,8 +97,6 @@ def test_a_killed_peer_is_noticed_though_its_child_lives_on(tmp_path):
 
 
 def stopped_for_too_long(rank, group):
-    gather_on(group).wait()
-    dist.barrier()
     if rank == 1:
         lines_of_it = communicator_of(group).lines
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -108,13 +108,11 @@ def stopped_for_too_long(rank, group):
     with pytest.raises(RuntimeError, match=r"gather .*expected rank 1 to take part"):
         gather_on(group).wait()
     assert TIMEOUT_S <= time.monotonic() - start < TIMEOUT_S + AT_ONCE_S
-    os.kill(pid, signal.SIGCONT)
+    wake(pid)
 
 
 def stopped_after_it_posted(rank, group):
     """What it posted is read; that it does not read is noticed."""
-    gather_on(group).wait()
-    dist.barrier()
     if rank == 1:
         lines.Lines._take = lambda self, exchange: os.kill(os.getpid(), signal.SIGSTOP)
         with contextlib.suppress(RuntimeError):
@@ -123,36 +121,33 @@ def stopped_after_it_posted(rank, group):
     pid = communicator_of(group).lines._processes[1].pid
     with pytest.raises(RuntimeError, match="expected rank 1 to take part") as failed:
         gather_on(group).wait()
-    os.kill(pid, signal.SIGCONT)
+    wake(pid)
     assert "expected it to read what is here" in str(failed.value.__cause__)
 
 
-def give_up_while_a_peer_is_to_read(who_is_late, rank, group):
+def give_up_while_a_peer_is_to_read(who_is_late, folder, rank, group):
     """Rank 0 posts, gives up and changes its data; rank 1 reads late and must not believe it."""
-    gather_on(group).wait()
-    dist.barrier()
+    is_changed, is_read = (folder / f"{who_is_late}: {what}" for what in ("changed", "read"))
     if rank == 1 and who_is_late == "its thread":
         take = lines.Lines._take
-        lines.Lines._take = lambda *args: (time.sleep(TIMEOUT_S + 2), take(*args))
+        lines.Lines._take = lambda *args: (wait_for(is_changed), take(*args), is_read.touch())
     elif rank == 1:
-        time.sleep(TIMEOUT_S + 2)
+        wait_for(is_changed)
     whole = torch.full((2 * SHARD_NUMEL,), float(rank))
     gather = communicator_of(group).gather(whole, "u")
     # With the tables of places: a peer that found those spoilt would not come to the data.
     keeps = list(communicator_of(group).lines._started.values())
     if rank == 1 and who_is_late == "its thread":
-        time.sleep(TIMEOUT_S + 3)
+        wait_for(is_read)
     with pytest.raises(RuntimeError, match="expected rank"):
         gather.wait()
     poison(whole)
-    if rank == 0:
-        time.sleep(4)  # until rank 1 has read
+    (is_read if rank == 1 else is_changed).touch()
+    wait_for(is_read)
     keeps.clear()
 
 
 def give_up_while_reading(rank, group):
-    gather_on(group).wait()
-    dist.barrier()
     read = process_memory.Place.read
     if rank == 1:
         process_memory.Place.read = lambda *args: (time.sleep(TIMEOUT_S / 2 + 1), read(*args))
@@ -173,20 +168,25 @@ WAITS = {
 }
 
 
-def wait_in_pairs(rank, world_size):
-    pairs, timeout = torch.arange(world_size).view(-1, 2).tolist(), timedelta(seconds=TIMEOUT_S)
-    groups = [dist.new_group(pair, timeout=timeout) for pair in pairs]
+def wait_in_pairs(rank, world_size, folder):
+    pairs = torch.arange(world_size).view(-1, 2).tolist()
+    group = [dist.new_group(pair) for pair in pairs][rank // 2]
+    what, wait = list(WAITS.items())[rank // 2]
+    given = [folder] if what in WHO_IS_LATE else []
+    gather_on(group).wait()
+    impatient(group, TIMEOUT_S)
+    dist.barrier()
     try:
-        list(WAITS.values())[rank // 2](rank % 2, groups[rank // 2])
+        wait(*given, rank % 2, group)
     except BaseException:  # noqa: BLE001 (the test that is about it shows it)
         return traceback.format_exc()
     return None
 
 
 @pytest.fixture(scope="module")
-def failures():
+def failures(tmp_path_factory):
     """Of each two ranks, by what they did."""
-    found = run_on_ranks(wait_in_pairs, 2 * len(WAITS))
+    found = run_on_ranks(wait_in_pairs, 2 * len(WAITS), tmp_path_factory.mktemp("late"))
     return {name: found[2 * n : 2 * n + 2] for n, name in enumerate(WAITS)}
 
 
@@ -208,8 +208,9 @@ def test_a_rank_that_gave_up_may_use_its_memory_again(failures):
 
 
 def raise_on_one_rank(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = dist.new_group()
     gather_on(group).wait()
+    impatient(group, TIMEOUT_S)
     if rank == 1:
         raise ValueError("of the user")
     gather_on(group).wait()
@@ -224,7 +225,7 @@ def test_a_peer_that_raises_is_named_by_those_that_wait():
         assert "expected rank 1 to take part" in error.message
 
 
-def interrupted(rank, world_size, when):
+def interrupted(rank, world_size, when, is_changed):
     """Rank 0 posts, is interrupted, frees and changes its data; rank 1 reads after that."""
     model = shard_model(TASKS["mlp"].build(), mesh=new_mesh(2))
     flat_param = next(iter(hooks_of(model).schedule.flat_params))
@@ -233,13 +234,13 @@ def interrupted(rank, world_size, when):
     dist.barrier()
     if rank == 1:
         take = lines.Lines._take
-        lines.Lines._take = lambda *args: (time.sleep(2), take(*args))
+        lines.Lines._take = lambda *args: (wait_for(is_changed), take(*args))
         with pytest.raises(RuntimeError, match=r"gather of unit .* expected rank 0 to take part"):
             _unshard(flat_param)
         return
     if when == "in the wait":
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupt_where_it_waits_in(lines.Lines._wait)
     else:
         owner, name, before = {
             "after the post": (one_host.OneHostCommunicator, "_exchange", False),
@@ -251,6 +252,7 @@ def interrupted(rank, world_size, when):
         _unshard(flat_param)
     flat_param.reshard("a test")
     assert flat_param.buffer.flat.untyped_storage().nbytes() == 0
+    is_changed.touch()
     assert time.monotonic() - start < AT_ONCE_S
     with pytest.raises(RuntimeError, match="expected rank 1 to take part") as failed:
         gather_on(hooks_of(model).schedule.communicator.group).wait()
@@ -275,8 +277,8 @@ def _interrupted(owner, name, *, before=False):
 
 
 @pytest.mark.parametrize("when", ["after the post", "before the wait", "in the wait"])
-def test_data_of_a_rank_that_was_interrupted_is_not_taken(when):
-    run_on_ranks(interrupted, 2, when)
+def test_data_of_a_rank_that_was_interrupted_is_not_taken(when, tmp_path):
+    run_on_ranks(interrupted, 2, when, tmp_path / "is changed")
 
 
 def interrupted_in_a_post(rank, world_size):
@@ -332,7 +334,7 @@ def test_more_is_posted_than_a_line_holds():
 
 
 def ranks_that_post_different_sizes(rank, world_size):
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    impatient(group := dist.new_group(), TIMEOUT_S)
     gather_on(group, numel=8 * (1 + rank)).wait()
 
 

@@ -18,18 +18,19 @@ from lightning_fsdp.core.engine.layout import plan_layout
 from lightning_fsdp.core.ranks import lines
 from lightning_fsdp.core.ranks.groups import communicator_of
 from tests.support import ranks
-from tests.support.one_host import AT_ONCE_S, FP32, connected, empty, gather_on
+from tests.support.events import wait_until
+from tests.support.one_host import AT_ONCE_S, FP32, connected, empty, gather_on, impatient
 from tests.support.ranks import ends_on_ranks, run_on_ranks
 
 pytestmark = pytest.mark.skipif(
     ranks.active_transport == ranks.PAIRS, reason="what is tested is switched off"
 )
-TIMEOUT_S = 1.0  # of a group whose peer does not come
+TIMEOUT_S = 1.0  # for a peer that does not come
 
 
 def give_up_what_nobody_waits_for(rank, world_size):
     """Rank 0 forgets a reduction, and gives up at another collective."""
-    communicator = connected(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+    communicator = impatient(dist.new_group(), TIMEOUT_S)
     dist.barrier()
     if rank == 0:
         layout = plan_layout([("a", (40,))], world_size)
@@ -56,8 +57,9 @@ def test_what_was_posted_stays_until_a_rank_that_gives_up_has_broken_its_seal():
 
 def close_within_a_write(rank, world_size, folder):
     """Between the look at a descriptor and the write its lines end, and another file is opened."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group = dist.new_group()
     gather_on(group).wait()
+    impatient(group, TIMEOUT_S)
     dist.barrier()
     if rank == 0:
         write, thread, opened = os.write, communicator_of(group).lines._thread, []
@@ -75,7 +77,7 @@ def close_within_a_write(rank, world_size, folder):
         assert [os.fstat(descriptor).st_size for descriptor in opened] == [0] * 20
         for descriptor in opened:
             os.close(descriptor)
-        thread.join(TIMEOUT_S)
+        thread.join(AT_ONCE_S)
         assert not thread.is_alive()
     dist.barrier()
 
@@ -86,8 +88,7 @@ def test_no_message_is_written_to_a_file_that_has_the_number_of_a_closed_pipe(tm
 
 def wait_for_two(rank, world_size):
     """Ranks 0 and 2 do not come; the others do not hear of each other whom they missed."""
-    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    connected(group)
+    impatient(group := dist.new_group(), TIMEOUT_S)
     dist.barrier()
     if rank % 2 == 1:
         lines.Lines._end = lambda *args: None
@@ -139,10 +140,10 @@ def give_up_before_it_is_said(rank, world_size):
 
         if rank == 1:
             lines.Lines._send = send_late
-            hang_up = communicator_of(group).lines.hang_up
-            ending = threading.Thread(target=hang_up, args=("a test says so", 2))
+            of_group = communicator_of(group).lines
+            ending = threading.Thread(target=of_group.hang_up, args=("a test says so", 2))
             ending.start()
-            time.sleep(0.1)
+            wait_until(lambda: not any(of_group._seal.raw))
         dist.barrier()
     with pytest.raises(RuntimeError) as failed:
         pending.wait()
@@ -158,7 +159,7 @@ def test_who_gave_up_is_not_named_in_place_of_whom_it_missed():
 
 def interrupted_where_it_locks(rank, world_size):
     """Python code that locks can be interrupted when it has, and before anybody is to unlock."""
-    communicator = connected(dist.new_group(timeout=timedelta(seconds=TIMEOUT_S)))
+    communicator = impatient(dist.new_group(), TIMEOUT_S)
     dist.barrier()
 
     def interrupt(frame, event, arg):

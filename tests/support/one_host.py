@@ -35,6 +35,16 @@ def connected(group):
     return communicator
 
 
+def impatient(group, timeout_s):
+    """Connected, in the time that a busy machine needs; from then on, peers are waited for so long.
+
+    With such a timeout the group itself would end where a rank is stopped for a moment before.
+    """
+    communicator = connected(group)
+    communicator.lines._timeout_s = timeout_s
+    return communicator
+
+
 def empty(numel, dtype):
     return torch.empty(numel, dtype=dtype)
 
