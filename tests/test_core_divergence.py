@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from functools import partial
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import ZERO2, ZERO3, fully_shard, shard_model
+from tests.support.events import wake
 from tests.support.ranks import PLAIN, run_on_ranks
 
 TIMEOUT_S = 5  # of a group; ranks of a busy machine may be seconds apart
@@ -195,7 +194,7 @@ DOINGS = {
 
 
 def sleep_and_go_on(rank, world_size, backend):
-    """Of each two ranks, the second is stopped for longer than the timeout, and goes on."""
+    """Of each two ranks, the second is stopped until the first has given up, and goes on."""
     model = shard_over(group_of_two(rank, world_size, backend), ZERO3)
     for _ in range(2):
         model(torch.ones(2, 6)).backward()
@@ -207,16 +206,14 @@ def sleep_and_go_on(rank, world_size, backend):
         "norm": lambda: model.clip_grad_norm_(1.0),
         "agreement": lambda: model(torch.ones(2, 6), (2, 1, 0)).backward(),
     }
-    torch.distributed.barrier()
+    pids = [0] * world_size
+    torch.distributed.all_gather_object(pids, os.getpid())
     if rank % 2:
-        stop_for(TIMEOUT_S + 2)
-    return error_of(doings[list(DOINGS)[rank // 2]])[0]
-
-
-def stop_for(seconds):
-    wake = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
-    with subprocess.Popen([sys.executable, "-c", wake]):
         os.kill(os.getpid(), signal.SIGSTOP)
+    message, _ = error_of(doings[list(DOINGS)[rank // 2]])
+    if rank % 2 == 0:
+        wake(pids[rank + 1])
+    return message
 
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])
