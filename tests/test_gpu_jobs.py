@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import time
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from benchmarks.gpu.jobs import end_of, run_job
 from benchmarks.gpu.record import DONE, FAILED, OUT_OF_MEMORY
 from benchmarks.gpu.speed import run_speed
 from benchmarks.gpu.suite import run_suite
+from tests.support.events import wait_until
 from tests.support.gpu_records import CONFTEST, ROOT, begun, results_in, soon
 
 
@@ -38,20 +41,39 @@ def say(text):
     print(text)
 
 
-def test_a_job_that_crashes_or_hangs_is_a_failure_with_a_reason(tmp_path):
+def test_a_job_that_crashes_or_hangs_is_a_failure_with_a_reason(tmp_path, monkeypatch):
     log = tmp_path / "log.txt"
     failure = run_job(abort, log=log, limit_s=60.0, method="forkserver")
     assert failure.says.startswith("killed by SIGABRT")
     assert end_of(log)[0] == "Fatal Python error: Aborted"
-    path = tmp_path / "pid"
-    failure = run_job(sleep_in_a_child, path, log=log, limit_s=5.0, method="forkserver")
+    path, join = tmp_path / "pid", BaseProcess.join
+
+    def join_once_it_sleeps(process, timeout=None):
+        wait_until(lambda: path.exists() and path.read_text())
+        join(process, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BaseProcess, "join", join_once_it_sleeps)
+        failure = run_job(sleep_in_a_child, path, log=log, limit_s=0.1, method="forkserver")
     assert failure.kind == "timed out"
-    deadline = soon(10.0)
-    while is_alive(path.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_alive(path.read_text())
+    wait_until(lambda: not is_alive(path.read_text()))
     assert run_job(say, "hello", log=log, limit_s=60.0, method="forkserver") is None
     assert end_of(log) == ["hello"]
+
+
+def test_a_job_that_is_being_started_at_an_interrupt_is_ended_too(tmp_path, monkeypatch):
+    start, started = BaseProcess.start, []
+
+    def start_and_be_interrupted(process):
+        start(process)
+        started.append(process)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", start_and_be_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_job(time.sleep, 60.0, log=tmp_path / "log.txt", limit_s=60.0, method="forkserver")
+    (process,) = started
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_a_failed_case_is_recorded_and_the_rest_goes_on(tmp_path):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fsdp.harness.environment import environment
-from lightning_fsdp.harness.processes import Failure, last_line
+from lightning_fsdp.harness.processes import Failure, held_back, last_line
 
 _GRACE_S = 5.0
 _FAULT = r"Fatal Python error: |Timeout \(\d"  # as faulthandler begins, maybe within a line
@@ -52,15 +52,17 @@ def run_job(
     process = multiprocessing.get_context(method).Process(
         target=_run, args=(str(log), limit_s, function, args)
     )
-    process.start()
     try:
+        with held_back():
+            process.start()
         process.join(limit_s)
         is_late = process.is_alive()
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its session, with what it started
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.join()
+        if process.pid is not None:  # else it could not be started
+            with contextlib.suppress(ProcessLookupError):  # its session, with what it started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.join()
     if is_late:
         return Failure("timed out", f"took longer than {limit_s:.0f} s")
     if process.exitcode == 0:

@@ -52,7 +52,7 @@ def run_command(
     process = None
     with log.open("wb") as stream:
         try:
-            with _held_back():
+            with held_back():
                 # A session of its own, so that ending it also ends the ranks that it starts.
                 process = subprocess.Popen(
                     command,
@@ -79,7 +79,7 @@ def run_command(
 
 
 @contextmanager
-def _held_back() -> Iterator[None]:
+def held_back() -> Iterator[None]:
     """An interrupt that comes in the block is handled after it: what was started has a name then.
 
     Blocking the signals would not do: another thread may get them, and the child would inherit it.
