@@ -14,6 +14,7 @@ from tests.support.trainer import (
     assert_each_like_ddp,
     make_loader,
     make_trainer,
+    not_under,
     seeded,
     weights_of,
     with_options,
@@ -119,6 +120,33 @@ class _HasReference(Regressor):
         return super().training_step(batch, batch_idx) / reference
 
 
+class _TakesTurns(Regressor):
+    """A step runs and trains one block, as ``set_adapter`` of peft chooses an adapter."""
+
+    def on_fit_start(self):
+        self.blocks.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        for i, block in enumerate(self.blocks):
+            block.requires_grad_(i == batch_idx % 2)
+        x, y = batch
+        loss = nn.functional.mse_loss(self.head(self.blocks[batch_idx % 2](self.inlet(x))), y)
+        self.losses.append(loss.detach())
+        return loss
+
+
+class _IsFrozenInAForward(ScaledRegressor):
+    """In that of every second step, as with ``disable_adapter``: until after the forward."""
+
+    def training_step(self, batch, batch_idx):
+        frozen = nn.ModuleList([*self.blocks, self.inlet]) if batch_idx % 2 == 0 else nn.Module()
+        self.scale.requires_grad_(batch_idx % 3 != 0)
+        frozen.requires_grad_(False)
+        loss = super().training_step(batch, batch_idx)
+        frozen.requires_grad_(True)
+        return loss
+
+
 def _trained(kind, strategy, folder, rank):
     model = seeded(kind)
     model.first = weights_of(model)
@@ -134,6 +162,13 @@ def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
     kinds += _Freezes, _Scales, _GoesBack, _Follows
     scenarios = [functools.partial(_trained, kind) for kind in kinds]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
+
+
+def test_what_is_frozen_and_thawed_inside_of_a_step_is_as_under_ddp(tmp_path):
+    kinds = _TakesTurns, _IsFrozenInAForward
+    turns, frozen = (functools.partial(_trained, kind) for kind in kinds)
+    frozen = not_under("fsdp1", reason="thawed before a backward")(frozen)
+    assert_each_like_ddp([turns, frozen], tmp_path, sharded=SHARDED)
 
 
 def _accumulated(kind, accumulation, strategy, folder, rank):

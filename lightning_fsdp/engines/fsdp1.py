@@ -249,6 +249,11 @@ class FSDP1Engine(NativeEngine):
             torch_internals.fsdp1_show_frozen(flat, self._given)
 
     @override
+    def _before_forward(self, unit: nn.Module, args: Any) -> None:
+        super()._before_forward(unit, args)
+        torch_internals.fsdp1_see_thawed(unit)
+
+    @override
     def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
         super()._after_forward(unit, args, output)
         for flat, _ in torch_internals.fsdp1_flat_parameters([unit]):

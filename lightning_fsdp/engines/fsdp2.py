@@ -73,6 +73,7 @@ class FSDP2Engine(NativeEngine):
         for sharded, fsdp_parameter, group in torch_internals.fsdp2_parameters(module):
             name = name_of[id(sharded)]
             self._fsdp_parameters[name], self._groups[name] = fsdp_parameter, group
+            torch_internals.fsdp2_let_flags_follow(fsdp_parameter)
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
         mark_replaced(originals)

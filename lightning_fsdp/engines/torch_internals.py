@@ -134,6 +134,28 @@ def staying_whole(module: nn.Module) -> Iterator[None]:
         attributes.update(before)
 
 
+def fsdp2_let_flags_follow(fsdp_parameter: Any) -> None:
+    """Let a parameter stay frozen, or thawed, by what happened to it while it was whole.
+
+    Then a module shows another one, whose ``requires_grad`` torch forgets.
+    """
+    to_unsharded, to_sharded = fsdp_parameter.to_unsharded, fsdp_parameter.to_sharded
+    shown: list[bool] = []  # what the whole one said when it was shown
+
+    def show_whole() -> None:
+        to_unsharded()
+        shown[:] = [fsdp_parameter._unsharded_param.requires_grad]
+
+    def show_sharded() -> None:
+        trains = [fsdp_parameter._unsharded_param.requires_grad] if shown else []
+        if trains != shown:  # else the sharded one may have been frozen meanwhile
+            fsdp_parameter.sharded_param.requires_grad_(trains[0])
+        shown.clear()
+        to_sharded()
+
+    fsdp_parameter.to_unsharded, fsdp_parameter.to_sharded = show_whole, show_sharded
+
+
 def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
     """The gradient of backwards without communication: in one of two places, by dtype."""
     accumulated: Tensor | None = fsdp_parameter.unsharded_accumulated_grad
@@ -176,6 +198,16 @@ def fsdp1_flat_parameters(roots: Iterable[nn.Module]) -> Iterator[tuple[Any, lis
             if module._handle is not None:
                 flat = module._handle.flat_param
                 yield flat, list(flat._params or ())
+
+
+def fsdp1_see_thawed(module: nn.Module) -> None:
+    """Let one unit train what was thawed since the root's forward began; torch asks only there.
+
+    Not the reverse: what is frozen in the forward alone has to have its gradient in the backward.
+    """
+    handle: Any = cast(FullyShardedDataParallel, module)._handle
+    if handle is not None and any(p.requires_grad for p in handle.flat_param._params):
+        handle.flat_param.requires_grad = True
 
 
 def fsdp1_holds_unreduced(flat: Any) -> bool:
