@@ -171,11 +171,11 @@ def test_what_is_frozen_and_thawed_inside_of_a_step_is_as_under_ddp(tmp_path):
     assert_each_like_ddp([turns, frozen], tmp_path, sharded=SHARDED)
 
 
-def _accumulated(kind, accumulation, strategy, folder, rank):
+def _accumulated(kind, accumulation, strategy, folder, rank, **options):
     model = seeded(kind)
     if strategy == "ddp":
         strategy = "ddp_find_unused_parameters_true"
-    chosen = with_options(strategy, accumulation=accumulation)
+    chosen = with_options(strategy, accumulation=accumulation, **options)
     trainer = make_trainer(chosen, folder, accumulate_grad_batches=2)
     trainer.fit(model, make_loader())
     return {"losses": torch.stack(model.losses), **weights_of(model)}
@@ -185,3 +185,10 @@ def test_what_is_frozen_between_two_micro_batches_keeps_its_gradient(tmp_path):
     ways = itertools.product((_FreezesAPart, _HasReference), ("local", "sum"))
     scenarios = [functools.partial(_accumulated, *way) for way in ways]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
+
+
+def test_what_some_micro_batches_train_alone_is_averaged_over_replicas(tmp_path):
+    kinds = _FreezesAPart, _TakesTurns
+    scenarios = [functools.partial(_accumulated, kind, "sum", shard_size=2) for kind in kinds]
+    engines = "scratch_fsdp_zero3", *SHARDED[-2:]
+    assert_each_like_ddp(scenarios, tmp_path, sharded=engines, world_size=4)

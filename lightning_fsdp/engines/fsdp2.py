@@ -76,6 +76,8 @@ class FSDP2Engine(NativeEngine):
             torch_internals.fsdp2_let_flags_follow(fsdp_parameter)
             sharded.__dict__.update(originals[name].__dict__)  # marks that the user put on it
             originals[name].data = originals[name].data.new_empty(0)
+        for group in set(self._groups.values()) if self.grid.num_replicas > 1 else ():
+            torch_internals.fsdp2_keep_partials_apart(group)
         mark_replaced(originals)
         return parameters
 

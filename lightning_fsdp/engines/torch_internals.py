@@ -180,6 +180,35 @@ def fsdp2_partial(group: Any) -> Tensor | None:
     return partial
 
 
+def fsdp2_keep_partials_apart(group: Any) -> None:
+    """Add what waits for the mean over replicas to gradients of the same parameters.
+
+    torch keeps it in one buffer, to which it would add those of any others that come later.
+    """
+    post_backward = group.post_backward
+    held: list[Any] = []  # the parameters whose gradients wait, in order
+
+    def reduce(*unused: Any) -> None:
+        partial = group._partial_reduce_output
+        now = [p for p in group.fsdp_params if fsdp2_unreduced(p) is not None]
+        is_due = group.reduce_grads and (now or group.all_reduce_grads)
+        if partial is not None and is_due and now != held:
+            sizes = [p.padded_sharded_param_size.numel() for p in held]
+            parts = dict(zip(held, partial.split(sizes), strict=True))
+            now = [p for p in group.fsdp_params if p in now or p in held]
+            for p in now:
+                if fsdp2_unreduced(p) is None:
+                    whole = p._unsharded_param  # whose memory may be freed
+                    whole.grad = torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
+                if p not in parts:
+                    parts[p] = partial.new_zeros(p.padded_sharded_param_size.numel())
+            group._partial_reduce_output = torch.cat([parts[p] for p in now])
+        post_backward(*unused)
+        held[:] = now or held
+
+    group.post_backward = reduce
+
+
 def fsdp2_clear_partial(group: Any) -> None:
     """FSDP2 offers no way; left there, it is added to the next step's."""
     group._partial_reduce_output = None
