@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import ranks, selection
+from tests.support import inductor, ranks, selection
 from tests.support.on_device import OnDevice
 
 # Set by pytest for itself, and by torch and Lightning when some of their parts are first imported.
@@ -126,6 +126,13 @@ def computes_on_the_device() -> Iterator[None]:
 def kept_ranks() -> Iterator[None]:
     """One start of ranks for all tests of a file; see ``tests/support/ranks.py``."""
     with ranks.kept_ranks():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def keeps_compiled_code_that_is_whole() -> Iterator[None]:
+    with inductor.kept_code() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield
 
 
