@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from torchmetrics import MeanSquaredError
 
 from lightning_fsdp import ScratchFSDPStrategy
 from lightning_fsdp.strategies import lightning_internals, registry
-from tests.support.jobs import Job
+from tests.support.jobs import BY_TORCHRUN, Job
 from tests.support.processes import run_snippet
 
 
@@ -138,20 +137,10 @@ def test_every_strategy_is_started():
     assert sorted(name for names in STARTED.values() for name in names) == sorted(registry.NAMES)
 
 
-def _torchrun() -> list[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
-        *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
-        *("--master-addr", "127.0.0.1", "--master-port", str(port)),
-    ]
-
-
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("launcher", STARTED)
 def test_started_by_script_or_torchrun_it_trains_as_ddp_and_leaves_no_thread(tmp_path, launcher):
-    arguments = _torchrun() if launcher == "torchrun" else []
+    arguments = BY_TORCHRUN if launcher == "torchrun" else []
     job = Job(tmp_path, arguments, SCRIPT, "run", *STARTED[launcher], "ddp")
     status, output = job.wait()
     assert status == 0, output

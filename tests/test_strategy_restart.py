@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.jobs import Job
+from tests.support.jobs import BY_TORCHRUN, Job
 from tests.support.ranks import ends_on_ranks
 from tests.support.trainer import as_torchrun
 
@@ -65,9 +65,6 @@ if __name__ == "__main__":
     if trainer.is_global_zero:
         torch.save(weights_of(model), folder / "weights.pt")
 """
-
-
-BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def _run_script(rank: int, world_size: int, attempt: int, *arguments: str) -> None:

@@ -16,6 +16,9 @@ import pytest
 from tests.support.processes import REPOSITORY
 from tests.support.standing import where_they_stand
 
+# Its store finds a port by itself; one that is only looked up may be another's a moment later.
+BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
 _PAUSE_S = 0.05
 _STACKS_S = 5.0  # for writing Python's stacks
 _LEFT_S = 5.0  # for what ends after the last output

@@ -3,14 +3,17 @@
 For tests of what a command does, not of how its processes start.
 """
 
+import contextlib
 import importlib
+import math
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from lightning_fsdp.harness.processes import Failure, last_line
 from tests.support.processes import RanksFailed, run_forked
 
 _RECIPE = "recipes.train"
+_GRACE_S = 4.0  # how long the others may go on after one rank failed
 
 
 def run_command(
@@ -76,31 +80,38 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 
 def _ranks(num_ranks: int, arguments: list[str]) -> int:
-    """All of a recipe's ranks; after one that failed, the others are ended."""
+    """All of a recipe's ranks; after one that failed, the others may say so too, and are ended."""
     importlib.import_module(_RECIPE)  # once for all of them
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
-    ranks = [
-        context.Process(target=_rank, args=(rank, num_ranks, port, arguments))
-        for rank in range(num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    running = list(ranks)
-    while running:
-        wait([process.sentinel for process in running])
+    with _held_port() as port:
+        ranks = [
+            context.Process(target=_rank, args=(rank, num_ranks, port, arguments))
+            for rank in range(num_ranks)
+        ]
         for process in ranks:
-            process.join(0.0)
-        if any(process.exitcode for process in ranks):
-            break
-        running = [process for process in ranks if process.exitcode is None]
-    code = max((abs(process.exitcode) for process in ranks if process.exitcode), default=0)
+            process.start()
+        running, code, deadline_s = list(ranks), 0, math.inf
+        while running and time.monotonic() < deadline_s:
+            wait([process.sentinel for process in running], 1.0)
+            for process in ranks:
+                process.join(0.0)
+            codes = [abs(process.exitcode) for process in ranks if process.exitcode]
+            if codes and not code:
+                code, deadline_s = max(codes), time.monotonic() + _GRACE_S
+            running = [process for process in ranks if process.exitcode is None]
     for process in ranks:
         process.kill()
         process.join()
     return code
+
+
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that nobody else is given until the first rank listens to it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the rank, who may have it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _rank(rank: int, num_ranks: int, port: int, arguments: list[str]) -> None:
