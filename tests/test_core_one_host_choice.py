@@ -20,6 +20,7 @@ from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.ranks import lines, one_host, process_memory
 from lightning_fsdp.core.ranks.groups import communicator_of, way_of
 from tests.support import ranks
+from tests.support.events import wait_until
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
 from tests.support.one_host import (
@@ -246,7 +247,7 @@ def make_and_destroy_groups(rank, world_size):
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        assert len(_threads()) == 1 + len(groups)
+        wait_until(lambda: len(_threads()) == 1 + len(groups))
     assert not set(opened) & _descriptors()
 
 

@@ -1,5 +1,8 @@
 """The meters the core is judged with see what they claim to see."""
 
+import hashlib
+import threading
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +38,21 @@ def test_the_tracker_sees_what_only_autograd_holds():
         outputs.backward()
         assert tracker.live_bytes(exclude=tensors_of(module)) == 4
         assert module.weight.grad is not None
+
+
+def test_what_another_thread_is_about_to_let_go_of_is_not_counted():
+    """As a thread of gloo that waits for a processor; both are ready to run."""
+    with StorageTracker() as tracker:
+        held, kept = [torch.zeros(1000)], torch.zeros(10)
+
+        def let_go_late():
+            hashlib.sha256(bytes(2**28))  # without Python's lock
+            held.clear()
+
+        thread = threading.Thread(target=let_go_late)
+        thread.start()
+        assert tracker.settled_bytes() == kept.nbytes
+        thread.join()
 
 
 def _count(rank, world_size):

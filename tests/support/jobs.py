@@ -21,7 +21,7 @@ BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 
 _PAUSE_S = 0.05
 _STACKS_S = 5.0  # for writing Python's stacks
-_LEFT_S = 5.0  # for what ends after the last output
+_LEFT_S = 20.0  # for what ends after the last output; reached only where something is left
 _KILLED_S = 30.0  # for what was told to end
 
 

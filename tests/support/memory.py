@@ -9,8 +9,11 @@ alive only inside autograd's graph counts.
     known storages   those of tensors the test names (shards, optimizer state), left out of a sum
 """
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +31,9 @@ _RECEIVERS = {
     "recv_": 0,
     "allgather_into_tensor_coalesced_": 0,
 }
+
+
+_SETTLES_S = 20.0  # reached only where something is kept; a busy machine may need some of it
 
 
 class StorageTracker(TorchDispatchMode):
@@ -77,13 +83,18 @@ class StorageTracker(TorchDispatchMode):
         return sum(nbytes for key, nbytes in self.live().items() if key not in left_out)
 
     def settled_bytes(self, exclude: Iterable[Tensor] = ()) -> int:
-        """``live_bytes`` once gloo's threads have let go of the last operations' tensors."""
+        """``live_bytes`` once gloo's threads have let go of the last operations' tensors.
+
+        On a busy machine a thread that is about to do so may have to wait for a processor.
+        """
         left_out = storages_of(exclude)
-        readings: list[int] = []
-        while (len(readings) < 50 and len(set(readings[-4:])) != 1) or len(readings) < 4:
+        deadline, readings = time.monotonic() + _SETTLES_S, list[int]()
+        while len(readings) < 4 or len(set(readings[-4:])) != 1 or not _others_sleep():
             time.sleep(0.01)
             live = self.live()
             readings.append(sum(nbytes for key, nbytes in live.items() if key not in left_out))
+            if time.monotonic() > deadline:
+                break
         return readings[-1]
 
     def live(self) -> dict[int, int]:
@@ -101,7 +112,7 @@ class StorageTracker(TorchDispatchMode):
         tensors a moment later, and meanwhile they are as alive as any. So more than ``expected``
         is read again for a while, in which this thread, and what it holds, stands still.
         """
-        deadline = time.monotonic() + 2.0
+        deadline = time.monotonic() + _SETTLES_S
         while (found := len(self.whole_sizes())) > expected and time.monotonic() < deadline:
             time.sleep(0.001)
         return found
@@ -115,6 +126,16 @@ class StorageTracker(TorchDispatchMode):
         for tensor in flat_tensors(args[position]):
             storage = tensor.untyped_storage()
             self._whole.setdefault(storage._cdata, StorageWeakRef(storage))
+
+
+def _others_sleep() -> bool:
+    """Whether no other thread of this process runs, or waits for a processor."""
+    own, states = threading.get_native_id(), set[str]()
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if path.parent.name != str(own):
+                states.add(path.read_text().rpartition(")")[2].split()[0])
+    return "R" not in states
 
 
 def storages_of(tensors: Iterable[Tensor]) -> set[int]:
