@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_fsdp import async_save_sharded, checkpoint, load_sharded
+from lightning_fsdp.checkpoint.background import Saving
 from tests.support.checkpoints import (
     FORMS,
     FlatSlice,
@@ -192,6 +193,38 @@ def test_destroying_the_process_group_does_not_disturb_a_save(tmp_path):
     state = whole_state(5)
     checkpoint.load(tmp_path / "a", state)
     assert_is(state, 2)
+
+
+def test_a_save_whose_start_is_interrupted_is_waited_for(tmp_path, monkeypatch):
+    start = threading.Thread.start
+
+    def start_and_be_interrupted(thread):
+        start(thread)
+        if thread.name == "lightning_fsdp save":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_be_interrupted)
+    with disk_stops(), pytest.raises(KeyboardInterrupt):
+        checkpoint.async_save(tmp_path / "a", whole_state(1), {})
+    checkpoint.save(tmp_path / "b", whole_state(2), {})
+    for name, seed in (("a", 1), ("b", 2)):
+        state = whole_state(5)
+        checkpoint.load(tmp_path / name, state)
+        assert_is(state, seed)
+
+
+def test_a_save_that_an_interrupt_has_kept_from_beginning_is_not_waited_for(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Saving, "begin", _be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint.async_save(tmp_path / "a", whole_state(1), {})
+    checkpoint.save(tmp_path / "a", whole_state(2), {})
+    checkpoint.load(tmp_path / "a", state := whole_state(5))
+    assert_is(state, 2)
+
+
+def _be_interrupted(saving):
+    raise KeyboardInterrupt
 
 
 def test_the_process_waits_for_its_save(tmp_path):

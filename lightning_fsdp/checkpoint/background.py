@@ -25,6 +25,9 @@ class Saving:
         self._has_ended = False
         # Not a daemon: the interpreter waits for it.
         self._thread = threading.Thread(target=self._run, name="lightning_fsdp save")
+
+    def begin(self) -> None:
+        """Begin; an interrupt that comes meanwhile stops nothing."""
         self._thread.start()
 
     @property
@@ -33,8 +36,9 @@ class Saving:
         return not self._thread.is_alive()
 
     def join(self) -> None:
-        """Return when it has ended, well or not."""
-        self._thread.join()
+        """Return when it has ended, well or not; at once if an interrupt kept it from beginning."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def wait(self) -> None:
         """Return when the checkpoint is in place.
@@ -78,6 +82,7 @@ def start(work: _Work) -> Saving:
     """Begin a save; the last one has ended."""
     global _last  # noqa: PLW0603 (a process has one save at a time)
     _last = Saving(work)
+    _last.begin()  # it is known: whatever is saved next waits for it, also after an interrupt here
     return _last
 
 
