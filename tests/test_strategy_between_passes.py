@@ -73,6 +73,14 @@ class _Scales(ScaledRegressor):
                 parameter.mul_(0.5)
 
 
+class _Assigns(Regressor):
+    """The last time, no forward follows."""
+
+    def on_train_epoch_end(self):
+        for parameter in self.parameters():
+            parameter.data = 0.5 * parameter.data
+
+
 class _GoesBack(ScaledRegressor):
     def on_train_epoch_start(self):
         state = {name: torch.full_like(value, 0.1) for name, value in self.first.items()}
@@ -162,6 +170,8 @@ def test_what_happens_between_two_passes_is_as_under_ddp(tmp_path):
     kinds += _Freezes, _Scales, _GoesBack, _Follows
     scenarios = [functools.partial(_trained, kind) for kind in kinds]
     assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
+    assigned = functools.partial(_trained, _Assigns)
+    assert_each_like_ddp([assigned], tmp_path / "assigned", sharded=SHARDED[:4])  # not FSDP2
 
 
 def test_what_is_frozen_and_thawed_inside_of_a_step_is_as_under_ddp(tmp_path):

@@ -316,6 +316,8 @@ def fsdp1_reshard(roots: Iterable[nn.Module]) -> None:
             if handle is None or not handle.uses_sharded_strategy:
                 continue
             if hasattr(handle.flat_param, "_local_shard"):  # since the first forward
+                if not handle._skipped_use_sharded_views:  # p.data was assigned since, perhaps
+                    handle._writeback_orig_params()
                 handle.reshard(True)
 
 
