@@ -114,6 +114,13 @@ def test_the_options_of_every_command_of_a_page_parse(page, tmp_path):
             assert not missing, f"{words}: no command of the page has {missing}"
 
 
+def test_the_commands_of_bench_that_pages_name_are_there():
+    told = _output(["-m", "lightning_fsdp.bench"], "--help")
+    there = set(re.findall(r"^  ([a-z-]+) +[A-Z]", told, re.MULTILINE))
+    named = set(re.findall(r"`bench\s([\w-]+)", "".join(PAGES.values())))
+    assert {"run", "plot"} <= named <= there
+
+
 def test_the_options_of_the_recipes_parse():
     told = _output(["-m", "recipes.train"], "fit", "--help")
     for words in commands("docs/recipes.md"):
