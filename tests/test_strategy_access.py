@@ -13,6 +13,7 @@ import torch
 from lightning_fsdp import GradientUnavailable
 from tests.support.access import watched
 from tests.support.cases import each_on_trainer_ranks
+from tests.support.own_parameter import ScaledRegressor
 from tests.support.trainer import (
     SHARDED,
     Regressor,
@@ -130,6 +131,35 @@ def _frozen(rank, world_size, strategy, folder):
 
 def test_a_frozen_parameter_is_not_among_the_gradients(tmp_path):
     each_on_trainer_ranks(_frozen, 2, SHARDED[::2], str(tmp_path))
+
+
+class _ThawsItsScale(ScaledRegressor):
+    """Inside of the step, which FSDP2 takes for its forward: the whole one is there."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.scale.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        self.scale.requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_start(self):
+        self.seen = []
+        self.trainer.strategy.gradients.on_local(
+            lambda name, *_: self.seen.append((self.trainer.fit_loop.batch_idx, name))
+        )
+
+
+def _thawed(rank, world_size, strategy, folder):
+    module = seeded(_ThawsItsScale)
+    make_trainer(strategy, Path(folder)).fit(module, make_loader())
+    assert {batch for batch, name in module.seen if name == "scale"} == {0, 2}
+    assert len({batch for batch, _ in module.seen}) == 4
+
+
+def test_a_parameter_that_a_step_thaws_is_seen_before_the_reduction(tmp_path):
+    names = [name for name in SHARDED if not name.startswith("fsdp1")]
+    each_on_trainer_ranks(_thawed, 2, names, str(tmp_path))
 
 
 class _ReadsAll(pl.Callback):

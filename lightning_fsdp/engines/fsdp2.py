@@ -127,6 +127,10 @@ class FSDP2Engine(NativeEngine):
         )
 
     @override
+    def trains(self, name: str) -> bool:
+        return torch_internals.fsdp2_shown(self._fsdp_parameters[name]).requires_grad
+
+    @override
     def unreduced(self, name: str) -> Tensor | None:
         if name not in self._fsdp_parameters:
             return None

@@ -268,13 +268,17 @@ class NativeEngine(Engine):
             return
         for attribute, name in places.items():
             weight = getattr(owner, attribute)
-            is_trained = weight.requires_grad and self.parameters[name].requires_grad
+            is_trained = weight.requires_grad and self.trains(name)
             if is_trained and not hasattr(weight, _WATCHED):
                 setattr(weight, _WATCHED, True)
                 weight.register_hook(functools.partial(self._on_local, name))
 
+    def trains(self, name: str) -> bool:
+        """Whether a parameter is trained, by what its module shows of it now."""
+        return self.parameters[name].requires_grad
+
     def _on_local(self, name: str, gradient: Tensor) -> Tensor:
-        if not self.parameters[name].requires_grad:  # frozen since the forward
+        if not self.trains(name):  # frozen since the forward
             return gradient
         backward = current_backward()
         if self._seen_in.get(name) == backward:

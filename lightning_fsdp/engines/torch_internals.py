@@ -156,6 +156,12 @@ def fsdp2_let_flags_follow(fsdp_parameter: Any) -> None:
     fsdp_parameter.to_unsharded, fsdp_parameter.to_sharded = show_whole, show_sharded
 
 
+def fsdp2_shown(fsdp_parameter: Any) -> Tensor:
+    """What its module has now: the sharded parameter, or the whole one."""
+    place = fsdp_parameter._module_info
+    return cast(Tensor, getattr(place.module, place.param_name))
+
+
 def fsdp2_unreduced(fsdp_parameter: Any) -> Tensor | None:
     """The gradient of backwards without communication: in one of two places, by dtype."""
     accumulated: Tensor | None = fsdp_parameter.unsharded_accumulated_grad
