@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import DefaultHelpFormatter
+from jsonargparse import DefaultHelpFormatter, Namespace
 from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.strategies import StrategyRegistry
 from typing_extensions import override
@@ -172,21 +172,24 @@ def _unknown_class(option: str, message: str) -> str | None:
     return _expected(option, choices, given, among=known)
 
 
-def refuse_unknown_strategy(strategy: object) -> None:
-    """Refuse a name that no strategy has, before the Trainer does without the choices.
+def known_strategy(strategy: object) -> object:
+    """The strategy; a path of a class, which alone is taken for a name, as a class.
 
     Args:
-        strategy: As the Trainer takes it.
+        strategy: As it was parsed.
 
     Raises:
-        RecipeError: It is such a name.
+        RecipeError: It is neither such a path nor a name, of which the Trainer shows no choices.
     """
     known = ["auto", *StrategyRegistry.available_strategies()]
-    if isinstance(strategy, str) and strategy.lower() not in known:
-        classes = [path for path in classes_of([_STRATEGY]) if of_this_project(path)]
-        others = [name for name in known if "_" not in name]
-        choices = [*NAMES, *classes, *others, "another of Lightning's"]
-        raise RecipeError(_expected("--trainer.strategy", choices, strategy, among=known))
+    if not isinstance(strategy, str) or strategy.lower() in known:
+        return strategy
+    classes = classes_of([_STRATEGY])
+    if strategy in classes:
+        return Namespace(class_path=strategy, init_args={})  # type: ignore[no-untyped-call]
+    others = [name for name in known if "_" not in name]
+    choices = [*NAMES, *filter(of_this_project, classes), *others, "another of Lightning's"]
+    raise RecipeError(_expected("--trainer.strategy", choices, strategy, among=known))
 
 
 def _expected(place: str, choices: Sequence[str], got: str, *, among: Sequence[str] = ()) -> str:

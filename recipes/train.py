@@ -35,7 +35,7 @@ from recipes.causal_lm import CausalLM
 from recipes.data import TextData
 from recipes.errors import RecipeError, find_recipe_error, is_said_first, mistakes_in
 from recipes.monitor import BatchProgressBar, GracefulStop, Settings, Throughput
-from recipes.options import OptionParser, parser_options, refuse_unknown_strategy
+from recipes.options import OptionParser, known_strategy, parser_options
 
 _REFUSALS = (ValueError, TypeError, NotImplementedError, ImportError, MisconfigurationException)
 
@@ -68,7 +68,7 @@ class RecipeCLI(LightningCLI):
         except UnicodeDecodeError as error:  # of a --config
             parser.error(str(error))
         config = self.config[self.config.subcommand]
-        refuse_unknown_strategy(config.trainer.strategy)
+        config.trainer.strategy = known_strategy(config.trainer.strategy)
         refuse_wrong_seed(config.seed_everything)
         refuse_wrong_checkpoint(config.get("ckpt_path"))
 

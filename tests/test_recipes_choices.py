@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from jsonargparse import ArgumentParser
 
@@ -14,6 +15,7 @@ from recipes.lora import QwenLora, SaveAdapters
 from recipes.qwen import Qwen
 from recipes.sample import SampleText
 from tests.support.recipe_commands import REPOSITORY, command_line_in, short_run
+from tests.support.texts import write_folder
 
 # LightningCLI calls names that jsonargparse has renamed.
 pytestmark = pytest.mark.filterwarnings(
@@ -137,6 +139,18 @@ def test_a_name_that_does_not_exist_is_one_line_with_the_choices(
         command_line(short_run(tmp_path, *options))
     said = capsys.readouterr().err + (f"{stopped.value.code}\n" if stopped.value.code != 2 else "")
     assert re.fullmatch(f"error: {message}.*\n", said), said
+
+
+@pytest.mark.parametrize(
+    "chosen", ["lightning_fsdp.FSDP2Strategy", "lightning.pytorch.strategies.DDPStrategy"]
+)
+def test_the_path_of_a_strategy_is_enough(
+    chosen: str, command_line: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[type] = []
+    monkeypatch.setattr(pl.Trainer, "fit", lambda run, *_, **__: found.append(type(run.strategy)))
+    command_line(short_run(write_folder(tmp_path / "corpus"), f"--trainer.strategy={chosen}"))
+    assert [cls.__name__ for cls in found] == [chosen.rpartition(".")[2]]
 
 
 @pytest.mark.parametrize(
