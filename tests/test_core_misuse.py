@@ -245,6 +245,16 @@ def test_misuse_is_an_error_that_names_the_cure(name):
     assert_errors(errors_on_ranks(_misuse, 2, name, timeout_s=AT_ONCE_S), types, MISUSES[name][1])
 
 
+def _map(rank, world_size):
+    plain, inputs = mlp(), torch.ones(3, 2, 7)
+    with torch.no_grad():  # also the first forward
+        torch.testing.assert_close(torch.func.vmap(shard_model(mlp()))(inputs), plain(inputs))
+
+
+def test_without_gradients_a_sharded_module_may_be_mapped():
+    run_on_ranks(_map, 2)
+
+
 # --- a sharded parameter where the whole one is needed ---
 
 WHOLE_USES = {

@@ -100,8 +100,9 @@ class FlatParameter:
         self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
-        self._trains = [False] * len(self.leaves)  # what ``requires_grad`` of each leaf said last
-        self._trained = list(self._trains)  # and whether it did so since the last reduction
+        # What ``requires_grad`` of each leaf said last; and in a forward since the last reduction.
+        self._trains = [leaf.requires_grad for leaf in self.leaves]
+        self._trained = [False] * len(self.leaves)
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
         self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
