@@ -37,7 +37,9 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -72,6 +74,30 @@ def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Calla
     handle = type(connector)._slurm_sigusr_handler_fn
     connector.__dict__["_slurm_sigusr_handler_fn"] = lambda number, _frame: note(number)
     return lambda number: handle(connector, number, None)  # type: ignore[arg-type]
+
+
+def answer_sigterm_by(trainer: pl.Trainer, heard_by_any: Callable[[bool], bool]) -> None:
+    """Note a SIGTERM, and end a fit before a batch for which ``heard_by_any`` of that is true.
+
+    In an evaluation alone each rank ends after its batch, as the Trainer has it.
+    """
+    connector, is_heard = trainer._signal_connector, False
+
+    def note(number: int, _frame: object) -> None:
+        nonlocal is_heard
+        launcher = trainer.strategy.launcher
+        if not is_heard and launcher is not None:
+            launcher.kill(number)  # to the ranks that this one has started
+        is_heard = True
+        connector.received_sigterm = trainer.state.fn != TrainerFn.FITTING
+
+    def end_together() -> None:
+        if heard_by_any(is_heard):
+            connector.received_sigterm = True
+            raise SIGTERMException
+
+    connector.__dict__["_sigterm_notifier_fn"] = note
+    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = end_together
 
 
 def script_launcher(

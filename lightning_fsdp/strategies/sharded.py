@@ -72,8 +72,8 @@ from lightning_fsdp.strategies.guards import (
 from lightning_fsdp.strategies.nonfinite import NonfiniteGuard, units_by_parameter
 from lightning_fsdp.strategies.precision import ShardedPrecision
 from lightning_fsdp.strategies.processes import ProcessStrategy
-from lightning_fsdp.strategies.requeue import requeue_together
 from lightning_fsdp.strategies.saves_at_exceptions import meet_if_interrupted
+from lightning_fsdp.strategies.signals import end_together, requeue_together
 from lightning_fsdp.strategies.token_mean import TokenMean
 
 _RANDOM_STATES = "rng_states"  # key in a checkpoint: one entry per rank that saved
@@ -422,6 +422,7 @@ class ShardedStrategy(ProcessStrategy):
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
         requeue_together(trainer, self._checkpoints)
+        end_together(trainer)
         lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):

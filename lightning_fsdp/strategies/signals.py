@@ -1,13 +1,15 @@
-"""SLURM's signal to save and requeue the job, answered by all ranks at the same place.
+"""Signals to save or to end, answered by all ranks at the same place.
 
-Lightning saves where each rank is when it hears the signal. Under DDP rank 0 does so alone. Slices
-would be of different steps there, or ranks would wait for each other for ever. So the signal is
-only noted, and answered after the first training batch by whose end all ranks have heard it:
+Lightning answers where each rank is when it hears one. It saves there for SLURM, to requeue the
+job: under DDP rank 0 does so alone; slices would be of different steps, or ranks would wait for
+each other for ever. To end, each rank waits there for a broadcast, in the middle of whatever
+collective it is in. So a signal is only noted:
 
-    signal on a rank         noted
-    on_train_batch_end       one all-reduce of a number; then Lightning's own handler on every rank
+    to requeue    answered after the first training batch by whose end all ranks have heard it
+    SIGTERM       a fit ends before the first training batch by which any rank has heard it
 
-Lightning itself sends a number around before each batch.
+For the first, one all-reduce of a number at the end of each batch. For the second, one takes the
+place of Lightning's own broadcast before each batch.
 """
 
 from __future__ import annotations
@@ -53,3 +55,17 @@ def requeue_together(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
     callbacks[:] = [each for each in callbacks if not isinstance(each, RequeueTogether)]
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         callbacks.append(RequeueTogether(trainer, checkpoints))
+
+
+def end_together(trainer: pl.Trainer) -> None:
+    """Let all ranks of a fit end before the same batch, if one of them hears a SIGTERM."""
+
+    def heard_by_any(is_heard: bool) -> bool:
+        every = torch.tensor(int(is_heard), device=trainer.strategy.root_device)
+        try:
+            dist.all_reduce(every, dist.ReduceOp.MAX)
+        except RuntimeError:
+            return False  # a rank is lost; the next collective tells which
+        return bool(every.item())
+
+    lightning_internals.answer_sigterm_by(trainer, heard_by_any)
