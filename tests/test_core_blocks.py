@@ -188,12 +188,19 @@ def test_names_choose():
     assert blocks_in({}, "first.weight", (15, 7)) is None
 
 
-def _wrong(rank, world_size):
+def _wrong(rank, world_size, blocks):
     model = shard_model(mlp())
-    optimizer = Normed([{"params": [model.first.weight], "blocks": [(7, 7)]}])
+    optimizer = Normed([{"params": [model.first.weight], "blocks": blocks}])
     mlp_loss(model, mlp_batch(0, 0, rank)).backward()
     optimizer.step()
 
 
-def test_every_rank_is_told():
-    assert_errors(errors_on_ranks(_wrong, 2), "ValueError", "blocks of 'first.weight'")
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [
+        ([(7, 7)], "blocks of 'first.weight'"),
+        ({"first.*": [(8, 7), (7, 7)], "*.qkv": []}, "blocks of '*.qkv': expected the name"),
+    ],
+)
+def test_every_rank_is_told(blocks, says):
+    assert_errors(errors_on_ranks(_wrong, 2, blocks), "ValueError", says)

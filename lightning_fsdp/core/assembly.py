@@ -80,8 +80,7 @@ class Region:
         names = plan.users[0].names
         named_shapes = [(names[p], tuple(p.shape)) for p in plan.parameters]
         self.layout = plan_layout(named_shapes, communicator.world_size, communicator.places)
-        dtype = plan.parameters[0].dtype
-        self.shard = home.new_shard(self.layout.shard_numel, dtype)
+        self.shard = home.new_shard(self.layout.shard_numel, plan.parameters[0].dtype)
         self.specs = {
             parameter: ShardSpec(names[parameter], index, self.layout, communicator, home)
             for index, parameter in enumerate(plan.parameters)

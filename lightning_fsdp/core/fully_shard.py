@@ -271,8 +271,7 @@ def _prepare(
     plan, chosen = choose(root)
     tree = set(root.modules())
     managed = {m for m in tree if (unit := unit_of(m)) and not tree.isdisjoint(unit.modules)}
-    ignored = set(options.ignored_params or ())
-    units = grouping.plan_units(root, chosen, ignored, managed)
+    units = grouping.plan_units(root, chosen, set(options.ignored_params or ()), managed)
     checks.check_parameters(units)
     policy = options.mp_policy or MixedPrecisionPolicy()
     known = list(filter(None, (flat_param_of(p) for unit in units for p in unit.sites)))

@@ -87,8 +87,7 @@ def enter_as_sharded(module: nn.Module) -> None:
     ``replicate()`` around it then leaves its parameters alone, and torch's own ``fully_shard`` of
     it is refused. No public name.
     """
-    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
-    registry["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def leave_as_plain(module: nn.Module) -> None:

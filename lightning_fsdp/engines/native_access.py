@@ -64,7 +64,7 @@ class NativeGradient:
         gradient = self._engine.unreduced(self.name)
         if gradient is None:
             raise self._unavailable(
-                "local", "see it on its way with on_local(), or keep it with no_sync()"
+                "the local one", "see it on its way with on_local(), or keep it with no_sync()"
             )
         return gradient.detach().view(self._engine.shapes[self.name])
 
@@ -94,14 +94,14 @@ class NativeGradient:
             kept = self._engine.separate
             if self.name not in kept.get(micro_batch, {}):
                 raise self._unavailable(
-                    f"of micro-batch {micro_batch}",
+                    f"that of micro-batch {micro_batch}",
                     f'run the backwards inside micro_batches("separate") (kept: {sorted(kept)})',
                 )
             return kept[micro_batch][self.name]
         gradient = self._engine.reduced(self.name)
         if gradient is None or self.state != "reduced":
             raise self._unavailable(
-                "reduced",
+                "the reduced one",
                 "run a backward that reduces (outside of no_sync(); under a Trainer that of a "
                 "step's last micro-batch, or any with accumulation='sum')",
             )
@@ -110,7 +110,7 @@ class NativeGradient:
     def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
         return GradientUnavailable(
             f"gradient of {self.name!r} ({self._engine.name} engine, rank {dist.get_rank()}): "
-            f"expected the {what} one, got state {self.state!r}. To have it, {cure}."
+            f"expected {what}, got state {self.state!r}. To have it, {cure}."
         )
 
 

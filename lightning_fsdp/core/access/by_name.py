@@ -114,8 +114,7 @@ class ByName:
 
 def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
     """The schedules that run the units of some of these modules."""
-    hooks = map(hooks_of, modules)
-    return list(dict.fromkeys(h.schedule for h in hooks if h is not None))
+    return list(dict.fromkeys(h.schedule for h in map(hooks_of, modules) if h is not None))
 
 
 def unknown(name: str, names: Collection[str]) -> KeyError:

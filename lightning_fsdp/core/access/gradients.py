@@ -76,7 +76,7 @@ class Gradient:
         if isinstance(gradient, UnreducedGradient) and gradient.part is not None:
             return gradient.part
         raise self._unavailable(
-            "local",
+            "the local one",
             "see it on its way with on_local(), or keep it with no_sync() or "
             'micro_batches("local")',
         )
@@ -105,7 +105,7 @@ class Gradient:
         gradient = self._parameter.grad
         if isinstance(gradient, UnreducedGradient) or not isinstance(gradient, ShardedTensor):
             raise self._unavailable(
-                "reduced",
+                "the reduced one",
                 "run a backward that reduces (outside of no_sync(), with "
                 "set_requires_gradient_sync(True) and set_requires_all_reduce(True); under a "
                 "Trainer that of a step's last micro-batch, or any with accumulation='sum')",
@@ -115,7 +115,7 @@ class Gradient:
         if micro_batch not in gradient.micro_batches:
             kept = sorted(gradient.micro_batches)
             raise self._unavailable(
-                f"of micro-batch {micro_batch}",
+                f"that of micro-batch {micro_batch}",
                 f'run the backwards inside micro_batches("separate") (kept: {kept}; a micro-batch '
                 "in which no rank used the parameter has none)",
             )
@@ -124,7 +124,7 @@ class Gradient:
     def _unavailable(self, what: str, cure: str) -> GradientUnavailable:
         rank = self._parameter.spec.communicator.mesh_rank
         return GradientUnavailable(
-            f"gradient of {self.name!r} (scratch engine, rank {rank}): expected the {what} one, "
+            f"gradient of {self.name!r} (scratch engine, rank {rank}): expected {what}, "
             f"got state {self.state!r}. To have it, {cure}."
         )
 

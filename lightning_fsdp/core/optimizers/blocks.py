@@ -40,24 +40,36 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
     """
     said = group.get(BLOCKS_GROUP)
     if isinstance(said, Mapping):
-        fitting = (value for key, value in said.items() if fnmatch.fnmatchcase(name, key))
-        said = next(fitting, None)
+        named = (value for key, value in said.items() if fnmatch.fnmatchcase(name, key))
+        said = next(named, None)
     if said is None:
         return None
     shapes = [tuple(each) for each in said]
-    for dim in range(len(shape)):
+    for dim, whole in enumerate(shape):
         sizes = [size for each in shapes for size in each[dim : dim + 1]]
-        around = shape[:dim], shape[dim + 1 :]
-        if (
-            shapes == [(*around[0], size, *around[1]) for size in sizes]
-            and sum(sizes) == shape[dim]
-        ):
+        fitting = [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes]
+        if shapes == fitting and sum(sizes) == whole:
             return Blocks(shapes, dim)
     raise ValueError(
         f"blocks of {name!r}: expected shapes that lie one after another along one dimension of "
         f"{shape}, got {shapes}. Correct the group's 'blocks', or leave the parameter to "
         "another group."
     )
+
+
+def check_names(group: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check that ``"blocks"`` by names names parameters of its group.
+
+    Raises:
+        ValueError: A pattern fits none of the names.
+    """
+    said = group.get(BLOCKS_GROUP)
+    for pattern in said if isinstance(said, Mapping) else ():
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"blocks of {pattern!r}: expected the name of a parameter of the group, or a "
+                f"pattern of some, got none of {', '.join(names)}. Correct the group's 'blocks'."
+            )
 
 
 def blocks_of(whole: Tensor, blocks: Blocks | None) -> Sequence[Tensor]:
@@ -77,8 +89,7 @@ def cut_state(
         shape: Of the whole.
         blocks: Of the whole.
     """
-    apart = values.get(BLOCKS_GROUP, [{}] * len(blocks.shapes))
-    of_blocks = [dict(each) for each in apart]
+    of_blocks = [dict(each) for each in values.get(BLOCKS_GROUP, [{}] * len(blocks.shapes))]
     for name, value in values.items():
         if isinstance(value, Tensor) and value.shape == shape:
             for each, block in zip(of_blocks, blocks_of(value, blocks), strict=True):
@@ -99,9 +110,8 @@ def joined_state(of_blocks: Sequence[Mapping[str, Any]], blocks: Blocks) -> dict
     values: dict[str, Any] = {}
     apart = [dict(each) for each in of_blocks]
     for name in of_blocks[0]:
-        parts: list[Any] = [each.get(name) for each in of_blocks]
-        if [p.shape if isinstance(p, Tensor) else None for p in parts] == blocks.shapes:
-            values[name] = torch.cat(parts, blocks.dim)
+        if [getattr(each.get(name), "shape", None) for each in of_blocks] == blocks.shapes:
+            values[name] = torch.cat([each[name] for each in of_blocks], blocks.dim)
             for each in apart:
                 del each[name]
     if any(apart):

@@ -92,6 +92,4 @@ def _by_rank(
     communicator = bucket[0].communicator
     me, ranks = communicator.rank, range(communicator.world_size)
     held = [[local_of[p] for p in bucket if me != p.owner == r] for r in ranks]
-    wholes = flat.items()
-    here = [[whole[slice(*p.cut.ranges[r])] for p, whole in wholes if r != me] for r in ranks]
-    return held, here
+    return held, [[w[slice(*p.cut.ranges[r])] for p, w in flat.items() if r != me] for r in ranks]

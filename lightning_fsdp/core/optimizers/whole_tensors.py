@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.optimizers.blocks import blocks_in
+from lightning_fsdp.core.optimizers.blocks import blocks_in, check_names
 from lightning_fsdp.core.optimizers.fingerprints import fingerprints
 from lightning_fsdp.core.optimizers.optimizer_classes import (
     ELEMENTWISE,
@@ -194,6 +194,9 @@ class WholeTensors:
             for piece in before.values()
         ):
             found = {id(p): self._piece_of(p, group, before.get(id(p))) for p, group in sharded}
+            for group in optimizer.param_groups:
+                if found.keys() >= set(map(id, group["params"])):  # all of their names are known
+                    check_names(group, [found[id(p)].name for p in group["params"]])
             self._give_owners(found.values())
             self._pieces = found  # not before ranks have agreed
         for piece in self._pieces.values():
