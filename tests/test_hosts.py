@@ -141,7 +141,8 @@ def test_nothing_is_left_of_hosts_however_they_end(tmp_path, ending):
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as job:
         _wait(lambda: (tmp_path / "ready").exists(), [job], tmp_path)
         assert len(_namespaces(job.pid)) == 3
-        assert len(processes_with(f"tail\0-f\0{tmp_path}")) == 2
+        # What has just been started is still on its way into its namespace.
+        _wait(lambda: len(processes_with(f"tail\0-f\0{tmp_path}")) == 2, [job], tmp_path)
         job.send_signal(ending)
         assert job.wait(LIMIT_S) == (-ending if ending == signal.SIGKILL else INTERRUPTED)
     if ending == signal.SIGKILL:  # which leaves all of it to whoever comes next
