@@ -66,6 +66,11 @@ def test_a_fit_ends_on_all_ranks_before_the_same_batch(tmp_path, strategy, place
     on_trainer_ranks(_fit, 2, tmp_path, strategy, places, timeout_s=40.0)
 
 
+@pytest.mark.parametrize("strategy", SHARDED[::2])
+def test_so_does_a_fit_on_one_rank(tmp_path, strategy):
+    on_trainer_ranks(_fit, 1, tmp_path, strategy, ["forward"], timeout_s=40.0)
+
+
 class _ToldInEvaluation(AdamwRegressor):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)

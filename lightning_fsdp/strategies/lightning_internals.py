@@ -79,7 +79,8 @@ def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Calla
 def answer_sigterm_by(trainer: pl.Trainer, heard_by_any: Callable[[bool], bool]) -> None:
     """Note a SIGTERM, and end a fit before a batch for which ``heard_by_any`` of that is true.
 
-    In an evaluation alone each rank ends after its batch, as the Trainer has it.
+    In an evaluation alone, and where there is one rank, which the Trainer does not ask before a
+    batch, it ends after its batch, as the Trainer has it.
     """
     connector, is_heard = trainer._signal_connector, False
 
@@ -89,7 +90,8 @@ def answer_sigterm_by(trainer: pl.Trainer, heard_by_any: Callable[[bool], bool])
         if not is_heard and launcher is not None:
             launcher.kill(number)  # to the ranks that this one has started
         is_heard = True
-        connector.received_sigterm = trainer.state.fn != TrainerFn.FITTING
+        is_asked = trainer.state.fn == TrainerFn.FITTING and trainer.world_size > 1
+        connector.received_sigterm = not is_asked
 
     def end_together() -> None:
         if heard_by_any(is_heard):
