@@ -166,7 +166,7 @@ FITTED = [
     {"callbacks": _accumulate_at_first},
     {"barebones": True},
     {"callbacks": _with_a_timer, "max_time": "00:00:10:00"},
-    {"fast_dev_run": 2},
+    {"fast_dev_run": 2, "logger": True},
 ]
 
 

@@ -252,4 +252,4 @@ def wait_before_naming(callback: ModelCheckpoint, wait: Callable[[], None]) -> N
 
 def runs_the_model_on_one_rank(logger: Logger) -> bool:
     """Whether a logger will trace the model, which it does on rank 0 only. No public attribute."""
-    return bool(getattr(logger, "_log_graph", False))
+    return bool(vars(logger).get("_log_graph"))  # a DummyLogger has every attribute
