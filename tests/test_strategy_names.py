@@ -1,9 +1,11 @@
 """Names of strategies, what importing makes known, and options in a configuration file."""
 
 import importlib
+import re
 import sys
 import textwrap
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,13 @@ def test_each_name_gives_its_strategy(tmp_path):
             assert type(strategy) is cls
             assert strategy.engine.plan == plan
     assert set(PLAN_OF_NAME) == set(registry.NAMES)
+
+
+def test_what_an_error_says_to_use_instead_is_a_name():
+    engines = (Path(lightning_fsdp.__file__).parent / "engines").glob("*.py")
+    code = " ".join(" ".join(path.read_text().split()) for path in engines)
+    named = set(re.findall(r"\b(?:use|or) ((?:fsdp|scratch_fsdp)\w*)", code))
+    assert {"scratch_fsdp", "fsdp2_zero3"} <= named <= registry.NAMES.keys()
 
 
 def test_names_are_registered_once_and_again_is_harmless():

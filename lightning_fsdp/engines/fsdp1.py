@@ -87,7 +87,7 @@ class FSDP1Engine(NativeEngine):
             if not parameter.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r}: FSDP1 flattens floating-point parameters, got "
-                    f"{parameter.dtype}. Register it as a buffer, or use fsdp2."
+                    f"{parameter.dtype}. Register it as a buffer, or use fsdp2_zero3."
                 )
         units = list(
             _not_tied([m for _, modules in find_units(module, self.units) for m in modules])
@@ -120,7 +120,7 @@ class FSDP1Engine(NativeEngine):
             raise NotImplementedError(
                 f"FSDP1: expected 2 or more ranks to hold a model together, got replicas of 1 on "
                 f"{self.grid.num_replicas} ranks, which torch would never average. Use "
-                "strategy='ddp', scratch_fsdp or fsdp2."
+                "strategy='ddp', scratch_fsdp or fsdp2_zero3."
             )
         if frees:
             return ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
@@ -227,7 +227,7 @@ class FSDP1Engine(NativeEngine):
                     f"FSDP1 with cpu_offload on {self.device.type}: expected one reduction per "
                     f"optimizer step, but {names[0]!r} has a reduced gradient already, which torch "
                     "would replace instead of adding to it. Use accumulation='local' (no_sync() "
-                    "for all but the last micro-batch), scratch_fsdp or fsdp2."
+                    "for all but the last micro-batch), scratch_fsdp or fsdp2_zero3."
                 )
         # What was put aside, torch notices in the root's hook: after that of a unit whose output is
         # the root's own, where it would be added to. A backward inside of a forward
@@ -286,7 +286,7 @@ class FSDP1Engine(NativeEngine):
             raise NotImplementedError(
                 "FSDP1 with manual optimization: expected one optimizer, got several. Freezing a "
                 "network while another trains (toggle_optimizer) breaks FSDP1's backward. Use "
-                "scratch_fsdp or fsdp2."
+                "scratch_fsdp or fsdp2_zero3."
             )
         super().watch_optimizer(optimizer)
 
@@ -425,7 +425,7 @@ def _refuse_tied_children(module: nn.Module) -> None:
         raise NotImplementedError(
             f"{type(module).__name__}: expected no weight shared by two of its children with "
             "manual optimization under FSDP1, where each child is sharded by itself. Put them "
-            "into one child module, or use scratch_fsdp or fsdp2."
+            "into one child module, or use scratch_fsdp or fsdp2_zero3."
         )
 
 

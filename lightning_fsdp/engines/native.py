@@ -286,7 +286,7 @@ class NativeEngine(Engine):
                 f"on_local: expected one gradient of {name!r} in a backward, got another "
                 f"({self.name}): FSDP1 makes the weight anew for each call of a module that is "
                 "called several times in a forward, and shows the gradient of each call alone. Use "
-                "scratch_fsdp or fsdp2."
+                "scratch_fsdp or fsdp2_zero3."
             )
         self._seen_in[name] = backward
         gradient = gradient.clone()  # hooks may edit it; autograd's own may be shared

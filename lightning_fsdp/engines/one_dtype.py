@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_fsdp.core.grouping import UnitPlan, has_forward, plan_units
 
-_FSDP2 = ", or fsdp2, where frozen ones may have another"
+_FSDP2 = ", or fsdp2_zero3, where frozen ones may have another"
 
 
 def of_other_dtypes(
