@@ -1,6 +1,7 @@
 """Where the number of tokens comes from, what is logged with it, and what cannot be one."""
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -26,6 +27,29 @@ def _logged(rank, world_size, folder):
 
 def test_what_is_logged_with_the_number_as_batch_size_is_the_mean_over_the_epochs_tokens(tmp_path):
     on_trainer_ranks(_logged, 2, tmp_path)
+
+
+class _Counts(Tokens):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return {**output, "num_tokens": self.kind(int(output["num_tokens"]))}
+
+
+def _counted(rank, world_size, folder):
+    weights = []
+    for kind in (torch.tensor, int, np.int64, np.float32):
+        model = seeded(lambda kind=kind: _Counts(kind))
+        fit("scratch_fsdp_zero3", folder, model, loader(), use_distributed_sampler=False)
+        weights.append(weights_of(model))
+        assert all(torch.equal(value, weights[0][name]) for name, value in weights[-1].items())
+
+
+def test_any_kind_of_number_is_one(tmp_path):
+    on_trainer_ranks(_counted, 2, tmp_path)
 
 
 class _Saves(pl.Callback):

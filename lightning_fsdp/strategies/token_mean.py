@@ -18,6 +18,7 @@ which multiplying is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -209,7 +210,7 @@ class TokenMean:
     def _checked(self, value: Any) -> Tensor:
         """The sum of a number or tensor, 0-d fp64."""
         key = self._key or NUM_TOKENS
-        is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+        is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
         if not is_number:
             raise ValueError(
                 f"{key}: expected a number of tokens or a tensor of such numbers, got {value!r}."
