@@ -173,8 +173,26 @@ def _bound_methods(rank, world_size):
     assert state["count"] > 0
 
 
+def _back_in_a_group(rank, world_size):
+    """A parameter that was taken out of the groups goes on with its state, at its owner."""
+    model = shard_model(causal_lm())
+    optimizer = _Bound(matrices_of(model))
+    held = optimizer.param_groups[0]["params"]
+    gone, expected = held[1], 0
+    for step, parameters in enumerate([held[:], [p for p in held if p is not gone], held[:]]):
+        held[:] = parameters
+        optimizer.zero_grad()
+        backward(model, rank, step)
+        if any(p is gone for p in held):
+            expected = expected + gone.grad.full_tensor()
+        optimizer.step()
+    state = full_optimizer_state_dict(optimizer)["state"]
+    assert torch.equal(state[1]["moment"], expected)
+
+
 CASES = [
     _hooks, _written_by_another, _data_is_set, _options_change, _a_step_fails, _bound_methods,
+    _back_in_a_group,
 ]  # fmt: skip
 
 

@@ -74,7 +74,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
     if not sharded:
         return None
     owned = [] if whole_tensors is None else whole_tensors.owned()
-    _shard_whole_state(optimizer, {id(piece.parameter) for piece in owned})
+    _shard_whole_state(optimizer, sharded.keys() - {id(piece.parameter) for piece in owned})
     if whole_tensors is not None:
         return None  # the last hook does the rest
     if torch_internals.closure_of(args, kwargs) is None:  # else a backward is still to reduce
@@ -173,13 +173,13 @@ def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
     return True
 
 
-def _shard_whole_state(optimizer: Optimizer, owned: Collection[int]) -> None:
+def _shard_whole_state(optimizer: Optimizer, sliced: Collection[int]) -> None:
     """Slice state that was allocated before sharding, loaded as whole tensors, or set by hand.
 
-    Not of parameters that owners step, by ``id``.
+    Only of ``sliced``, by ``id``: what has left the groups may come back to an owner.
     """
     for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, ShardedTensor) or id(parameter) in owned:
+        if id(parameter) not in sliced:
             continue
         for key, value in state.items():
             if type(value) is not ShardedTensor and key not in SCALARS:
