@@ -298,12 +298,17 @@ class _Integer(Regressor):
         self.order = nn.Parameter(torch.tensor([2, 0, 1]), requires_grad=False)
 
 
-class _WritesToOutputs(Regressor):
-    """Into those of linear layers, which are views where the input has three dimensions."""
+class _View(nn.Linear):
+    """Gives a view, as ``nn.Linear`` does before torch 2.15 where the input has three dims."""
 
+    def forward(self, x):
+        return super().forward(x)[:]
+
+
+class _WritesToOutputs(Regressor):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.blocks = nn.ModuleList(_View(7, 7) for _ in range(2))
 
     def forward(self, x):
         x = self.inlet(x[None])
