@@ -48,7 +48,7 @@ class DealtSampler(DistributedSampler[int]):
         seed: Of the permutation; the same on every rank.
 
     Attributes:
-        start: Samples of this rank that are passed over at the beginning of the next iteration.
+        start: Samples of this rank that are passed over at the beginning of an iteration.
     """
 
     start: int

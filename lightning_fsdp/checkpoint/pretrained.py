@@ -55,7 +55,8 @@ def save_pretrained(
 
     Args:
         model: Plain, or sharded by :func:`~lightning_fsdp.fully_shard` or torch's FSDP2; or a
-            LightningModule around one model of transformers, under any strategy.
+            LightningModule around one model of transformers, under any strategy. Of another module
+            there are the weights alone, without a config.
         directory: Does not exist yet, or is empty. On rank 0 alone.
         max_shard_size: Of a file's tensors, bytes or ``"5GB"``.
         tokenizer: Saved beside the model (``tokenizer.save_pretrained``).
