@@ -1,4 +1,5 @@
 import pytest
+import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -86,6 +87,12 @@ def test_a_module_at_two_places_is_in_one_unit():
 
 def test_a_single_layer_is_still_a_block():
     assert "transformer.h.0" in units_of(gpt2(num_layers=1))
+
+
+def test_a_block_that_begins_with_a_compiled_layer_is_one():
+    model = LM()
+    model.blocks[0][0] = torch.compile(model.blocks[0][0], backend="eager")
+    assert list(units_of(model))[:2] == ["blocks.0", "blocks.1"]
 
 
 def test_a_model_without_blocks_is_cut_at_what_holds_parameters():

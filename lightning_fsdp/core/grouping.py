@@ -205,7 +205,7 @@ def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module
     repeats = is_list or isinstance(module, nn.Sequential)
     counts = Counter(type(child) for child in module.children() if _numel(child))
     for child in module.children():
-        is_layer = is_list and any(child.children())
+        is_layer = is_list and next(child.children(), None) is not None
         is_layer = is_layer or (repeats and counts[type(child)] > 1)
         is_layer = is_layer or isinstance(child, nn.AdaptiveLogSoftmaxWithLoss)
         if is_layer and _numel(child) and has_forward(child):
