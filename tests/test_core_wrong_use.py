@@ -50,6 +50,12 @@ def _door(rank, world_size, what):
         fully_shard(causal_lm().blocks)
     elif what == "sharded by torch":
         shard_model(torch.distributed.fsdp.fully_shard(causal_lm()))
+    elif what == "ignored by name":
+        shard_model(model, ignored_params={"second.weight"})
+    elif what == "a size as mesh":
+        shard_model(model, mesh=1)
+    elif what == "a dtype as policy":
+        shard_model(model, mp_policy=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +72,9 @@ def _door(rank, world_size, what):
         ("not a module", "TypeError ValueError", ["Parameter"]),
         ("ModuleList", "TypeError ValueError", ["ModuleList"]),
         ("sharded by torch", "TypeError ValueError RuntimeError", ["DTensor"]),
+        ("ignored by name", "TypeError", ["ignored_params", "'second.weight'"]),
+        ("a size as mesh", "TypeError", ["DeviceMesh for mesh, got 1"]),
+        ("a dtype as policy", "TypeError", ["for mp_policy, got torch.bfloat16"]),
     ],
 )
 def test_wrong_arguments_are_named(what, types, words):

@@ -260,7 +260,8 @@ def _prepare(
     modules: list[Any], options: _Options, choose: _Choose, communicator: Communicator
 ) -> tuple[Prepared, str]:
     """What is to be done, and a text that is equal on two ranks exactly if it is the same there."""
-    checks.check_arguments(modules, options.mesh, options.mp_policy)
+    ignored = set(options.ignored_params or ())
+    checks.check_arguments(modules, options.mesh, options.mp_policy, ignored)
     groups.check_comm(communicator, options.comm)
     groups.check_state_over(options.mesh, options.state_over)
     offload = checks.read_offload_policy(options.offload_policy)
@@ -271,7 +272,7 @@ def _prepare(
     plan, chosen = choose(root)
     tree = set(root.modules())
     managed = {m for m in tree if (unit := unit_of(m)) and not tree.isdisjoint(unit.modules)}
-    units = grouping.plan_units(root, chosen, set(options.ignored_params or ()), managed)
+    units = grouping.plan_units(root, chosen, ignored, managed)
     checks.check_parameters(units)
     policy = options.mp_policy or MixedPrecisionPolicy()
     known = list(filter(None, (flat_param_of(p) for unit in units for p in unit.sites)))

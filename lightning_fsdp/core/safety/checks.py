@@ -27,36 +27,35 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param
 _DEVICE_TYPES = "cpu", "cuda"
 
 
-def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any) -> None:
+def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: set[Any]) -> None:
     """Refuse arguments of the wrong kind, and what is not offered.
 
     Raises:
-        TypeError: A module, the mesh or the policy is none.
+        TypeError: A module, the mesh, the policy or a parameter is none.
         ValueError: A module has no forward of its own.
         NotImplementedError: The mesh has other dimensions, or other devices.
     """
+    expected = [(module, nn.Module, "an nn.Module or a list of them") for module in modules]
+    expected += [(each, Tensor, "parameters for ignored_params") for each in ignored]
+    optional = [
+        (mesh, DeviceMesh, "a DeviceMesh for mesh"),
+        (mp_policy, PrecisionPolicy, "a MixedPrecisionPolicy for mp_policy"),
+    ]
+    for got, kind, words in [*expected, *(each for each in optional if each[0] is not None)]:
+        if not isinstance(got, kind):
+            raise TypeError(f"fully_shard: expected {words}, got {got!r}.")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(
-                f"fully_shard: expected an nn.Module or a list of them, got {module!r}."
-            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward(module):
             raise ValueError(
                 f"fully_shard: expected a module with a forward, got {type(module).__name__}. "
                 "Shard its children instead."
             )
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"fully_shard: expected a DeviceMesh for mesh, got {mesh!r}.")
     if mesh is not None and not is_offered(mesh):
         raise NotImplementedError(
             f"fully_shard: expected a mesh of 1 dimension (shard) or 2 (replicate, shard) of "
             f"{' or '.join(_DEVICE_TYPES)} devices, got {mesh.ndim} dimensions "
             f"{mesh.mesh_dim_names} of {mesh.device_type!r}. Pass the dimensions to use, e.g. "
             "mesh['replicate', 'shard']."
-        )
-    if mp_policy is not None and not isinstance(mp_policy, PrecisionPolicy):
-        raise TypeError(
-            f"fully_shard: expected a MixedPrecisionPolicy for mp_policy, got {mp_policy!r}."
         )
 
 
