@@ -23,8 +23,8 @@ class Observer(pl.Callback):
             raise NotImplementedError(
                 f"{type(self).__name__}: expected automatic optimization, got "
                 f"{type(pl_module).__name__} with automatic_optimization=False, where nothing "
-                "tells which backwards make up a step. Look from your training_step, with "
-                "self.trainer.strategy.gradients.on_local()."
+                "tells which backwards make up a step. Leave the callback out; gradients come to "
+                "your training_step by self.trainer.strategy.gradients.on_local()."
             )
 
     @override
