@@ -8,9 +8,11 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_fsdp import ResumableLoader
 from tests.support.trainer import (
     SHARDED,
     AdamwRegressor,
+    make_data,
     make_loader,
     make_trainer,
     on_trainer_ranks,
@@ -71,20 +73,86 @@ def test_so_does_a_fit_on_one_rank(tmp_path, strategy):
     on_trainer_ranks(_fit, 1, tmp_path, strategy, ["forward"], timeout_s=40.0)
 
 
+class _ToldAt(AdamwRegressor):
+    """Rank 1 alone hears it, at a place."""
+
+    place = None
+
+    def _arrive(self, *place):
+        if self.global_rank == 1 and (self.trainer.current_epoch, *place) == self.place:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_train_epoch_start(self):
+        self._arrive("epoch")
+
+    def training_step(self, batch, batch_idx):
+        self._arrive("batch", batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self._arrive("validation")
+        super().validation_step(batch, batch_idx)
+
+
+def _ends_and_goes_on(rank, world_size, folder, strategy, places, num_micro_batches):
+    def fit(place=None, callbacks=(), ckpt_path=None):
+        model, loader = seeded(_ToldAt), ResumableLoader(make_data(), batch_size=4, seed=0)
+        model.place = place
+        options = {"max_epochs": 2, "accumulate_grad_batches": num_micro_batches}
+        trainer = make_trainer(strategy, folder, callbacks=list(callbacks), **options)
+        trainer.fit(model, loader, make_loader(16), ckpt_path=ckpt_path)
+        return weights_of(model)
+
+    expected = fit()
+    for place in places:
+        with pytest.raises(SIGTERMException):
+            fit(place, [_SavesAtTheEnd()])
+        found = fit(ckpt_path=folder / "ended.ckpt")
+        assert all(found[name].equal(value) for name, value in expected.items()), place
+
+
+def test_a_fit_that_ends_where_an_epoch_does_goes_on_with_the_next(tmp_path):
+    places = [(0, "epoch"), (0, "validation"), (1, "epoch"), (1, "validation")]
+    told = tmp_path, "scratch_fsdp", places, 1
+    on_trainer_ranks(_ends_and_goes_on, 2, *told, timeout_s=60.0)
+
+
+def test_a_fit_ends_after_an_optimizer_step_not_inside_of_one(tmp_path):
+    told = tmp_path, "fsdp2_zero3", [(0, "batch", 0)], 2
+    on_trainer_ranks(_ends_and_goes_on, 2, *told, timeout_s=60.0)
+
+
 class _ToldInEvaluation(AdamwRegressor):
+    hears, last = (0, 1), -1
+
+    def _hear(self, batch_idx):
+        self.last = batch_idx
+        if batch_idx == 1 and self.global_rank in self.hears:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
-        if batch_idx == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        self.last = batch_idx
+        self._hear(batch_idx)
+
+    def predict_step(self, batch, batch_idx):
+        self._hear(batch_idx)
+        return super().predict_step(batch, batch_idx)
 
 
-def _validate(rank, world_size, folder, strategy):
-    told = seeded(_ToldInEvaluation)
-    with pytest.raises(SIGTERMException):
-        make_trainer(strategy, folder).validate(told, make_loader(), verbose=False)
-    assert told.last == 1
+def _evaluate(rank, world_size, folder, strategy, hears):
+    for fn in ("validate", "predict"):
+        told = seeded(_ToldInEvaluation)
+        told.hears = hears
+        with pytest.raises(SIGTERMException):
+            getattr(make_trainer(strategy, folder), fn)(told, make_loader())
+        assert told.last == 1, fn
 
 
-def test_an_evaluation_alone_ends_after_its_batch(tmp_path):
-    on_trainer_ranks(_validate, 2, tmp_path, "scratch_fsdp", timeout_s=40.0)
+@pytest.mark.parametrize("strategy", SHARDED[::2])
+@pytest.mark.parametrize("hears", [(0, 1), (1,)], ids=str)
+def test_an_evaluation_alone_ends_on_all_ranks_before_the_same_batch(tmp_path, strategy, hears):
+    on_trainer_ranks(_evaluate, 2, tmp_path, strategy, hears, timeout_s=40.0)
+
+
+def test_so_does_an_evaluation_on_one_rank(tmp_path):
+    on_trainer_ranks(_evaluate, 1, tmp_path, "scratch_fsdp", (0,), timeout_s=40.0)

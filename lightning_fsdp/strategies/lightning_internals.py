@@ -37,7 +37,6 @@ from lightning.pytorch.strategies.launchers import (
     _MultiProcessingLauncher,
     _SubprocessScriptLauncher,
 )
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
@@ -76,13 +75,19 @@ def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Calla
     return lambda number: handle(connector, number, None)  # type: ignore[arg-type]
 
 
-def answer_sigterm_by(trainer: pl.Trainer, heard_by_any: Callable[[bool], bool]) -> None:
-    """Note a SIGTERM, and end a fit before a batch for which ``heard_by_any`` of that is true.
+def answer_sigterm_by(
+    trainer: pl.Trainer, heard_by_any: Callable[[bool], bool]
+) -> Callable[[], None]:
+    """Note a SIGTERM, and end a fit where ``heard_by_any`` of that is true.
 
-    In an evaluation alone, and where there is one rank, which the Trainer does not ask before a
-    batch, it ends after its batch, as the Trainer has it.
+    It is asked between two optimizer steps of an epoch, and at the epoch's end. Before an epoch's
+    first batch what the Trainer saves says that the epoch is over, and it would be left out.
+    Where there is one rank the Trainer does not ask before a batch, and ends after it.
+
+    Returns:
+        What ends a run where it is true, for other loops to call before a batch.
     """
-    connector, is_heard = trainer._signal_connector, False
+    connector, fit_loop, is_heard = trainer._signal_connector, trainer.fit_loop, False
 
     def note(number: int, _frame: object) -> None:
         nonlocal is_heard
@@ -90,16 +95,26 @@ def answer_sigterm_by(trainer: pl.Trainer, heard_by_any: Callable[[bool], bool])
         if not is_heard and launcher is not None:
             launcher.kill(number)  # to the ranks that this one has started
         is_heard = True
-        is_asked = trainer.state.fn == TrainerFn.FITTING and trainer.world_size > 1
-        connector.received_sigterm = not is_asked
+        connector.received_sigterm = trainer.world_size == 1
 
     def end_together() -> None:
         if heard_by_any(is_heard):
             connector.received_sigterm = True
             raise SIGTERMException
 
+    def before_batch() -> None:
+        num_read = fit_loop.epoch_loop.batch_progress.current.ready
+        if num_read and num_read % trainer.accumulate_grad_batches == 0:
+            end_together()
+
+    def on_epoch_end() -> None:
+        type(fit_loop).on_advance_end(fit_loop)
+        end_together()
+
     connector.__dict__["_sigterm_notifier_fn"] = note
-    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = end_together
+    fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = before_batch
+    fit_loop.__dict__["on_advance_end"] = on_epoch_end
+    return end_together
 
 
 def script_launcher(

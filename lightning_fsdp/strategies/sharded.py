@@ -141,6 +141,7 @@ class ShardedStrategy(ProcessStrategy):
     _lockstep: Lockstep | None  # of the running fit, validate, test or predict
     _is_interrupted: bool  # an exception was seen: other ranks may be anywhere
     _is_in_step: bool
+    _end_if_told: Callable[[], None]  # before the same batch on all ranks
     _world: Callable[[], dist.ProcessGroup | None]  # for which ranks were put into replicas
     _random_states: list[dict[str, Any]] | None  # of a checkpoint, until training starts
 
@@ -422,7 +423,7 @@ class ShardedStrategy(ProcessStrategy):
         self._let_summaries_count_whole_parameters(trainer, module)
         self._let_names_wait_for_saves(trainer)
         requeue_together(trainer, self._checkpoints)
-        end_together(trainer)
+        self._end_if_told = end_together(trainer)
         lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -564,6 +565,9 @@ class ShardedStrategy(ProcessStrategy):
             return self._evaluate(self._module.predict_step, *args, **kwargs)
 
     def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_alone = self._module.trainer.state.fn != TrainerFn.FITTING
+        if is_alone and self._lockstep is not None and not self._lockstep.is_apart:
+            self._end_if_told()
         self._is_in_step = True
         try:
             return self.engine.run(step, *args, **kwargs)

@@ -6,14 +6,18 @@ each other for ever. To end, each rank waits there for a broadcast, in the middl
 collective it is in. So a signal is only noted:
 
     to requeue    answered after the first training batch by whose end all ranks have heard it
-    SIGTERM       a fit ends before the first training batch by which any rank has heard it
+    SIGTERM       a fit ends after the first optimizer step by which any rank has heard it, another
+                  run before its next batch
 
 For the first, one all-reduce of a number at the end of each batch. For the second, one takes the
-place of Lightning's own broadcast before each batch.
+place of Lightning's own broadcast between steps; one is sent at the end of each epoch, and before
+each batch of a run that only evaluates. (A validation in a fit is not left: what goes on from a
+checkpoint in the middle of it would take its metrics of the batches that were left.)
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -57,8 +61,12 @@ def requeue_together(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
         callbacks.append(RequeueTogether(trainer, checkpoints))
 
 
-def end_together(trainer: pl.Trainer) -> None:
-    """Let all ranks of a fit end before the same batch, if one of them hears a SIGTERM."""
+def end_together(trainer: pl.Trainer) -> Callable[[], None]:
+    """Let all ranks end before the same batch, if one of them hears a SIGTERM.
+
+    Returns:
+        What an evaluation calls before a batch; the Trainer asks before one that trains.
+    """
 
     def heard_by_any(is_heard: bool) -> bool:
         every = torch.tensor(int(is_heard), device=trainer.strategy.root_device)
@@ -68,4 +76,4 @@ def end_together(trainer: pl.Trainer) -> None:
             return False  # a rank is lost; the next collective tells which
         return bool(every.item())
 
-    lightning_internals.answer_sigterm_by(trainer, heard_by_any)
+    return lightning_internals.answer_sigterm_by(trainer, heard_by_any)
