@@ -8,11 +8,14 @@ from unittest import mock
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 
+from lightning_fsdp import ResumableLoader
 from tests.support.trainer import (
     AdamwRegressor,
     assert_each_like_ddp,
+    make_data,
     make_loader,
     make_trainer,
+    on_trainer_ranks,
     seeded,
     weights_of,
     with_options,
@@ -76,3 +79,35 @@ def test_all_ranks_save_after_the_batch_in_which_they_hear_the_signal(tmp_path):
     savings = ({}, {"checkpoint": "sharded"}, {"checkpoint": "sharded", "async_save": True})
     scenarios = [functools.partial(_requeued, saving) for saving in savings]
     assert_each_like_ddp(scenarios, tmp_path, atol=2e-6)
+
+
+class _SignalledInAStep(AdamwRegressor):
+    """In the third batch, the first of two of its step."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def _requeued_in_a_step(rank, world_size, folder):
+    def fit(model):
+        options = {"plugins": [SLURMEnvironment()], "accumulate_grad_batches": 2, "max_epochs": 1}
+        loader = ResumableLoader(make_data(), batch_size=2, seed=0)
+        make_trainer("scratch_fsdp", folder, **options).fit(model, loader)
+        return weights_of(model)
+
+    with (
+        mock.patch.dict(os.environ, _in_a_job(rank)),
+        mock.patch.object(signal_connector, "call", return_value=0),
+    ):
+        expected = fit(seeded(_SignalledInAStep))
+        assert list(folder.glob("*.ckpt"))
+        again = seeded(AdamwRegressor, seed=1)
+        found = fit(again)
+    assert len(again.losses) == 4, "of eight batches"
+    assert all(found[name].equal(value) for name, value in expected.items())
+
+
+def test_they_save_after_an_optimizer_step_not_inside_of_one(tmp_path):
+    on_trainer_ranks(_requeued_in_a_step, 2, tmp_path)

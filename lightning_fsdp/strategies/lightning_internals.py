@@ -63,6 +63,11 @@ def collect_checkpoints_inside(
     connector.dump_checkpoint = collect_inside  # type: ignore[method-assign]
 
 
+def is_inside_step(trainer: pl.Trainer) -> bool:
+    """Whether the batch that was read last is followed by another of the same optimizer step."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
 def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Callable[[int], None]:
     """Give SLURM's signal to requeue to ``note`` instead of the Trainer; call before it is set up.
 
@@ -103,8 +108,7 @@ def answer_sigterm_by(
             raise SIGTERMException
 
     def before_batch() -> None:
-        num_read = fit_loop.epoch_loop.batch_progress.current.ready
-        if num_read and num_read % trainer.accumulate_grad_batches == 0:
+        if fit_loop.epoch_loop.batch_progress.current.ready and not is_inside_step(trainer):
             end_together()
 
     def on_epoch_end() -> None:

@@ -5,11 +5,11 @@ job: under DDP rank 0 does so alone; slices would be of different steps, or rank
 each other for ever. To end, each rank waits there for a broadcast, in the middle of whatever
 collective it is in. So a signal is only noted:
 
-    to requeue    answered after the first training batch by whose end all ranks have heard it
+    to requeue    answered after the first optimizer step by whose end all ranks have heard it
     SIGTERM       a fit ends after the first optimizer step by which any rank has heard it, another
                   run before its next batch
 
-For the first, one all-reduce of a number at the end of each batch. For the second, one takes the
+For the first, one all-reduce of a number after each step. For the second, one takes the
 place of Lightning's own broadcast between steps; one is sent at the end of each epoch, and before
 each batch of a run that only evaluates. (A validation in a fit is not left: what goes on from a
 checkpoint in the middle of it would take its metrics of the batches that were left.)
@@ -44,6 +44,8 @@ class RequeueTogether(pl.Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if lightning_internals.is_inside_step(trainer):
+            return  # what goes on from there would have lost the gradients so far
         every = torch.tensor(self._signal, device=trainer.strategy.root_device)
         dist.all_reduce(every, dist.ReduceOp.MIN)
         if number := int(every.item()):
