@@ -35,13 +35,12 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: 
         ValueError: A module has no forward of its own.
         NotImplementedError: The mesh has other dimensions, or other devices.
     """
-    expected = [(module, nn.Module, "an nn.Module or a list of them") for module in modules]
-    expected += [(each, Tensor, "parameters for ignored_params") for each in ignored]
-    optional = [
-        (mesh, DeviceMesh, "a DeviceMesh for mesh"),
-        (mp_policy, PrecisionPolicy, "a MixedPrecisionPolicy for mp_policy"),
-    ]
-    for got, kind, words in [*expected, *(each for each in optional if each[0] is not None)]:
+    for got, kind, words in [
+        *((module, (nn.Module,), "an nn.Module or a list of them") for module in modules),
+        *((each, (Tensor,), "parameters for ignored_params") for each in ignored),
+        (mesh, (DeviceMesh, type(None)), "a DeviceMesh for mesh"),
+        (mp_policy, (PrecisionPolicy, type(None)), "a MixedPrecisionPolicy for mp_policy"),
+    ]:
         if not isinstance(got, kind):
             raise TypeError(f"fully_shard: expected {words}, got {got!r}.")
     for module in modules:
