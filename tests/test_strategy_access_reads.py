@@ -6,17 +6,67 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 
 from tests.support.access import NAMES, separately
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.memory import StorageTracker
-from tests.support.trainer import SHARDED, Regressor, make_loader, make_trainer, seeded, weights_of
+from tests.support.trainer import (
+    SHARDED,
+    Regressor,
+    make_loader,
+    make_trainer,
+    seeded,
+    weights_of,
+    with_options,
+)
 
 
 def test_micro_batches_are_kept_apart(tmp_path):
     each_on_trainer_ranks(separately, 2, SHARDED, str(tmp_path))
+
+
+class _LeavesOneOut(Regressor):
+    """A unit that the second micro-batch of a step does not use; rank 1 alone has its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.early = nn.Linear(7, 3)
+        self.seen = [set(), set()]
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 2 else loss + self.early(batch[0] @ torch.ones(5, 7)).mean()
+
+    def on_train_start(self):
+        access = self.trainer.strategy.gradients
+        access.on_reduced(lambda name, shard, micro_batch: self.seen[micro_batch].add(name))
+        self.context = access.micro_batches("separate")
+        self.context.__enter__()
+
+    def on_before_optimizer_step(self, optimizer):
+        access = self.trainer.strategy.gradients
+        for micro_batch, more in enumerate([{"early.weight", "early.bias"}, set()]):
+            assert set(access.shards(micro_batch)) == {*NAMES, *more}, micro_batch
+        everywhere = [None, None]
+        dist.all_gather_object(everywhere, self.seen)
+        assert everywhere[0] == everywhere[1], "on_reduced is called alike"
+        assert set(access.shards()) == {*NAMES, "early.weight", "early.bias"}
+
+    def on_train_end(self):
+        self.context.__exit__(None, None, None)
+
+
+def _left_out(rank, world_size, strategy, folder):
+    strategy = with_options(strategy, accumulation="sum")
+    options = {"accumulate_grad_batches": 2, "limit_train_batches": 2}
+    make_trainer(strategy, Path(folder), **options).fit(seeded(_LeavesOneOut), make_loader())
+
+
+def test_what_a_micro_batch_leaves_out_is_not_there_on_any_rank(tmp_path):
+    each_on_trainer_ranks(_left_out, 2, SHARDED, str(tmp_path))
 
 
 class _ReadsEverything(pl.Callback):

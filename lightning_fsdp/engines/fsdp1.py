@@ -241,10 +241,15 @@ class FSDP1Engine(NativeEngine):
     @override
     def after_backward(self) -> None:
         self._waits = not self.syncs_gradients  # first: by it gradients of one rank are told apart
+        earlier, self._given = self._given, set()
         for flat, together in {id(of[0]): of for of in self._flat_of.values()}.values():
             if flat.grad is not None:
                 self._given.update(p for p in together if p.requires_grad)
+        # What was put aside is of earlier backwards. Hooks see this one's, the same on all ranks.
+        if not self._is_aside:
+            self._given |= earlier
         super().after_backward()
+        self._given |= earlier
         for flat, _ in self._flat_of.values():
             torch_internals.fsdp1_show_frozen(flat, self._given)
 
