@@ -74,12 +74,13 @@ def test_so_does_a_fit_on_one_rank(tmp_path, strategy):
 
 
 class _ToldAt(AdamwRegressor):
-    """Rank 1 alone hears it, at a place."""
+    """The last rank alone hears it, at a place."""
 
     place = None
 
     def _arrive(self, *place):
-        if self.global_rank == 1 and (self.trainer.current_epoch, *place) == self.place:
+        is_last = self.global_rank == self.trainer.world_size - 1
+        if is_last and (self.trainer.current_epoch, *place) == self.place:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_epoch_start(self):
@@ -117,9 +118,10 @@ def test_a_fit_that_ends_where_an_epoch_does_goes_on_with_the_next(tmp_path):
     on_trainer_ranks(_ends_and_goes_on, 2, *told, timeout_s=60.0)
 
 
-def test_a_fit_ends_after_an_optimizer_step_not_inside_of_one(tmp_path):
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_fit_ends_after_an_optimizer_step_not_inside_of_one(tmp_path, world_size):
     told = tmp_path, "fsdp2_zero3", [(0, "batch", 0)], 2
-    on_trainer_ranks(_ends_and_goes_on, 2, *told, timeout_s=60.0)
+    on_trainer_ranks(_ends_and_goes_on, world_size, *told, timeout_s=60.0)
 
 
 class _ToldInEvaluation(AdamwRegressor):

@@ -80,19 +80,21 @@ def answer_requeue_by(trainer: pl.Trainer, note: Callable[[int], None]) -> Calla
     return lambda number: handle(connector, number, None)  # type: ignore[arg-type]
 
 
-def answer_sigterm_by(
-    trainer: pl.Trainer, heard_by_any: Callable[[bool], bool]
+def end_by_agreement(
+    trainer: pl.Trainer, of_any_rank: Callable[[bool, bool], tuple[bool, bool]]
 ) -> Callable[[], None]:
-    """Note a SIGTERM, and end a fit where ``heard_by_any`` of that is true.
+    """Note a SIGTERM, and end a run where ``of_any_rank`` says that one has heard it, or stops.
 
-    It is asked between two optimizer steps of an epoch, and at the epoch's end. Before an epoch's
-    first batch what the Trainer saves says that the epoch is over, and it would be left out.
-    Where there is one rank the Trainer does not ask before a batch, and ends after it.
+    It is asked of that and of ``trainer.should_stop`` after each batch, validation and epoch of a
+    fit; what it says of the second becomes ``trainer.should_stop``. A SIGTERM ends a fit between
+    two optimizer steps of an epoch, and at the epoch's end. (Before an epoch's first batch what the
+    Trainer saves says that the epoch is over, and it would be left out.)
 
     Returns:
-        What ends a run where it is true, for other loops to call before a batch.
+        What asks and ends a run, for other loops to call before a batch.
     """
-    connector, fit_loop, is_heard = trainer._signal_connector, trainer.fit_loop, False
+    connector, fit_loop = trainer._signal_connector, trainer.fit_loop
+    loop, is_heard, is_told = fit_loop.epoch_loop, False, False
 
     def note(number: int, _frame: object) -> None:
         nonlocal is_heard
@@ -100,25 +102,41 @@ def answer_sigterm_by(
         if not is_heard and launcher is not None:
             launcher.kill(number)  # to the ranks that this one has started
         is_heard = True
-        connector.received_sigterm = trainer.world_size == 1
 
-    def end_together() -> None:
-        if heard_by_any(is_heard):
+    def agree() -> None:
+        nonlocal is_told
+        is_told, trainer.should_stop = of_any_rank(is_heard, trainer.should_stop)
+
+    def end_if_told() -> None:
+        if is_told:
             connector.received_sigterm = True
             raise SIGTERMException
 
-    def before_batch() -> None:
-        if fit_loop.epoch_loop.batch_progress.current.ready and not is_inside_step(trainer):
-            end_together()
+    def agree_and_end() -> None:
+        agree()
+        end_if_told()
+
+    def on_batch_end(fetcher: Any) -> None:
+        agree()  # a batch after which to stop is one after which to validate
+        type(loop).on_advance_end(loop, fetcher)
+        if not is_inside_step(trainer) and not loop._is_training_done:
+            end_if_told()
+
+    def validate() -> Any:
+        found = type(loop.val_loop).run(loop.val_loop)
+        agree()
+        return found
 
     def on_epoch_end() -> None:
         type(fit_loop).on_advance_end(fit_loop)
-        end_together()
+        agree_and_end()
 
     connector.__dict__["_sigterm_notifier_fn"] = note
-    fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = before_batch
+    loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+    loop.__dict__["on_advance_end"] = on_batch_end
+    loop.val_loop.__dict__["run"] = validate
     fit_loop.__dict__["on_advance_end"] = on_epoch_end
-    return end_together
+    return agree_and_end
 
 
 def script_launcher(

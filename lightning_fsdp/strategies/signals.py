@@ -1,16 +1,18 @@
-"""Signals to save or to end, answered by all ranks at the same place.
+"""Signals to save or to end, and ``trainer.should_stop``, answered by all ranks at the same place.
 
 Lightning answers where each rank is when it hears one. It saves there for SLURM, to requeue the
 job: under DDP rank 0 does so alone; slices would be of different steps, or ranks would wait for
 each other for ever. To end, each rank waits there for a broadcast, in the middle of whatever
-collective it is in. So a signal is only noted:
+collective it is in; and one that is told to stop leaves the others, who wait for it. So it is only
+noted:
 
     to requeue    answered after the first optimizer step by whose end all ranks have heard it
     SIGTERM       a fit ends after the first optimizer step by which any rank has heard it, another
                   run before its next batch
+    should_stop   as in Lightning, on all ranks as soon as on one
 
-For the first, one all-reduce of a number after each step. For the second, one takes the
-place of Lightning's own broadcast between steps; one is sent at the end of each epoch, and before
+For the first, one all-reduce of a number after each step. For the others, one takes the place of
+Lightning's own broadcast for each batch; one is sent after each validation and epoch, and before
 each batch of a run that only evaluates. (A validation in a fit is not left: what goes on from a
 checkpoint in the middle of it would take its metrics of the batches that were left.)
 """
@@ -64,18 +66,21 @@ def requeue_together(trainer: pl.Trainer, checkpoints: Checkpoints) -> None:
 
 
 def end_together(trainer: pl.Trainer) -> Callable[[], None]:
-    """Let all ranks end before the same batch, if one of them hears a SIGTERM.
+    """Let all ranks end after the same batch, if one of them hears a SIGTERM or is to stop.
 
     Returns:
-        What an evaluation calls before a batch; the Trainer asks before one that trains.
+        What an evaluation calls before a batch; the Trainer asks after one that trains.
     """
 
-    def heard_by_any(is_heard: bool) -> bool:
-        every = torch.tensor(int(is_heard), device=trainer.strategy.root_device)
+    def of_any_rank(is_heard: bool, stops: bool) -> tuple[bool, bool]:
+        every = torch.tensor(
+            [is_heard, stops], dtype=torch.int, device=trainer.strategy.root_device
+        )
         try:
             dist.all_reduce(every, dist.ReduceOp.MAX)
         except RuntimeError:
-            return False  # a rank is lost; the next collective tells which
-        return bool(every.item())
+            return is_heard, stops  # a rank is lost; the next collective tells which
+        is_heard, stops = map(bool, every.tolist())
+        return is_heard, stops
 
-    return lightning_internals.answer_sigterm_by(trainer, heard_by_any)
+    return lightning_internals.end_by_agreement(trainer, of_any_rank)
