@@ -167,12 +167,17 @@ def _counting_compiler(backend):
 HOOKS = ("ModuleHooks.on_call", "ModuleHooks._on_return", "skipping FSDP hooks")
 
 
-def _compiled(strategy, folder, rank, backend="aot_eager", **options):
+def _compiled(strategy, folder, rank):
+    return _fit_compiled(strategy, folder)
+
+
+def _fit_compiled(strategy, folder, make=None, *, backend="aot_eager", engine=None, **options):
     counter, compiler = _counting_compiler(backend)
     before, torch.compile = torch.compile, compiler
     try:
-        model = seeded(functools.partial(_CompiledNet, dropout=0.0))
-        outcome = _fit(with_options(strategy, compile=True, **options), folder, model)
+        model = seeded(make or functools.partial(_CompiledNet, dropout=0.0))
+        compiled = with_options(strategy, compile=True, **(engine or {}))
+        outcome = _fit(compiled, folder, model, **options)
     finally:
         torch.compile = before
     breaks = set(torch._dynamo.utils.counters["graph_break"])
@@ -199,8 +204,26 @@ class _Plain(_Block):
         return x + scale * self.down(F.gelu(self.up(x)))
 
 
+class _OfFewGraphs(_CompiledNet):
+    """Only its blocks are units, without biases: each graph and kernel takes seconds."""
+
+    def __init__(self):
+        super().__init__(dropout=0.0)
+        self.table = nn.Parameter(self.embedding.weight.detach().clone())
+        del self.embedding, self.head
+        for block in self.blocks:
+            block.up.bias = block.down.bias = None
+
+    def loss(self, batch):
+        x = F.embedding(batch, self.table) * self.gain
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return F.cross_entropy((x @ self.table.T).flatten(0, 1), batch.roll(-1, 1).flatten())
+
+
 def _compiled_and_recomputed(strategy, folder, rank):
-    return _compiled(strategy, folder, rank, activation_checkpointing=["_Plain"])
+    engine = {"activation_checkpointing": ["_Plain"]}
+    return _fit_compiled(strategy, folder, engine=engine, limit_val_batches=0)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +244,14 @@ def test_units_compiled_to_machine_code_train_as_with_ddp(tmp_path):
 
 
 def _to_machine_code(strategy, folder, rank):
-    return _compiled(strategy, folder, rank, backend="inductor")
+    return _fit_compiled(strategy, folder, _OfFewGraphs, backend="inductor", limit_val_batches=0)
 
 
 # -- and back --------------------------------------------------------------------------------------
 
 
+@torch.compiler.set_stance("force_eager")  # what is compiled is called as it is: tracing takes time
 def _given_back(rank, world_size, folder):
-    _, compiler = _counting_compiler("eager")
-    torch.compile = compiler
     for strategy in (*SHARDED[:2], "fsdp1_zero3", "fsdp2_zero2"):
         model = seeded(functools.partial(_CompiledNet, dropout=0.0))
         own = model.blocks[0].forward
@@ -238,7 +260,7 @@ def _given_back(rank, world_size, folder):
         compiled = vars(model.blocks[1])["_compiled_call_impl"]
         options = {"activation_checkpointing": ["_Plain"], "compile": True}
         for _ in range(2):
-            _fit(with_options(strategy, **options), folder, model)
+            _fit(with_options(strategy, **options), folder, model, max_steps=1, limit_val_batches=0)
             assert vars(model.blocks[0])["forward"] is own
             assert vars(model.blocks[1])["_compiled_call_impl"] is compiled
             for name, module in model.named_modules():
