@@ -149,6 +149,7 @@ def _batch(step: int, micro: int, rank: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
+@functools.cache
 def _expected(kind: str, way: str, world_size: int) -> dict[str, Tensor]:
     model = _model(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -212,6 +213,8 @@ def _found(
             results |= {f"{step} {n}": p.grad.clone() for n, p in _trained(model)}
         optimizer.step()
         optimizer.zero_grad()
+    if compiles and kind != "frozen":
+        return results  # graphs of an evaluation take seconds: once for each engine
     model.eval()
     with torch.no_grad():
         tokens, labels = _batch(9, 0, 0)
@@ -228,7 +231,7 @@ def _compare(rank, world_size, engine, stages):
     if world_size == 1:  # where all is whole at any time: who is called in whom still counts
         ways = [way for way in ways if way not in ("beside a forward", "of a part")]
     for stage in stages:
-        cases = [("tied", way) for way in ways]
+        cases = [("tied", way) for way in ways if (way, stage) != ("compiled", 2)]
         for kind, way in [*cases, ("untied", "plainly"), ("frozen", "plainly")]:
             torch.testing.assert_close(
                 _found(engine, kind, way, stage, rank),
@@ -260,9 +263,12 @@ def _with_compiled_units(rank, world_size, engine):
 
         patch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
         for stage, kind, way in COMPILED if engine == "scratch" else OF_TORCH:
+            found = _found(engine, kind, way, stage, rank, compiles=True)
+            expected = _expected(kind, way, world_size)
+            assert len(expected) - len(found) == (kind != "frozen")
             torch.testing.assert_close(
-                _found(engine, kind, way, stage, rank, compiles=True),
-                _expected(kind, way, world_size),
+                found,
+                {name: expected[name] for name in found},
                 atol=1e-6,
                 rtol=1e-5,
                 msg=lambda text, case=(stage, kind, way): f"{case}: {text}",
