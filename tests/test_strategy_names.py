@@ -64,14 +64,19 @@ def test_names_are_registered_once_and_again_is_harmless():
         assert not any(family in name for family in ("ddp", "deepspeed"))
 
 
-# Each in a fork of one interpreter, which has imported what takes long in all but the first.
+# Each in a fork of one interpreter, which has imported what takes long in all but the first. They
+# end at once: to take apart all that was imported takes longer than what is tried.
 IN_FORKS = f"""
-import os, sys
+import os, sys, traceback
 
 def forked(check, *arguments):
     if (pid := os.fork()) == 0:
-        check(*arguments)
-        sys.exit()
+        try:
+            check(*arguments)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     print(check.__name__, *arguments, "ended", status, sep="|", flush=True)
 
@@ -118,11 +123,12 @@ def tells_the_other(imports):
     assert type(trainer.strategy) is lightning_fsdp.ScratchFSDPStrategy
 
 forked(is_light)
-import torch, torchmetrics
+import torch, torch._dynamo, torch.distributed.checkpoint, torchmetrics
 for check, orders in ((knows_names, ORDERS), (tells_the_other, ORDERS_WITH_THE_OTHER)):
     for imports in orders:
         assert not {{"lightning", "lightning_fsdp", "pytorch_lightning"}} & set(sys.modules)
         forked(check, imports)
+os._exit(0)
 """
 ORDERS = [
     "import lightning_fsdp, lightning.pytorch",
