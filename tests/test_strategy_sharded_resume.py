@@ -37,7 +37,7 @@ def _resume(kind, *, at_step, **options):
         )
         assert path.is_dir() == (strategy != "ddp")
         outcome = {"resumed": weights_of(resumed), "losses": resumed.losses}
-        if at_step % 4 == 0:  # at the end of an epoch: the same run, exactly
+        if at_step % 2 == 0:  # at the end of an epoch: the same run, exactly
             assert_same_bits(outcome["resumed"], weights_of(uninterrupted))
         return outcome | {"step": trainer.global_step}
 
@@ -47,29 +47,25 @@ def _resume(kind, *, at_step, **options):
 # Optimizers with state of each kind, and stops at each kind of place: what is read of the one is
 # not asked for the other.
 def _resume_at_epoch_end(strategy, folder, rank):
-    return _resume(Adamw, at_step=4)(strategy, folder, rank)
+    return _resume(Adamw, at_step=2)(strategy, folder, rank)
 
 
 def _resume_without_state_mid_epoch(strategy, folder, rank):
-    return _resume(PlainSgd, at_step=6, max_epochs=3)(strategy, folder, rank)
-
-
-def _resume_while_accumulating(strategy, folder, rank):
-    return _resume(Adamw, at_step=3, accumulation=2)(strategy, folder, rank)
+    return _resume(PlainSgd, at_step=3, accumulation=2, num_samples=32)(strategy, folder, rank)
 
 
 @not_under("fsdp1", reason="refuses two optimizers by hand")
 def _resume_by_hand(strategy, folder, rank):
-    return _resume(TwoOptimizers, at_step=8)(strategy, folder, rank)
+    return _resume(TwoOptimizers, at_step=4)(strategy, folder, rank)
 
 
 def _resume_without_optimizer(strategy, folder, rank):
     trainer = sharded_trainer(strategy, folder)
-    trainer.fit(seeded(NoOptimizer), make_loader())
+    trainer.fit(seeded(NoOptimizer), make_loader(16))
     trainer.save_checkpoint(folder / "none.ckpt")
     model = seeded(NoOptimizer, seed=2)
     sharded_trainer(strategy, folder, max_epochs=2).fit(
-        model, make_loader(), ckpt_path=folder / "none.ckpt"
+        model, make_loader(16), ckpt_path=folder / "none.ckpt"
     )
     return {"weights": weights_of(model)}
 
@@ -78,7 +74,6 @@ def test_a_run_resumed_from_a_folder_is_the_one_of_ddp(tmp_path):
     scenarios = [
         _resume_at_epoch_end,
         _resume_without_state_mid_epoch,
-        _resume_while_accumulating,
         _resume_by_hand,
         _resume_without_optimizer,
     ]
@@ -89,14 +84,14 @@ def _resume_in(precision, saved_in):
     def scenario(strategy, folder, rank):
         path = folder / "run.ckpt"
         trainer = sharded_trainer(strategy, folder, precision=saved_in)
-        trainer.fit(seeded(Adamw), make_loader())
+        trainer.fit(seeded(Adamw), make_loader(16))
         trainer.save_checkpoint(path)
         saved = weights_of(trainer.lightning_module)
 
         def resumed(max_epochs):
             model = seeded(Adamw, seed=9)
             trainer = sharded_trainer(strategy, folder, precision=precision, max_epochs=max_epochs)
-            trainer.fit(model, make_loader(), ckpt_path=path)
+            trainer.fit(model, make_loader(16), ckpt_path=path)
             return model
 
         dtype = {"32-true": torch.float32, "bf16-true": torch.bfloat16}[precision]
@@ -152,11 +147,11 @@ class _Dropout(Adamw):
 
 
 def _draws(rank, world_size, folder, at_steps):
-    loader = DataLoader(TensorDataset(torch.ones(32, 5), torch.ones(32, 3)), batch_size=4)
+    loader = DataLoader(TensorDataset(torch.ones(16, 5), torch.ones(16, 3)), batch_size=4)
     for strategy, steps_by_kind in at_steps.items():
         for kind, step in steps_by_kind.items():
             keep = ModelCheckpoint(
-                folder / strategy / kind, every_n_train_steps=1, save_top_k=-1, filename="{step}"
+                folder / strategy / kind, every_n_train_steps=step, save_top_k=-1, filename="{step}"
             )
             whole = seeded(_Dropout, seed=1)
             torch.manual_seed(5 + rank)
@@ -171,7 +166,7 @@ def _draws(rank, world_size, folder, at_steps):
             make_trainer(with_options(strategy, checkpoint=kind), folder, max_epochs=2).fit(
                 resumed, loader, ckpt_path=folder / strategy / kind / f"step={step}.ckpt"
             )
-            assert len(resumed.losses) == 8 - step
+            assert len(resumed.losses) == 4 - step
             assert_same_bits(resumed.losses, whole.losses[step:])
             assert_same_bits(weights_of(resumed), weights_of(whole) | {"seen": resumed.seen})
 
@@ -179,8 +174,8 @@ def _draws(rank, world_size, folder, at_steps):
 def test_dropout_goes_on_where_it_was_on_every_rank(tmp_path):
     """In the middle of an epoch and at its end, by each kind of checkpoint and each engine."""
     at_steps = {
-        "scratch_fsdp_zero3": {"sharded": 2, "full": 4},
-        "fsdp2_zero3": {"sharded": 4, "full": 2},
+        "scratch_fsdp_zero3": {"sharded": 1, "full": 2},
+        "fsdp2_zero3": {"sharded": 2, "full": 1},
     }
     on_trainer_ranks(_draws, 2, tmp_path, at_steps)
 

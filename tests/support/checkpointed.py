@@ -88,7 +88,15 @@ def assert_same_bits(found, expected):
 
 
 def resumed_at(
-    at_step, kind, strategy, folder, *, accumulation=1, max_epochs=2, trainer_of=make_trainer
+    at_step,
+    kind,
+    strategy,
+    folder,
+    *,
+    num_samples=16,
+    accumulation=1,
+    max_epochs=2,
+    trainer_of=make_trainer,
 ):
     """A run, and a second one of other weights that goes on from the checkpoint at a step.
 
@@ -101,9 +109,9 @@ def resumed_at(
     options = {"accumulate_grad_batches": accumulation, "max_epochs": max_epochs}
     trainer = trainer_of(strategy, folder, callbacks=[keep], enable_checkpointing=True, **options)
     uninterrupted = seeded(kind)
-    trainer.fit(uninterrupted, make_loader())
+    trainer.fit(uninterrupted, make_loader(num_samples))
     path = folder / "kept" / f"step={at_step}.ckpt"
     resumed = seeded(kind, seed=9)
     trainer = trainer_of(strategy, folder, **options)
-    trainer.fit(resumed, make_loader(), ckpt_path=path)
+    trainer.fit(resumed, make_loader(num_samples), ckpt_path=path)
     return trainer, resumed, uninterrupted, path
