@@ -1,7 +1,5 @@
 """Options of the Trainer and callbacks of Lightning's that other files do not use: as under DDP."""
 
-import functools
-
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -19,7 +17,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_fsdp.strategies import lightning_internals
 from tests.support.trainer import (
-    SHARDED,
     Regressor,
     assert_each_like_ddp,
     make_loader,
@@ -40,12 +37,27 @@ class _Silent(Regressor):
         pass
 
 
-def _fitted(options, strategy, folder, rank):
-    made = {name: make() if callable(make) else make for name, make in options.items()}
+def _fitted(strategy, folder, **options):
     model = seeded(_Silent)
-    trainer = make_trainer(strategy, folder, **{"max_epochs": 2, **made})
+    trainer = make_trainer(strategy, folder, **{"max_epochs": 2, **options})
     trainer.fit(model, make_loader(16), make_loader(8, seed=1))
     return _outcome(model)
+
+
+def _accumulated_at_first(strategy, folder, rank):
+    return _fitted(strategy, folder, callbacks=[GradientAccumulationScheduler({0: 2, 1: 1})])
+
+
+def _barebones(strategy, folder, rank):
+    return _fitted(strategy, folder, barebones=True)
+
+
+def _timed(strategy, folder, rank):
+    return _fitted(strategy, folder, callbacks=[Timer("00:00:10:00")], max_time="00:00:10:00")
+
+
+def _tried(strategy, folder, rank):
+    return _fitted(strategy, folder, fast_dev_run=2, logger=True)
 
 
 class _OwnLoaders(Regressor):
@@ -91,7 +103,12 @@ def _flops(device, dtype):
     return {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}[dtype]
 
 
-def _measured(precision, strategy, folder, rank):
+def _measured_in_each_precision(strategy, folder, rank):
+    precisions = ("32-true", "bf16-mixed", "bf16-true")
+    return {each: _measured(strategy, folder / each, each) for each in precisions}
+
+
+def _measured(strategy, folder, precision):
     """Lightning's share of a device's peak: that of the dtype that computes."""
     for module in (throughput_monitor, lightning_internals):
         module.get_available_flops = _flops
@@ -108,7 +125,7 @@ def _measured(precision, strategy, folder, rank):
     model.flops_per_batch = 1000
     trainer.fit(model, make_loader(16))
     (throughput,) = monitor._throughputs.values()
-    return {"flops": torch.tensor([monitor.available_flops, throughput.available_flops])}
+    return torch.tensor([monitor.available_flops, throughput.available_flops])
 
 
 class _Writer(BasePredictionWriter):
@@ -154,24 +171,9 @@ def _saved_at_an_exception(strategy, folder, rank):
     return _outcome(resumed)
 
 
-def _accumulate_at_first():
-    return [GradientAccumulationScheduler({0: 2, 1: 1})]
-
-
-def _with_a_timer():
-    return [Timer("00:00:10:00")]
-
-
-FITTED = [
-    {"callbacks": _accumulate_at_first},
-    {"barebones": True},
-    {"callbacks": _with_a_timer, "max_time": "00:00:10:00"},
-    {"fast_dev_run": 2, "logger": True},
-]
-
-
 def test_each_is_as_under_ddp(tmp_path):
-    scenarios = [functools.partial(_fitted, each) for each in FITTED]
-    scenarios += [functools.partial(_measured, p) for p in ("32-true", "bf16-mixed", "bf16-true")]
-    scenarios += [_reloaded, _monitored, _predicted, _saved_at_an_exception]
-    assert_each_like_ddp(scenarios, tmp_path, sharded=SHARDED)
+    scenarios = [
+        _accumulated_at_first, _barebones, _timed, _tried, _measured_in_each_precision,
+        _reloaded, _monitored, _predicted, _saved_at_an_exception,
+    ]  # fmt: skip
+    assert_each_like_ddp(scenarios, tmp_path)
