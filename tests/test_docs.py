@@ -9,12 +9,12 @@ import importlib
 import os
 import re
 import shlex
-from dataclasses import replace
 
 import pytest
 
 from lightning_fsdp.plan import __main__ as plan
-from lightning_fsdp.plan.dry_run import Run, dry_run
+from lightning_fsdp.plan import dry_run
+from lightning_fsdp.plan.dry_run import Run
 from lightning_fsdp.plan.models import config_of
 from tests.support.pages import PAGES, ROOT, blocks, python_blocks
 from tests.support.snippets import named, runs
@@ -65,10 +65,8 @@ def test_the_plan_prints_what_the_page_shows(arguments, shown, capsys):
 @pytest.mark.parametrize(("loss", "most"), [("plain", 35), ("chunked", 235)])
 def test_the_batches_that_pages_name_fit_and_one_more_does_not(loss, most):
     run = Run(world_size=8, loss=loss, activation_checkpointing=True)
-    config = config_of("gpt2-small")
-    fits, too_large = (
-        dry_run(config, replace(run, batch_size=n)).peak_bytes for n in (most, most + 1)
-    )
+    with dry_run._training(config_of("gpt2-small"), run) as training:  # built once for both
+        fits, too_large = (training.plan(size).peak_bytes for size in (most, most + 1))
     assert fits <= 24e9 < too_large
     for page in ("README.md", "docs/planning.md"):
         assert re.search(rf"\b{most}\b", PAGES[page]), page

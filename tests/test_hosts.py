@@ -1,7 +1,8 @@
 """Two hosts with a network between them, here as network namespaces, with two ranks on each.
 
 They meet by torchrun's rendezvous, train as one process, and keep checkpoints in a shared folder. A
-host vanishes; the other ends by itself, and a restart goes on to the same bits.
+host vanishes; the other ends by itself, and a restart, of ranks that each host forks, goes on to
+the same bits.
 """
 
 import os
@@ -44,11 +45,14 @@ def _nothing_is_left(tmp_path):
     assert processes_with(str(tmp_path)) == {}
 
 
-def _start(hosts, what, folder):
+def _start(hosts, what, folder, *, by_torchrun):
     for host in range(on_hosts.NUM_HOSTS):
         arguments = ["-m", "tests.support.on_hosts", what, str(folder)]
         log = folder / f"{what}{host}.log"
-        yield hosts.torchrun(host, arguments, nproc=on_hosts.NUM_RANKS, log=log)
+        if by_torchrun:
+            yield hosts.torchrun(host, arguments, nproc=on_hosts.NUM_RANKS, log=log)
+        else:
+            yield hosts.start(host, [sys.executable, *arguments, str(host)], log=log)
 
 
 def _wait(condition, jobs, folder):
@@ -85,7 +89,7 @@ def _in_one_process():
 
 def test_hosts_train_as_one_process_and_go_on_after_one_has_vanished(tmp_path):
     with Hosts(on_hosts.NUM_HOSTS) as hosts:
-        first, second = jobs = list(_start(hosts, "whole", tmp_path))
+        first, second = jobs = list(_start(hosts, "whole", tmp_path, by_torchrun=True))
         waits = [tmp_path / f"waits{rank}" for rank in range(WORLD_SIZE)]
         _wait(lambda: all(path.exists() for path in waits), jobs, tmp_path)
         hosts.cut(1)
@@ -106,7 +110,7 @@ def test_hosts_train_as_one_process_and_go_on_after_one_has_vanished(tmp_path):
     assert re.search(rf"RuntimeError: .*({named})", (tmp_path / "whole0.log").read_text())
 
     with Hosts(on_hosts.NUM_HOSTS) as hosts:
-        jobs = list(_start(hosts, "resumed", tmp_path))
+        jobs = list(_start(hosts, "resumed", tmp_path, by_torchrun=False))
         for job in jobs:
             job.wait(LIMIT_S)
         logs = [(tmp_path / f"resumed{host}.log").read_text() for host in range(2)]

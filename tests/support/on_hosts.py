@@ -1,5 +1,8 @@
 """What each rank of ``tests/test_hosts.py`` does: ``python -m tests.support.on_hosts WHAT FOLDER``.
 
+torchrun starts the ranks; or, where a third argument names the host, its ranks are forked here, so
+that what they import is imported once.
+
 ================ ================================================================================
 ``whole``        trains, and writes weights; then trains again, with checkpoints, until the other
                  host is gone
@@ -17,6 +20,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_fsdp import ScratchFSDPStrategy
+from tests.support.hosts import PORT, Hosts
 from tests.support.resumed import keep_checkpoints, run_dropping
 from tests.support.trainer import (
     Regressor,
@@ -79,7 +83,30 @@ def resumed(folder):
     _write(folder, "resumed", model)
 
 
+def _fork_ranks(host):
+    """Return on each rank of a host, which is told what torchrun tells; exit where all began."""
+    pids = []
+    for local in range(NUM_RANKS):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            os.environ.update(
+                RANK=str(NUM_RANKS * host + local),
+                LOCAL_RANK=str(local),
+                GROUP_RANK=str(host),
+                WORLD_SIZE=str(NUM_HOSTS * NUM_RANKS),
+                LOCAL_WORLD_SIZE=str(NUM_RANKS),
+                TORCHELASTIC_RUN_ID="hosts",
+                MASTER_ADDR=Hosts.address(0),
+                MASTER_PORT=str(PORT),
+            )
+            return
+    sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
+
+
 if __name__ == "__main__":
+    what, folder, *on_host = sys.argv[1:]
     torch.set_num_threads(1)
+    if on_host:
+        _fork_ranks(int(on_host[0]))
     strict_warnings()
-    {"whole": whole, "resumed": resumed}[sys.argv[1]](Path(sys.argv[2]))
+    {"whole": whole, "resumed": resumed}[what](Path(folder))
