@@ -135,6 +135,8 @@ def kept_ranks() -> Iterator[None]:
 def keeps_compiled_code_that_is_whole() -> Iterator[None]:
     with inductor.kept_code() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        # Otherwise each rank starts a process to compile in, which imports torch anew.
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         yield
 
 
