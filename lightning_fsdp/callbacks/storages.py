@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +66,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, present: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observation = Observation()
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        # By identity. Each operation looks at all, which of weak sets or dictionaries is slow.
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in present:
             self._note(tensor)
 
@@ -105,7 +106,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def live_bytes(self) -> int:
         """Bytes of the tensors alive now."""
-        return sum(storage.nbytes() for storage in self._storages)
+        sizes = _sizes(self._seen)
+        if len(sizes) < len(self._seen):
+            self._seen = {key: self._seen[key] for key in sizes}
+        return sum(sizes.values())
 
     def _measure(self) -> None:
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
@@ -116,7 +120,10 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, tensor: Tensor) -> None:
         if self.counts(tensor):
-            self._storages.add(tensor.untyped_storage())
+            storage = tensor.untyped_storage()
+            reference = self._seen.get(id(storage))
+            if reference is None or reference() is not storage:
+                self._seen[id(storage)] = weakref.ref(storage)
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         kind, sent = sent_by(func, args)
@@ -151,6 +158,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         self._device_type = device.type
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int]
         self._numbers = weakref.WeakKeyDictionary()
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._num_storages = 0
         self._sizes: dict[int, int] = {}
         self._is_told = False  # at present; finding the tensors takes operations of no interest
@@ -204,10 +212,13 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
             return
         self.num_operations += 1
         self.times_s.append(time.perf_counter())
-        sizes = {number: storage.nbytes() for storage, number in self._numbers.items()}
-        for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
-            self.changes.append((self.num_operations, number, sizes.get(number, 0)))
-        self._sizes = sizes
+        sizes = _sizes(self._references)
+        if len(sizes) < len(self._references):
+            self._references = {number: self._references[number] for number in sizes}
+        if sizes != self._sizes:
+            for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
+                self.changes.append((self.num_operations, number, sizes.get(number, 0)))
+            self._sizes = sizes
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
 
     @override
@@ -217,6 +228,7 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage not in self._numbers:
             self._numbers[storage] = self._num_storages
+            self._references[self._num_storages] = weakref.ref(storage)
             self._num_storages += 1
 
 
@@ -248,6 +260,15 @@ def local_part(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     local: Tensor = tensor if to_local is None else to_local()
     return local.detach()
+
+
+def _sizes(references: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> dict[int, int]:
+    """Bytes by key, of the storages that are still there."""
+    return {
+        key: storage.nbytes()
+        for key, reference in references.items()
+        if (storage := reference()) is not None
+    }
 
 
 def _is_plain(cls: type) -> bool:

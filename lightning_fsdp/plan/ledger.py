@@ -35,7 +35,6 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
     def __init__(self, pace: Pace | None = None) -> None:
         super().__init__(torch.device("cpu"))
         self._pace = pace
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._touched: set[int] = set()  # since the last look, or gone
         self._gathered: set[int] = set()
         self._live_bytes = 0
@@ -79,13 +78,15 @@ class FakeLedger(Ledger):  # type: ignore[no-untyped-call]
 
     @override
     def _note(self, tensor: Tensor) -> None:
+        if not self.counts(tensor):
+            return
+        storage = tensor.untyped_storage()
+        is_new = storage not in self._numbers
         super()._note(tensor)
-        if self.counts(tensor):
-            storage = tensor.untyped_storage()
-            number = self._numbers[storage]
-            self._touched.add(number)
-            if number not in self._references:
-                self._references[number] = weakref.ref(storage, partial(self._gone, number))
+        number = self._numbers[storage]
+        self._touched.add(number)
+        if is_new:
+            self._references[number] = weakref.ref(storage, partial(self._gone, number))
 
     def _gone(self, number: int, _: object) -> None:
         self._touched.add(number)
