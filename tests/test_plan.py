@@ -1,12 +1,11 @@
 """What a plan says of stages, dtypes, sizes and batches."""
 
-import functools
 import json
 from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen2Config
+from transformers import GPT2Config
 
 from lightning_fsdp.plan.__main__ import main
 from lightning_fsdp.plan.dry_run import Run, largest_batch
@@ -14,17 +13,12 @@ from lightning_fsdp.plan.ledger import FakeLedger
 from lightning_fsdp.plan.models import block_classes, build, config_of
 from lightning_fsdp.plan.report import format_plan
 from lightning_fsdp.plan.torch_internals import FakeTensors
-from tests.support.planned import BATCH, SEQ_LEN, SHAPES, VOCABULARY, folder_with, planned
-
-
-@pytest.fixture
-def folder_of(tmp_path):
-    return functools.partial(folder_with, folder=tmp_path)
+from tests.support.planned import BATCH, SEQ_LEN, VOCABULARY, folder_with, planned
 
 
 @pytest.fixture
 def folder(tmp_path):
-    return folder_with("gpt2", tmp_path)
+    return folder_with("gpt2", tmp_path, n_layer=2)
 
 
 @pytest.mark.parametrize("world_size", [1, 8, 1024])
@@ -80,7 +74,8 @@ def test_a_folder_that_names_the_dtype_of_its_weights_takes_what_is_trained(fold
     assert halves["parameters"] == expected["parameters"] / 2
 
 
-def test_stage_2_keeps_the_model_whole_and_stage_3_two_units(folder):
+def test_stage_2_keeps_the_model_whole_and_stage_3_two_units(tmp_path):
+    folder = folder_with("gpt2", tmp_path, n_layer=3)
     whole, units = (planned(folder, world_size=64, zero_stage=stage) for stage in (2, 3))
     num_bytes = 4 * whole.num_parameters
     block = 4 * (12 * 128**2 + 13 * 128)
@@ -130,12 +125,10 @@ def test_a_name_has_the_parameters_of_its_paper(name, num_parameters):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_looking_at_all_storages_finds_no_more(folder_of, monkeypatch, stage):
+def test_looking_at_all_storages_finds_no_more(tmp_path, monkeypatch, stage):
     """Nor do torch's own fake tensors, which look at all that a result could depend on."""
     options = {"world_size": 64, "zero_stage": stage, "grad_accum": 2, "precision": "bf16-mixed"}
-    folder = folder_of("qwen")
-    fewer = {"num_hidden_layers": 2, "layer_types": None}
-    Qwen2Config.from_dict(SHAPES["qwen"].to_dict() | fewer).save_pretrained(folder)
+    folder = folder_with("qwen", tmp_path, num_hidden_layers=1, layer_types=None)
     found = planned(folder, **options, activation_checkpointing=True)
     for name in ("tell", "live_bytes", "_note", "_measure"):
         monkeypatch.delattr(FakeLedger, name)  # what it does faster than any ledger

@@ -18,7 +18,7 @@ from tests.support.ranks import run_on_ranks
 
 @pytest.fixture
 def folder(tmp_path):
-    return folder_with("gpt2", tmp_path)
+    return folder_with("gpt2", tmp_path, n_layer=2)
 
 
 def test_the_command_writes_the_table_and_the_file(tmp_path, folder, capsys):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import GPT2Config
 
 from lightning_fsdp import shard_model
 from lightning_fsdp.config import plan_of_stage
@@ -23,7 +22,7 @@ from lightning_fsdp.plan.suggest_report import format_suggestions
 from lightning_fsdp.simulate.groups import simulated
 from lightning_fsdp.simulate.network import Network
 from tests.support.adapters import lora
-from tests.support.planned import SEQ_LEN, SHAPES, folder_with
+from tests.support.planned import SEQ_LEN, folder_with
 from tests.test_simulate_groups import MOST_TRIES, is_predicted
 
 HOSTS = Network(
@@ -40,8 +39,7 @@ def folder(tmp_path):
 @pytest.fixture
 def shallow(tmp_path):
     """For what many settings are planned for."""
-    GPT2Config.from_dict(SHAPES["gpt2"].to_dict() | {"n_layer": 1}).save_pretrained(tmp_path)
-    return tmp_path
+    return folder_with("gpt2", tmp_path, n_layer=1)
 
 
 def _suggested(folder, device_bytes, network=HOSTS, run=RUN):
@@ -274,7 +272,7 @@ def test_with_adapters_the_whole_model_is_suggested_as_a_unit(shallow, tmp_path,
 
 
 def test_where_nothing_fits_the_command_says_how_much_is_missing(shallow, capsys):
-    assert main(_words(shallow, **{"--device-memory": "1MB"})) == 1
+    assert main(_words(shallow, **{"--device-memory": "1MB", "--hosts": "2"})) == 1
     printed = capsys.readouterr().out
     assert re.search(
         r"Nothing fits. The nearest setting takes ([\d.]+) MB, ([\d.]+) MB more", printed

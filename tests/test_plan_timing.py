@@ -26,7 +26,7 @@ def timed(config, network=FREE, flops_per_s=1e9, **options):
 
 @pytest.fixture
 def config(tmp_path):
-    return config_of(str(folder_with("gpt2", tmp_path)))
+    return config_of(str(folder_with("gpt2", tmp_path, n_layer=2)))
 
 
 def test_a_step_sends_each_weight_twice_and_its_gradient_once_though_the_head_is_the_embedding(
@@ -38,7 +38,8 @@ def test_a_step_sends_each_weight_twice_and_its_gradient_once_though_the_head_is
     assert timed(config).timing.sent_bytes == pytest.approx(7 / 8 * 4 * 3 * numel, rel=1e-3)
 
 
-def test_a_step_without_a_network_computes_what_torch_counts(config):
+def test_a_step_without_a_network_computes_what_torch_counts(tmp_path):
+    config = config_of(str(folder_with("gpt2", tmp_path)))
     config._attn_implementation = "eager"  # torch does not count its own on CPU
     model = build(config)
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.long)

@@ -18,10 +18,10 @@ SHAPES = {
 }  # fmt: skip
 
 
-def folder_with(config, folder):
-    """A folder with the config of a small model, without weights."""
-    path = Path(folder) / config
-    SHAPES[config].save_pretrained(path)
+def folder_with(config, folder, **changes):
+    """A folder with the config of a small model, without weights; the changes are of its fields."""
+    path, shape = Path(folder) / config, SHAPES[config]
+    type(shape).from_dict(shape.to_dict() | changes).save_pretrained(path)
     return path
 
 
