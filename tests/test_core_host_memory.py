@@ -19,58 +19,112 @@ from tests.support.models import causal_lm, lm_loss, mlp, mlp_batch, mlp_loss, t
 from tests.support.ranks import run_on_ranks
 
 MIB = 2**20
-# Runs a function for each of some cases, in forks of one new process: torch is imported once.
-EACH = """
+# Each line of what it prints is what one look found, in a fork of one new process that has torch.
+LOOKS = """
 import os, sys
-
-for case in {cases}:
-    if os.fork() == 0:
-        print(*look(*case), flush=True)
-        sys.exit()
-    assert os.wait()[1] == 0
-"""
-
-
-def numbers_of_each(code, cases):
-    """What ``look`` of the code gave for each case."""
-    done = subprocess.run(
-        [sys.executable, "-c", code + EACH.format(cases=cases)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
-
-
-# Every second of many blocks is freed: holes that nothing larger fits into.
-HOLES = """
 import torch
-from lightning_fsdp.core.memory.host_memory import keep_freed_memory, return_unused_memory
+from lightning_fsdp.core.engine.hooks import hooks_of
+from lightning_fsdp.core.engine.home import FlatBuffer
+from lightning_fsdp.core.memory import host_memory
+from lightning_fsdp.core.sharded_module import units_in
+
+torch.set_num_threads(1)
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-def look(slack, written):
-    keep_freed_memory()
-    return_unused_memory(slack=0)
+def holes(slack, written):
+    # Every second of many blocks is freed: holes that nothing larger fits into.
+    host_memory.keep_freed_memory()
+    host_memory.return_unused_memory(slack=0)
     blocks = [torch.ones(2**18) for _ in range(256)]  # of 1 MiB
     del blocks[::2]
     before = resident()
-    return_unused_memory(written, slack=slack)
+    host_memory.return_unused_memory(written, slack=slack)
     return before - resident(), float(sum(block.sum() for block in blocks))
+
+def large():
+    # Two of these in turn: in the heap, neither fits into the hole that the other leaves.
+    host_memory.keep_freed_memory()
+    torch.ones(2**24)
+    before, most, kept = resident(), 0, []
+    for step in range(8):
+        whole = torch.ones((40 + 8 * step) * 2**18)
+        kept.append(torch.ones(2**18))
+        most = max(most, resident() - before)
+        del whole
+    return most, resident() - before
+
+def huge_bytes():
+    rows = [row.split() for row in open("/proc/self/smaps")]
+    return sum(1024 * int(row[1]) for row in rows if row[0] == "AnonHugePages:")
+
+def huge(is_left_alone, numel):
+    if is_left_alone:
+        host_memory.leave_host_memory_alone()
+    home = host_memory.HostHome(torch.device("cpu"))
+    flat = FlatBuffer(numel, torch.float32, home)
+    before, seen = huge_bytes(), []
+    for _ in range(2):
+        flat.free()
+        seen.append(huge_bytes() - before)
+        flat.allocate()
+        flat.flat.fill_(1.0)
+        seen.append(huge_bytes() - before)
+    return seen
+
+for name, *case in {looks}:
+    if os.fork() == 0:
+        print(*globals()[name](*case), flush=True)
+        sys.exit()
+    assert os.wait()[1] == 0
 """
+HOLES = {  # slack, written: is it returned
+    (64 * MIB, None): True,
+    (512 * MIB, None): False,
+    (64 * MIB, host_memory.LOOK_AFTER_BYTES): True,
+    (64 * MIB, 1): False,
+}
+HUGE = {  # is the memory left alone, elements: are huge pages asked for
+    (False, 2**24): True,
+    (False, 2**20): False,  # in the heap, with other things
+    (True, 2**24): False,
+}
+
+
+MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def _looked():
+    """What each look found."""
+    looks = [("holes", *case) for case in HOLES] + [("huge", *case) for case in HUGE] + [("large",)]
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKS.replace("{looks}", str(looks))],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+    return dict(zip(looks, lines, strict=True))
 
 
 @pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
-def test_what_lies_unused_is_returned_once_the_process_holds_too_much():
-    returned = {
-        (64 * MIB, None): True,
-        (512 * MIB, None): False,
-        (64 * MIB, host_memory.LOOK_AFTER_BYTES): True,
-        (64 * MIB, 1): False,
-    }
-    found = numbers_of_each(HOLES, list(returned))
-    for (freed, total), (case, is_returned) in zip(found, returned.items(), strict=True):
+def test_what_lies_unused_is_returned_and_large_blocks_leave_no_holes_and_are_in_huge_pages():
+    found = _looked()
+    for case, is_returned in HOLES.items():
+        freed, total = found["holes", *case]
         assert total == 128 * 2**18, f"{case}: what is in use stays"
-        assert (freed > 100 * MIB) == is_returned, case
+        assert (freed > 100 * MIB) == is_returned, case  # once the process holds too much
+    most, left = found[("large",)]
+    assert 96 * MIB <= most <= 112 * MIB  # the largest, beside what is kept
+    assert left <= 12 * MIB
+    if not MODE.exists() or "[madvise]" not in MODE.read_text():
+        return  # of kernels that give huge pages to who asks for them
+    for case, is_asked in HUGE.items():
+        freed, whole, freed_again, whole_again = found["huge", *case]
+        assert freed == freed_again == 0, case
+        numel = case[1]
+        least, most = (4 * numel - 2 * host_memory.HUGE_PAGE_BYTES, inf) if is_asked else (0, 0)
+        for seen in (whole, whole_again):
+            assert least <= seen <= most, case
 
 
 def _written_between_looks(rank, world_size):
@@ -125,94 +179,16 @@ def _page_faults_of_steps(rank, world_size):
     model = shard_model(build_model(), ZERO3)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     so_far = []
-    for _ in range(16):
+    for _ in range(10):
         train_one_step(model, optimizer, torch.randint(VOCABULARY, (1, 32)))
         so_far.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return (so_far[-1] - so_far[5]) / 10
+    return (so_far[-1] - so_far[5]) / 4
 
 
 @pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
 def test_a_step_needs_no_pages_that_the_step_before_gave_back():
     """At 23 M parameters: all of the heap are some 150,000 pages."""
     assert all(faults < 5_000 for faults in run_on_ranks(_page_faults_of_steps, 2))
-
-
-# Two of these in turn: in the heap, neither fits into the hole that the other leaves.
-LARGE = """
-import torch
-from lightning_fsdp.core.engine.hooks import hooks_of
-from lightning_fsdp.core.memory import host_memory
-from lightning_fsdp.core.sharded_module import units_in
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * 4096
-
-host_memory.keep_freed_memory()
-torch.ones(2**24)
-before, most, kept = resident(), 0, []
-for step in range(8):
-    whole = torch.ones((40 + 8 * step) * 2**18)
-    kept.append(torch.ones(2**18))
-    most = max(most, resident() - before)
-    del whole
-print(most, resident() - before)
-"""
-
-
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
-def test_large_blocks_leave_no_holes():
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=True)
-    most, left = map(int, done.stdout.split())
-    assert 96 * MIB <= most <= 112 * MIB  # the largest, beside what is kept
-    assert left <= 12 * MIB
-
-
-HUGE = """
-import torch
-from lightning_fsdp.core.engine.hooks import hooks_of
-from lightning_fsdp.core.memory import host_memory
-from lightning_fsdp.core.sharded_module import units_in
-from lightning_fsdp.core.engine.home import FlatBuffer
-
-def huge():
-    rows = [row.split() for row in open("/proc/self/smaps")]
-    return sum(1024 * int(row[1]) for row in rows if row[0] == "AnonHugePages:")
-
-def look(is_left_alone, numel):
-    if is_left_alone:
-        host_memory.leave_host_memory_alone()
-    home = host_memory.HostHome(torch.device("cpu"))
-    flat = FlatBuffer(numel, torch.float32, home)
-    before, seen = huge(), []
-    for _ in range(2):
-        flat.free()
-        seen.append(huge() - before)
-        flat.allocate()
-        flat.flat.fill_(1.0)
-        seen.append(huge() - before)
-    return seen
-"""
-MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-
-
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
-@pytest.mark.skipif(
-    not MODE.exists() or "[madvise]" not in MODE.read_text(),
-    reason="of kernels that give huge pages to who asks for them",
-)
-def test_large_whole_copies_are_backed_by_huge_pages():
-    asked = {
-        (False, 2**24): True,
-        (False, 2**20): False,  # in the heap, with other things
-        (True, 2**24): False,
-    }
-    found = numbers_of_each(HUGE, list(asked))
-    for sizes, ((is_left_alone, numel), is_asked) in zip(found, asked.items(), strict=True):
-        freed, whole, freed_again, whole_again = sizes
-        assert freed == freed_again == 0, (is_left_alone, numel)
-        least, most = (4 * numel - 2 * host_memory.HUGE_PAGE_BYTES, inf) if is_asked else (0, 0)
-        for seen in (whole, whole_again):
-            assert least <= seen <= most, (is_left_alone, numel)
 
 
 @pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
