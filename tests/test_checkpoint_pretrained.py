@@ -299,14 +299,17 @@ def _load_and_fit(rank, world_size, folder):
     dist.barrier()
     saved = Path(folder, "saved.ckpt")
     for strategy in SHARDED:
-        for num_steps, ckpt_path in ((2, None), (3, saved)):
+        # Of each engine, one is also continued from a checkpoint.
+        runs = [(1, None), (2, saved)] if strategy.endswith("zero3") else [(1, None)]
+        for num_steps, ckpt_path in runs:
             loads = seeded(lambda: _Loads(size="nano", vocab_size=61, max_seq_len=16), seed=2)
             loads.folder = folder
             starts = copy.deepcopy(start)
             for model in (loads, starts):
                 trainer = make_trainer(strategy, saved.parent, max_steps=num_steps, max_epochs=2)
                 trainer.fit(model, token_loader(), ckpt_path=ckpt_path)
-            trainer.save_checkpoint(saved)
+            if len(runs) > num_steps:
+                trainer.save_checkpoint(saved)
             assert torch.equal(logits_of(loads.model), logits_of(starts.model)), strategy
         assert not torch.equal(logits_of(loads.model), logits_of(start.model))
 
