@@ -9,13 +9,13 @@ from torch import nn
 from lightning_fsdp import NonfiniteGradient, shard_model
 from lightning_fsdp.core.access.grad_norm import global_norm
 from tests.support.models import TASKS
+from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (
     OPTIMIZERS,
     assert_traces_match,
     batches_for,
     optional_batch,
     optional_loss,
-    train_on_rank,
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
@@ -68,9 +68,12 @@ def test_the_norm_of_many_elements_is_right(p, num_elements):
     torch.testing.assert_close(norm.double(), expected, rtol=rtol, atol=0)
 
 
+IN_TRAINING = [2.0, math.inf]
+
+
 def _clip_while_training(rank, world_size):
     task, traces = TASKS["tied_lm"], {}
-    for p in NORMS:
+    for p in IN_TRAINING:
         model = shard_model(task.build())
         traces[p] = train_on_rank(
             model,
@@ -85,7 +88,7 @@ def _clip_while_training(rank, world_size):
 
 def test_training_with_clipping_equals_one_process():
     task, by_rank = TASKS["tied_lm"], run_on_ranks(_clip_while_training, 3)
-    for p in NORMS:
+    for p in IN_TRAINING:
         expected = train_reference(
             task.build(), batches_for("tied_lm", 3), task.loss, OPTIMIZERS["sgd"], clip=(0.3, p)
         )
