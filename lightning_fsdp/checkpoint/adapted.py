@@ -156,10 +156,7 @@ def first_names(outlines: Mapping[str, Tensor]) -> dict[int, str]:
 
 @contextmanager
 def as_plain(
-    adapted: nn.Module,
-    root: nn.Module,
-    weights: Mapping[str, Weight],
-    values: Mapping[int, Tensor] | None = None,
+    adapted: nn.Module, root: nn.Module, weights: Mapping[str, Weight]
 ) -> Iterator[dict[str, Tensor]]:
     """Inside, the model is as before sharding. What is done to its modules is undone.
 
@@ -167,18 +164,40 @@ def as_plain(
         adapted: The model.
         root: It, or the module that was sharded.
         weights: Of the model.
-        values: By their identities, those that shall have values; all others are outlines.
 
     Yields:
-        Its state dict: parameters without memory, or with those values, and its buffers.
+        Its state dict: parameters without memory, and its buffers.
+    """
+    with parts_as_plain([""], adapted, root, weights, {}):
+        yield adapted.state_dict(keep_vars=True)
+
+
+@contextmanager
+def parts_as_plain(
+    names: Collection[str],
+    adapted: nn.Module,
+    root: nn.Module,
+    weights: Mapping[str, Weight],
+    values: Mapping[int, Tensor],
+) -> Iterator[None]:
+    """Like :func:`as_plain`, of some modules of the model alone.
+
+    For one layer after the other, so that merging takes time that grows with the model's size only.
+
+    Args:
+        names: Of these modules.
+        adapted: The model.
+        root: It, or the module that was sharded.
+        weights: Of the model.
+        values: By their identities, those that shall have values; all others are outlines.
     """
     engine = owner_of(root)
-    values = values or {}
+    parts = [(name, adapted.get_submodule(name)) for name in names]
     with ExitStack() as undone:
         if isinstance(engine, NativeEngine) and engine.parameters:
             undone.enter_context(outlined(engine))
         parameters: dict[int, nn.Parameter] = {}
-        for module in list(adapted.modules()):
+        for module in dict.fromkeys(module for _, part in parts for module in part.modules()):
             undone.callback(_restore, module, type(module), dict(module.__dict__))
             # Also what peft appends to: which adapters are merged.
             containers = (dict, list, set)
@@ -187,7 +206,12 @@ def as_plain(
             )
             # Sharding gives a module another class; files name the one that it was made of.
             module.__class__ = own_class(module)
-        for name, parameter in list(adapted.named_parameters(remove_duplicate=False)):
+        named = [
+            item
+            for name, part in parts
+            for item in part.named_parameters(prefix=name, remove_duplicate=False)
+        ]
+        for name, parameter in named:
             known = weights[name]
             if known.identity not in parameters:
                 value = values.get(known.identity)
@@ -198,7 +222,7 @@ def as_plain(
                 parameters[known.identity] = nn.Parameter(value, parameter.requires_grad)
             owner, _, attribute = name.rpartition(".")
             setattr(adapted.get_submodule(owner), attribute, parameters[known.identity])
-        yield adapted.state_dict(keep_vars=True)
+        yield
 
 
 def leave_values_out(adapted: nn.Module) -> None:

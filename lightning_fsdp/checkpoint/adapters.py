@@ -31,6 +31,7 @@ from lightning_fsdp.checkpoint.adapted import (
     first_names,
     leave_values_out,
     names_of,
+    parts_as_plain,
     refuse_merged,
 )
 from lightning_fsdp.checkpoint.matching import Names, read_matching, targets_in
@@ -340,7 +341,8 @@ def _merge(
         return wholes[weights[name].identity]
     # Plain tensors, and sharded ones of a single rank, are the model's own, and peft adds in place.
     copies = {identity: whole.clone() for identity, whole in wholes.items()}
-    with as_plain(adapted, root, weights, copies), torch.no_grad():
+    parts = {name.rpartition(".")[0], *layers}
+    with parts_as_plain(parts, adapted, root, weights, copies), torch.no_grad():
         for layer in layers:
             adapted.get_submodule(layer).merge()
         result: Tensor = adapted.get_parameter(name)  # it may be a new one
