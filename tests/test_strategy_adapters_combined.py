@@ -100,7 +100,8 @@ ENGINES = ("scratch_fsdp_zero3", "fsdp1_zero3", "fsdp2_zero3")
 
 
 def test_merged_in_a_run_whose_checkpoints_hold_no_base(tmp_path):
-    cases = [(name, "async", "AdamW", None) for name in ENGINES]
+    # Torch's engines save in the background, and train by AdamW, in the test below.
+    cases = [(ENGINES[0], "async", "AdamW", None)]
     cases += [(name, kind, "Muon", None) for name, kind in zip(ENGINES, CHECKPOINTS, strict=True)]
     each_on_trainer_ranks(_same, 2, cases, str(tmp_path), timeout_s=280)
 
