@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tests.support.jobs import BY_TORCHRUN, Job
-from tests.support.ranks import ends_on_ranks
+from tests.support.ranks import ends_on_ranks, run_on_ranks
 from tests.support.trainer import as_torchrun
 
 # The part between the lines is what docs/checkpoints.md tells.
@@ -71,6 +71,10 @@ def _run_script(rank: int, world_size: int, attempt: int, *arguments: str) -> No
     as_torchrun(rank, world_size)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
     warnings.filterwarnings("ignore", ".*there is no last checkpoint available")
+    _run(*arguments)
+
+
+def _run(*arguments: str) -> None:
     sys.argv = ["train.py", *arguments]
     runpy.run_path(str(Path(arguments[0]) / "train.py"), run_name="__main__")
 
@@ -105,26 +109,46 @@ def never_killed(tmp_path_factory):
     return functools.cache(lambda strategy: _trained(folder / strategy, strategy, []))
 
 
-@pytest.mark.parametrize("strategy", ["scratch_fsdp_zero3", "fsdp2_zero3"])
+@pytest.mark.parametrize(
+    ("strategy", "kills"),
+    [("scratch_fsdp_zero3", [(5, 1), (9, 0)]), ("fsdp2_zero3", [(9, 0)])],
+    ids=["scratch_fsdp_zero3", "fsdp2_zero3"],
+)
 def test_a_rank_killed_in_a_step_costs_the_steps_since_the_last_checkpoint(
-    tmp_path, never_killed, strategy
+    tmp_path, never_killed, strategy, kills
 ):
-    kills = [(5, 1), (9, 0)]
     expected = never_killed(strategy)
     found = _trained(tmp_path / "killed", strategy, kills)
     _assert_killed_and_gone_on(tmp_path / "killed", kills)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+def _run_in_its_own_group(interface: str, *arguments: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    _run(*arguments)
+
+
+def _launch(rank: int, world_size: int, *arguments: str) -> None:
+    """``torchrun --standalone --max-restarts 1``, whose ranks have torch already."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        start_method="forkserver",
+    )
+    elastic_launch(config, _run_in_its_own_group)(os.environ["GLOO_SOCKET_IFNAME"], *arguments)
+
+
 def test_torchrun_starts_a_killed_run_again_and_it_ends_in_the_same_bits(tmp_path, never_killed):
     expected = never_killed("scratch_fsdp_zero3")
     folder, kills = tmp_path / "killed", [(5, 0)]
     folder.mkdir()
-    launcher = [*BY_TORCHRUN, "--max-restarts", "1"]
-    job = Job(folder, launcher, SCRIPT, "scratch_fsdp_zero3", json.dumps(kills))
-    status, output = job.wait(timeout_s=280, silent_s=280)
-    assert status == 0, output
+    (folder / "train.py").write_text(SCRIPT)
+    arguments = (str(folder), "scratch_fsdp_zero3", json.dumps(kills))
+    run_on_ranks(_launch, 1, *arguments, backend=None, timeout_s=280)
     _assert_killed_and_gone_on(folder, kills)
     found = torch.load(folder / "weights.pt", weights_only=True)
     torch.testing.assert_close(found, expected, atol=0, rtol=0)
