@@ -12,6 +12,8 @@ from lightning_fsdp import ResumableLoader
 from tests.support.resumed import Dropping, NoisySamples, keep_checkpoints, run_dropping
 from tests.support.trainer import SHARDED, on_trainer_ranks, weights_of
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 LENGTH = 51  # 6 global micro-batches of 8; 3 samples are left out in each epoch
 
 
