@@ -78,7 +78,7 @@ def test_small_gradients_of_fp16_are_scaled_before_they_are_rounded() -> None:
 
 def test_sums_over_chunks_lose_nothing_under_bf16() -> None:
     hidden, weight, labels, _ = _inputs(torch.bfloat16)
-    many = hidden.detach().repeat(20, 1, 1), weight, labels.repeat(20, 1)
+    many = hidden.detach().repeat(5, 1, 1), weight, labels.repeat(5, 1)
     (whole,), (parts,) = (
         torch.autograd.grad(linear_cross_entropy(*many, chunk_size=size), weight)
         for size in (10_000, 8)
@@ -184,13 +184,15 @@ def test_no_position_that_counts_gives_what_torch_gives() -> None:
 @pytest.mark.parametrize("is_on", [True, False])
 def test_nothing_is_made_for_gradients_that_nobody_needs(is_on: bool) -> None:
     hidden, weight, labels, _ = _inputs(torch.float32, frozen=True)
+    hidden, labels = hidden.detach()[0].requires_grad_(), labels[0]
     sizes: list[int] = []
     with torch.set_grad_enabled(is_on), StorageTracker() as tracker:
         tracker.track([hidden, weight, labels])
         tracker.at_each_operation = lambda: sizes.append(tracker.live_bytes([hidden, weight]))
         loss = linear_cross_entropy(hidden, weight, labels, chunk_size=1)
     assert loss.requires_grad == is_on
-    assert max(sizes) < 14_000 + is_on * hidden.nbytes  # labels, masks; of the weight 21,312
+    # Labels and masks are 8,021, the gradient of the weight would be 21,312 more.
+    assert max(sizes) < 8_200 + is_on * hidden.nbytes
 
 
 def _peak(loss_of: Callable[..., Tensor], *inputs: Tensor) -> int:
