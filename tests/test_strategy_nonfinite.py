@@ -142,7 +142,7 @@ def _unlooked(rank, world_size, folder):
         "scratch_fsdp_zero3",
         folder,
         seeded(lambda: Broken("local")),
-        make_loader(96),
+        make_loader(48),
         accumulate_grad_batches=2,
     )
     assert not all(w.isfinite().all() for w in weights_of(model).values())

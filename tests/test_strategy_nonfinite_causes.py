@@ -68,7 +68,7 @@ def _masked(rank, world_size, folder, accumulation, where, message):
                 strategy,
                 folder,
                 model,
-                make_loader(96),
+                make_loader(48),
                 accumulate_grad_batches=accumulation,
                 callbacks=[GradientAccessProbe(steps=[99])],
             )
@@ -123,7 +123,7 @@ def _clipped_twice(rank, world_size, folder):
         warnings.simplefilter("ignore")
         strategy = with_options("scratch_fsdp_zero3", on_nonfinite="skip")
         model = seeded(lambda: ClipsTwice("local"))
-        trainer, _ = fit(strategy, folder, model, make_loader(96), accumulate_grad_batches=2)
+        trainer, _ = fit(strategy, folder, model, make_loader(48), accumulate_grad_batches=2)
     assert trainer.strategy.num_skipped_steps == 1
 
 

@@ -47,7 +47,7 @@ def _skipped(rank, world_size, case, folder):
                 with_options(name, on_nonfinite="skip"),
                 folder,
                 model,
-                make_loader(96),
+                make_loader(48),
                 accumulate_grad_batches=2,
                 logger=logger,
                 **_CLIPS[clips],
@@ -56,7 +56,7 @@ def _skipped(rank, world_size, case, folder):
         assert len(messages) == (rank == 0)
         assert trainer.strategy.num_skipped_steps == 1
         torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)
-        assert trainer.global_step == 6
+        assert trainer.global_step == 3
         assert model.numbers == {0, 1}
         assert all(w.isfinite().all() for w in weights_of(model).values())
         if rank == 0:
@@ -83,7 +83,7 @@ def _like_left_out(rank, world_size, folder):
 
     for name in ("scratch_fsdp_zero3", "scratch_fsdp_zero2"):
         _, expected = fit(
-            name, folder, seeded(LeavesOut), make_loader(96), accumulate_grad_batches=2
+            name, folder, seeded(LeavesOut), make_loader(48), accumulate_grad_batches=2
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -135,11 +135,11 @@ def _by_hand(rank, world_size, folder):
 
     for name in ("scratch_fsdp_zero3", "fsdp2_zero3"):
         with pytest.raises(NonfiniteGradient, match=r"'blocks\.0\.up\.weight'.*micro-batch 0"):
-            fit(with_options(name, on_nonfinite="raise"), folder, seeded(ByHand), make_loader(96))
+            fit(with_options(name, on_nonfinite="raise"), folder, seeded(ByHand), make_loader(48))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer, model = fit(
-                with_options(name, on_nonfinite="skip"), folder, seeded(ByHand), make_loader(96)
+                with_options(name, on_nonfinite="skip"), folder, seeded(ByHand), make_loader(48)
             )
         assert trainer.strategy.num_skipped_steps == 1
         torch.testing.assert_close(model.after, model.before, atol=0, rtol=0, equal_nan=True)

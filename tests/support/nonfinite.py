@@ -89,5 +89,5 @@ def run_broken(strategy, folder, where, mode, *, shard_size=None, **options):
     model = seeded(lambda: Broken(where))
     strategy = with_options(strategy, on_nonfinite=mode, shard_size=shard_size)
     options.setdefault("accumulate_grad_batches", 2)
-    loader = make_loader(96)
+    loader = make_loader(48)
     return model, fit(strategy, folder, model, loader, **options)
