@@ -99,7 +99,7 @@ def test_the_estimate_is_that_of_plain_gradients(tmp_path, strategy, accumulate)
 
 
 def test_a_known_noise_scale_is_found(tmp_path):
-    first, second = on_trainer_ranks(_estimated, 2, "scratch_fsdp_zero2", str(tmp_path), 2, 300)
+    first, second = on_trainer_ranks(_estimated, 2, "scratch_fsdp_zero2", str(tmp_path), 2, 120)
     assert first == second
     signal, noise, simple = first
     assert signal == pytest.approx(SIGNAL, rel=0.15)
