@@ -141,8 +141,8 @@ class _Tied(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def _token_loader():
-    tokens = torch.randint(0, 11, (32, 5), generator=torch.Generator().manual_seed(3))
+def _token_loader(num_samples=16):
+    tokens = torch.randint(0, 11, (num_samples, 5), generator=torch.Generator().manual_seed(3))
     return DataLoader(tokens, batch_size=4)
 
 
@@ -215,7 +215,7 @@ class _Thawed(Regressor):
 @at_both_stages
 def _thawed(strategy, folder, rank):
     strategy = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
-    trainer, model = fit(strategy, folder, seeded(_Thawed), max_epochs=3)
+    trainer, model = fit(strategy, folder, seeded(_Thawed), make_loader(16), max_epochs=3)
     return outcome_of(trainer, model)
 
 
@@ -296,7 +296,7 @@ def _summary(strategy, folder, rank):
 
     for kind in (_Frozen, _Tied):
         summary = _Summarizes(max_depth=-1)
-        loader = make_loader() if kind is _Frozen else _token_loader()
+        loader = make_loader(8) if kind is _Frozen else _token_loader(8)
         options = {"callbacks": [summary, Watch()], "enable_model_summary": True}
         for _ in range(2):
             trainer, model = fit(strategy, folder, seeded(kind), loader, **options)
