@@ -164,11 +164,12 @@ def test_the_version_is_that_of_the_metadata_and_of_a_checkout(python, tmp_path)
 # All of them, with torch imported once; of each what it said, and its exit status.
 COMMANDS = """
 import os, runpy, sys
-import torch
+import torch.distributed.fsdp
 
-for command in sys.argv[1:]:
+for folder, command in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
     pid = os.fork()
     if pid == 0:
+        os.chdir(folder)
         module, *sys.argv[1:] = command.split()
         runpy.run_module(f"lightning_fsdp.{module}", run_name="__main__", alter_sys=True)
         sys.exit()
@@ -189,13 +190,16 @@ def commands_without_extras(python, tmp_path_factory):
     """By command what it printed, what it said of an error, and its exit status."""
     folder = tmp_path_factory.mktemp("commands")
     (folder / "recipes").symlink_to(ROOT / "recipes")  # as in a checkout
-    commands = [*(f"{command} --help" for command in SHOWN), *MISSING]
-    done = run(python, "-c", COMMANDS, *commands, cwd=folder)
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    folders = dict.fromkeys([*(f"{command} --help" for command in SHOWN), *MISSING], folder)
+    folders["bench run"] = elsewhere
+    words = [word for command, where in folders.items() for word in (where, command)]
+    done = run(python, "-c", COMMANDS, *words, cwd=elsewhere)
     pattern = re.compile(r"(.*?)^ended: (-?\d+)\n", re.DOTALL | re.MULTILINE)
     printed, said = (pattern.findall(text) for text in (done.stdout, done.stderr))
     return {
         command: (out, error, int(status))
-        for command, (out, _), (error, status) in zip(commands, printed, said, strict=True)
+        for command, (out, _), (error, status) in zip(folders, printed, said, strict=True)
     }
 
 
@@ -215,9 +219,9 @@ def test_a_command_names_the_extra_that_is_missing(commands_without_extras):
         assert line.endswith(f"Install it: pip install 'lightning-fsdp[{extra}]'"), command
 
 
-def test_the_benchmark_asks_for_a_checkout(python, tmp_path):
-    done = run(python, "-m", "lightning_fsdp.bench", cwd=tmp_path, check=False)
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
+def test_the_benchmark_asks_for_a_checkout(commands_without_extras):
+    _, said, status = commands_without_extras["bench run"]
+    assert status == 2
+    last = said.splitlines()[-1]
     assert "expected a checkout, whose recipes are trained" in last
     assert last.endswith("pip install 'lightning-fsdp[bench]'")
