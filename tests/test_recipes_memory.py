@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(
     [
         pytest.param(".txt", True, 100, 60, id="text, a token a line"),
         pytest.param(".txt", False, 5, 100, id="text, with a tokenizer trained on it"),
-        pytest.param(".json", False, 100, 60, id="a list"),
-        pytest.param(".jsonl", False, 100, 60, id="lines"),
+        pytest.param(".json", True, 100, 60, id="a list"),
+        pytest.param(".jsonl", True, 100, 60, id="lines"),
         pytest.param(".csv", False, 100, 60, id="rows"),
         pytest.param(".parquet", True, 100, 60, id="one group of rows"),
         pytest.param("tokens", False, 300, 45, id="a shuffled epoch of 300 megabytes of tokens"),
