@@ -26,6 +26,8 @@ from tests.support.pretrained import _core_zero3, _gpt2, logits_of, wholes
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer import make_trainer, on_trainer_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _fsdp2(model):
     inner = model.get_base_model().base_model

@@ -27,6 +27,8 @@ from tests.support.cases import each_on_ranks, each_on_trainer_ranks
 from tests.support.pretrained import _core_zero3, _plain, logits_of, wholes
 from tests.support.trainer import SHARDED, make_trainer
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 WARNS = ("dora", "bf16 dora", "head", "tokens", "untied", "whole head")
 
 

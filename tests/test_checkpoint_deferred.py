@@ -24,6 +24,8 @@ from tests.support.trainer import (
     seeded,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 ZERO3 = SHARDED[::2]
 STRATEGIES = (ScratchFSDPStrategy, FSDP1Strategy, FSDP2Strategy)
 

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from tests.support.memory import StorageTracker, bytes_of, tensors_of
 from tests.support.pretrained import _core_zero3, _gpt2, _plain, logits_of, token_loader, wholes
 from tests.support.ranks import run_on_ranks
 from tests.support.trainer import SHARDED, make_trainer, on_trainer_ranks, seeded
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 def _qwen2(tied=False):
@@ -86,13 +89,8 @@ def test_transformers_loads_what_a_sharded_model_saved(tmp_path, make):
         assert not any(report.values()), (folder, report)
         config = json.loads((folder / "config.json").read_text())
         assert config["architectures"] == [type(make()).__name__], folder
-        torch.testing.assert_close(
-            dict(loaded.state_dict()),
-            expected,
-            atol=0,
-            rtol=0,
-            msg=lambda text, folder=folder: f"{folder}: {text}",
-        )
+        exactly = {"atol": 0, "rtol": 0, "msg": lambda text, f=folder: f"{f}: {text}"}
+        torch.testing.assert_close(dict(loaded.state_dict()), expected, **exactly)
         plain = make()
         plain.load_state_dict(expected)
         assert torch.equal(logits_of(loaded), logits_of(plain)), folder
@@ -241,12 +239,12 @@ def _touched(rank, world_size, folder):
         seen.append(_resident_bytes(Path(folder) / "model.safetensors"))
         return leave(self, *args)
 
-    safetensors_folder.SafetensorsFolder.__exit__ = look_and_leave
     tracker = StorageTracker(model)
     at_rest = bytes_of(tensors_of(model))
     peak = []
     tracker.at_each_operation = lambda: peak.append(tracker.live_bytes())
-    with tracker:
+    looks = mock.patch.object(safetensors_folder.SafetensorsFolder, "__exit__", look_and_leave)
+    with looks, tracker:
         load_pretrained(model, folder)
     return seen[0], max(peak) - at_rest
 

@@ -31,7 +31,9 @@ from tests.support.checkpoints import verified_files
 from tests.support.engine_runs import ENGINES, NUM_STEPS, Run, assert_equal, copied
 from tests.support.memory import StorageTracker, bytes_of, optimizer_tensors
 from tests.support.models import causal_lm, lm_loss, token_batch
-from tests.support.ranks import kept_ranks, run_on_ranks
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 SHARDING = {"scratch": ScratchEngine, "fsdp1": FSDP1Engine, "fsdp2": FSDP2Engine}
 
@@ -56,14 +58,13 @@ def _read(rank, world_size, kind, root, written):
 
 
 def test_a_run_may_be_moved_again_and_into_optimizers_that_have_state(tmp_path):
-    with kept_ranks():
-        run_on_ranks(_write, 2, "scratch", tmp_path, None)
-        written = each_on_ranks(_write, 4, ENGINES, tmp_path, "first")
-        for kind, (expected, *_) in written.items():
-            # Counts of steps are those of ranks that step: FSDP1 leaves out what has no element.
-            states = expected["optimizers"][0]["state"].values()
-            assert {float(values["step"]) for values in states} == {2 * NUM_STEPS}, kind
-        each_on_ranks(_read, 3, ENGINES, tmp_path, written)
+    run_on_ranks(_write, 2, "scratch", tmp_path, None)
+    written = each_on_ranks(_write, 4, ENGINES, tmp_path, "first")
+    for kind, (expected, *_) in written.items():
+        # Counts of steps are those of ranks that step: FSDP1 leaves out what has no element.
+        states = expected["optimizers"][0]["state"].values()
+        assert {float(values["step"]) for values in states} == {2 * NUM_STEPS}, kind
+    each_on_ranks(_read, 3, ENGINES, tmp_path, written)
 
 
 # -- into a module in use --------------------------------------------------------------------------
