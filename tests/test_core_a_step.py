@@ -9,6 +9,8 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.pages import PAGES, python_blocks
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 NUMEL = 64 * 64
 
 

@@ -22,6 +22,8 @@ from tests.support.optimizers import Normed, assert_same_state
 from tests.support.parity import make_batches
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 FUSED = [(20, 20)] * 3  # query_key_value: (60, 20)
 COLUMNS = [(20, 30), (20, 31)]  # down: (20, 61)
 STEPS = 3

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +10,8 @@ from lightning_fsdp import call_with, fully_shard, gradients
 from lightning_fsdp.core.sharded_module import units_in
 from tests.support.cases import each_on_ranks
 from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 NUM_BLOCKS = 6
 

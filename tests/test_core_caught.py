@@ -8,6 +8,8 @@ from lightning_fsdp import gradients, shard_model
 from tests.support.parity import PLANS, assert_same_tensors
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class _Caught(Exception):  # noqa: N818 (it is none of this package)
     pass

@@ -18,6 +18,8 @@ from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_bat
 from tests.support.parity import OPTIMIZERS, PLANS
 from tests.support.ranks import PLAIN, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 SIZES = {"width": 24, "num_blocks": 3}
 NUM_UNITS = 5  # of shard_model: the embeddings, three blocks, the final norm with the head
 NUM_PARAMETERS = sum(p.numel() for p in causal_lm(**SIZES).parameters())

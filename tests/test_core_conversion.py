@@ -9,6 +9,8 @@ from tests.support.models import TASKS, causal_lm, mlp, mlp_batch, mlp_loss
 from tests.support.parity import PLANS, assert_same_tensors, whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _in_double(batch):
     """Not the targets: the loss is taken in fp32, and older torches mix no dtypes there."""

@@ -16,6 +16,8 @@ from tests.support.parity import PLANS
 from tests.support.ranks import PLAIN, run_on_ranks
 from tests.support.replicas import flat_params_of, mesh_of
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # --- what a rank holds ---
 
 

@@ -16,6 +16,8 @@ from tests.support.cases import each_on_ranks
 from tests.support.parity import PLANS
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class _Net(nn.Module):
     """With a parameter of its own, and two units below."""

@@ -6,6 +6,7 @@ import gc
 import itertools
 import random
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from tests.support.parity import (
     whole,
 )
 from tests.support.ranks import PLAIN, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 def gradients_of(model):
@@ -256,15 +259,15 @@ def _train_with_delays(rank, world_size, plan):
 
         return wrapped
 
-    Communicator.gather = delayed(Communicator.gather)
-    Communicator.reduce = delayed(Communicator.reduce)
-    model = shard_model(tied_lm(), PLANS[plan])
-    for module in model.modules():
-        module.register_forward_hook(be_late)
-        module.register_full_backward_hook(be_late)
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    optimizer.register_step_pre_hook(be_late)
-    return train_on_rank(model, _batches_of_tied_lm(world_size), lm_loss, optimizer, rank)
+    late = {name: delayed(getattr(Communicator, name)) for name in ("gather", "reduce")}
+    with mock.patch.multiple(Communicator, **late):
+        model = shard_model(tied_lm(), PLANS[plan])
+        for module in model.modules():
+            module.register_forward_hook(be_late)
+            module.register_full_backward_hook(be_late)
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        optimizer.register_step_pre_hook(be_late)
+        return train_on_rank(model, _batches_of_tied_lm(world_size), lm_loss, optimizer, rank)
 
 
 def _batches_of_tied_lm(world_size):

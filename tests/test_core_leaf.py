@@ -9,6 +9,8 @@ from torch import nn
 from lightning_fsdp import fully_shard
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 USES = {
     "print": repr,
     "reduce": lambda weight: weight.sum(),

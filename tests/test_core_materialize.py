@@ -34,6 +34,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class Net(nn.Module):
     def __init__(self, width=10, num_layers=3):

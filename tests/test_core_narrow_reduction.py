@@ -5,6 +5,7 @@ What several backwards added up in fp32 travels in fp32. Which of both it is, al
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from tests.support.counting import CollectiveCounter
 from tests.support.models import causal_lm, lm_loss, shard_lm_by_hand, token_batch
 from tests.support.parity import PLANS
 from tests.support.ranks import PLAIN, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICIES = {
@@ -57,10 +60,10 @@ def full_gradients(model):
 def _one_backward(rank, world_size, plan):
     found = []
     for cut in CUTS:
-        pairs._LARGE_NUMEL = cut  # this process is the rank's own
-        model = shard_model(causal_lm(), PLANS[plan], mp_policy=POLICIES["fp32"])
-        lm_loss(model, token_batch(0, 0, rank)).backward()
-        found.append(full_gradients(model))
+        with mock.patch.object(pairs, "_LARGE_NUMEL", cut):
+            model = shard_model(causal_lm(), PLANS[plan], mp_policy=POLICIES["fp32"])
+            lm_loss(model, token_batch(0, 0, rank)).backward()
+            found.append(full_gradients(model))
     return found
 
 
@@ -106,19 +109,20 @@ def _empty(numel, dtype):
     return torch.empty(numel, dtype=dtype)
 
 
+@mock.patch.object(pairs, "_LARGE_NUMEL", 1)
 def _reduce_a_region(rank, world_size):
     """Two gradients with padding between and after them, sent apart or all as one."""
-    pairs._LARGE_NUMEL = 1
-    narrow._BLOCK_NUMEL = 100 * world_size  # 264 elements are two blocks and a part of one
     communicator = communicator_of(dist.group.WORLD)
     numel = world_size * 264
     layout = plan_layout([("a", (270,)), ("b", (numel - 288 - 5,))], world_size)
     assert layout.numel == numel
     region = _wide_range(rank, numel)
     gradients = {0: region[:270], 1: region[288:-5]}
-    pending = communicator.reduce(LocalRegion(gradients, layout, "u", _empty, BF16, FP32))
-    traffic = communicator.traffic["reduce_scatter"]
-    return pending.wait(), traffic.calls, traffic.sent_bytes
+    # 264 elements are two blocks and a part of one.
+    with mock.patch.object(narrow, "_BLOCK_NUMEL", 100 * world_size):
+        pending = communicator.reduce(LocalRegion(gradients, layout, "u", _empty, BF16, FP32))
+        traffic = communicator.traffic["reduce_scatter"]
+        return pending.wait(), traffic.calls, traffic.sent_bytes
 
 
 @pytest.mark.parametrize("backend", ["gloo", PLAIN])

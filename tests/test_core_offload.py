@@ -31,6 +31,8 @@ from tests.support.parity import (
 from tests.support.places import TwoPlaces
 from tests.support.ranks import PLAIN, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Every two of a plan, a precision and a way to accumulate.
 COMBINATIONS = [
     ("zero2", "fp32", "local"),

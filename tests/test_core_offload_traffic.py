@@ -1,5 +1,7 @@
 """Offloading: what moves between host and device, when, and where things are."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from tests.support.parity import (
 )
 from tests.support.places import DEVICE, HOST, TwoPlaces
 from tests.support.ranks import PLAIN, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 def traffic_of(model):
@@ -118,8 +122,8 @@ def _see_states(rank, world_size):
         order.append(self)
         return reduce(self)
 
-    FlatParameter.reduce = noting
-    task.loss(model, task.make_batch(0, 0, rank)).backward()
+    with mock.patch.object(FlatParameter, "reduce", noting):
+        task.loss(model, task.make_batch(0, 0, rank)).backward()
     assert {stages_of(flat_param) for flat_param in order} == {None}
     return seen
 

@@ -34,6 +34,8 @@ from tests.support.parity import (
 from tests.support.places import HOST, TwoPlaces
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # --- what surrounds a step ---
 
 

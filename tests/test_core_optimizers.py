@@ -1,5 +1,6 @@
 """Elementwise optimizers, built before sharding or after it, with groups and state."""
 
+import pytest
 import torch
 
 from lightning_fsdp import shard_model
@@ -15,6 +16,8 @@ from tests.support.parity import (
     train_reference,
 )
 from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 ELEMENTWISE = {
     "adamw plain": lambda p: torch.optim.AdamW(

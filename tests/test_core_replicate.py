@@ -12,6 +12,8 @@ from lightning_fsdp import ShardedTensor, fully_shard
 from tests.support.parity import assert_same_tensors, sgd, whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 NUM_STEPS = 3
 
 

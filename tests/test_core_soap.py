@@ -19,6 +19,8 @@ from tests.support.optimizers import assert_same_state
 from tests.support.parity import Trace, assert_traces_match, make_batches
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 OPTIMIZERS = {
     "soap": lambda p: pytorch_optimizer.SOAP(p, lr=0.01, precondition_frequency=2),
     "shampoo": lambda p: pytorch_optimizer.Shampoo(p, lr=0.01),

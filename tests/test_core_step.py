@@ -13,6 +13,8 @@ from tests.support.parity import optional_batch, optional_loss
 from tests.support.ranks import run_on_ranks
 from tests.test_core_optimizers import ELEMENTWISE
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 KINDS = {"fused": {"fused": True}, "foreach": {"foreach": True}, "loop": {"foreach": False}}
 OPTIMIZERS = ELEMENTWISE | {
     f"{name} {kind}": functools.partial(make, **options)

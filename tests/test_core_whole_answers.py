@@ -10,6 +10,8 @@ from lightning_fsdp import shard_model
 from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 QUESTIONS = {
     "sum": lambda t: t.sum(),
     "sum in fp64": lambda t: t.sum(dtype=torch.float64),

@@ -13,6 +13,8 @@ from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.parity import whole
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _reset(model):
     for module in (model.first, model.second, model.last):
