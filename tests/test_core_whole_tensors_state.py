@@ -38,12 +38,16 @@ pytestmark = pytest.mark.usefixtures("kept_ranks")
 # --- from one number of ranks to another, and to a copy ---
 
 
+def _lm(seed=1):
+    return causal_lm(num_blocks=2, seed=seed)
+
+
 def _batches(world_size):
     return batches_of(world_size, num_steps=2, num_micro_batches=1)
 
 
 def _save(rank, world_size, name, folder):
-    model = shard_model(causal_lm())
+    model = shard_model(_lm())
     optimizers = OPTIMIZERS[name](model)
     trace = train_on_rank(model, _batches(world_size), lm_loss, AsOne(optimizers), rank)
     save_sharded(folder / name, model, optimizers)
@@ -58,7 +62,7 @@ def _go_on(rank, world_size, name, folder):
     traces, wholes = [], torch.load(folder / f"{name}.pt")
     batches = _batches(world_size)
     for is_sharded in (True, False):
-        model = shard_model(causal_lm(seed=5))
+        model = shard_model(_lm(seed=5))
         optimizers = OPTIMIZERS[name](model)
         if is_sharded:
             load_sharded(folder / name, model, optimizers)
@@ -88,7 +92,7 @@ def test_checkpoints_move_between_numbers_of_ranks(before, after, names, tmp_pat
     saved = each_on_ranks(_save, before, names, tmp_path)
     for name, traces in each_on_ranks(_go_on, after, names, tmp_path).items():
         for found in traces:
-            model = causal_lm()
+            model = _lm()
             optimizers = OPTIMIZERS[name](model)
             replay(model, saved[name][0], optimizers)
             expected = replay(model, found, optimizers)
@@ -96,7 +100,7 @@ def test_checkpoints_move_between_numbers_of_ranks(before, after, names, tmp_pat
 
 
 def _copy(rank, world_size):
-    model = shard_model(causal_lm())
+    model = shard_model(_lm())
     optimizers = muon(model)
     train_on_rank(model, batches_of(world_size), lm_loss, AsOne(optimizers), rank)
     copied, copies = copy.deepcopy((model, optimizers))
