@@ -174,17 +174,17 @@ def test_a_deleted_model_leaves_nothing(plan):
 
 
 def _build_many(rank, world_size, plan):
-    """Bytes alive and objects of the core alive, while 60 models come and go."""
+    """Bytes alive and objects of the core alive, while 32 models come and go."""
     bytes_alive, objects_alive = [], []
     with StorageTracker() as tracker:
-        for index in range(60):
+        for index in range(32):
             model = shard_model(mlp(), PLANS[plan])
             tracker.track(tensors_of(model))
             optimizer = OPTIMIZERS["adamw"](model.parameters())
             mlp_loss(model, mlp_batch(0, 0, rank)).backward()
             optimizer.step()
             del model, optimizer
-            if index % 15 == 14:
+            if index % 8 == 7:
                 gc.collect()
                 bytes_alive.append(tracker.settled_bytes())
                 objects_alive.append(sum(isinstance(each, OURS) for each in gc.get_objects()))
