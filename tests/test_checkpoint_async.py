@@ -5,6 +5,7 @@ import errno
 import os
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.support.checkpoints import (
 from tests.support.engine_runs import ENGINES, Run, assert_equal, copied
 from tests.support.processes import run_snippet
 from tests.support.ranks import errors_on_ranks, run_on_ranks
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 def _overwrite(state):
@@ -73,15 +76,15 @@ def _save_twice(rank, world_size, folder, second):
         assert is_late.wait(20)
         plain(descriptor)
 
-    os.fsync = fsync
-    first = checkpoint.async_save(folder / "a", make_state("dtensor", 1), {})
-    timer = threading.Timer(0.3, is_late.set)  # by then this rank is in the second call
-    timer.start()
-    path = folder / ("a" if second == "same" else "b")
-    checkpoint.async_save(path, make_state("dtensor", 2), {})
-    assert first.is_done, "the second save began while the first was under way"
-    checkpoint.wait_for_saving()
-    timer.join()
+    with mock.patch.object(os, "fsync", fsync):
+        first = checkpoint.async_save(folder / "a", make_state("dtensor", 1), {})
+        timer = threading.Timer(0.3, is_late.set)  # by then this rank is in the second call
+        timer.start()
+        path = folder / ("a" if second == "same" else "b")
+        checkpoint.async_save(path, make_state("dtensor", 2), {})
+        assert first.is_done, "the second save began while the first was under way"
+        checkpoint.wait_for_saving()
+        timer.join()
 
 
 @pytest.mark.parametrize("second", ["same", "other"])

@@ -23,6 +23,8 @@ from tests.support.trainer import (
     with_options,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _options(folder, at_step):
     keep = ModelCheckpoint(folder, every_n_train_steps=at_step, save_top_k=-1, filename="kept")
