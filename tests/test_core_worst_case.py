@@ -63,16 +63,23 @@ POLICIES = {"fp32": None, "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat1
 IN_16_BITS = [("lm", dtypes, "adamw") for dtypes in precision.OF_BF16[:2]]
 
 
+# Not "compiled", which takes seconds for what calls no other collective.
+NESTED = ("computed again", "computed again, reentrant", "nested", "around a forward", "of a part")
+CALLS = [
+    *((2, "tied", way) for way in ("beside a forward", "nested")),  # where a unit stays whole
+    *((3, "tied", way) for way in ("beside a forward", *NESTED)),
+    (3, "frozen", "plainly"),
+]
+
+
 def _call_functions(rank, world_size):
-    """In each way but one that takes seconds: what is compiled there calls no collective."""
-    of_zero2 = [(2, "beside a forward"), (2, "nested")]  # which find a unit whole, and leave it so
-    for stage, way in [*of_zero2, *((3, way) for way in calls.WAYS if way != "compiled")]:
+    for stage, kind, way in CALLS:
         torch.testing.assert_close(
-            calls._found("scratch", "tied", way, stage, rank),
-            calls._expected("tied", way, world_size),
+            calls._found("scratch", kind, way, stage, rank),
+            calls._expected(kind, way, world_size),
             atol=1e-6,
             rtol=1e-5,
-            msg=lambda text, case=(stage, way): f"{case}: {text}",
+            msg=lambda text, case=(stage, kind, way): f"{case}: {text}",
         )
 
 
