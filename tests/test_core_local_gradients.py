@@ -1,6 +1,7 @@
 """Gradients that are reduced from where autograd left them: how a region is cut, and the values."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import run_on_ranks
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 # Every parameter alone; weights alone and the small ones between them together; all together.
 CUTS = [1, 40, 10**9]
 NUM_MICRO_BATCHES = 3
@@ -46,12 +49,12 @@ def _train_in_every_cut(rank, world_size, task_name):
     )
     traces = {}
     for cut, accumulation in itertools.product(CUTS, ["local", "sum"]):
-        pairs._LARGE_NUMEL = cut  # this process is the rank's own
-        model = shard_model(task.build())
-        optimizer = OPTIMIZERS["adamw"](model.parameters())
-        traces[cut, accumulation] = train_on_rank(
-            model, batches, loss, optimizer, rank, accumulation=accumulation
-        )
+        with mock.patch.object(pairs, "_LARGE_NUMEL", cut):
+            model = shard_model(task.build())
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            traces[cut, accumulation] = train_on_rank(
+                model, batches, loss, optimizer, rank, accumulation=accumulation
+            )
     return traces
 
 
@@ -74,9 +77,9 @@ def test_every_cut_trains_alike(world_size, task_name):
         assert_traces_match(traces[0], expected, atol=task.atol, what=str(key))
 
 
+@mock.patch.object(pairs, "_LARGE_NUMEL", 40)
 def _see_memory(rank, world_size):
     """Which gradients are kept unreduced, and which are sent, from where autograd made them."""
-    pairs._LARGE_NUMEL = 40
     model = shard_model(TASKS["mlp"].build())
     receive, cut = FlatParameter.receive, pairs.PairCommunicator._cut
     made, sent = {}, set()
@@ -90,12 +93,15 @@ def _see_memory(rank, world_size):
         sent.update(part.untyped_storage().data_ptr() for part in to[1 - self.rank])
         return keeps, mine, to
 
-    FlatParameter.receive, pairs.PairCommunicator._cut = watch, watch_sends
-    with model.no_sync():
+    with (
+        mock.patch.object(FlatParameter, "receive", watch),
+        mock.patch.object(pairs.PairCommunicator, "_cut", watch_sends),
+    ):
+        with model.no_sync():
+            TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
+        kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
+        model.zero_grad()
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
-    kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
-    model.zero_grad()
-    TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     return kept, {g.numel() for g in made.values() if g.untyped_storage().data_ptr() in sent}
 
 
