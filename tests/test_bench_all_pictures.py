@@ -22,6 +22,8 @@ from tests.support.bench_results import (
 )
 from tests.support.pictures import FAILURES, SMALL, arms_of, words
 
+FEWER = {**SMALL, "accums": [1]}
+
 
 def one_arm():
     return without(document_of(engines=["scratch"], stages=[3], batch_sizes=[4], accums=[1]),
@@ -31,11 +33,11 @@ def one_arm():
 def all_failed():
     reason = "exit code 1: ModuleNotFoundError: No module named 'recipes' anywhere"
     failures = {arm.name: ("error", reason) for arm in arms_of(accums=[1])}
-    return document_of(**{**SMALL, "accums": [1]}, failures=failures)
+    return document_of(**FEWER, failures=failures)
 
 
 def renamed(engine, **choice):
-    document = document_of(**SMALL, **choice)
+    document = document_of(**FEWER, **choice)
     for row in document["rows"]:
         if row["engine"] == "fsdp2":
             row.update(engine=engine, arm=row["arm"].replace("fsdp2", engine))
@@ -57,7 +59,7 @@ DOCUMENTS = {
         "interrupted": "21 runs were not made; nothing of single_b1_a1, fsdp2_zero3_b2_a2",
     },
     "only failed arms": all_failed,
-    "an older version": lambda: document_of(**SMALL, is_old=True),
+    "an older version": lambda: document_of(**FEWER, is_old=True),
     # A name takes room in legends and beside bars, whatever else the panels hold.
     "one rank and a long name": lambda: renamed(
         "a_strategy_of_somebody_else_with_a_long_name", num_ranks=1
@@ -140,7 +142,7 @@ def test_pictures_of_older_results_say_which_figures_they_lack(drawn):
 @pytest.mark.parametrize("seed", range(4))
 def test_pictures_come_out_whatever_fields_are_null(seed):
     choice = random.Random(seed)
-    document = document_of(**SMALL)
+    document = document_of(**FEWER)
 
     kept = {"arm", "engine", "zero_stage", "batch_size", "grad_accum", "num_processes"}
 

@@ -136,7 +136,8 @@ def commands(monkeypatch):
     return commands
 
 
-def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, capsys):
+def test_after_an_interrupt_what_was_measured_is_written(tmp_path, commands, monkeypatch, capsys):
+    monkeypatch.setattr(output, "PICTURES", {"losses": output.PICTURES["losses"]})  # of eight
     options = ["--engines", "scratch", "--stages", "3", "--repeats", "1", "--out", str(tmp_path)]
     assert main(options) == 130
     says = "1 of 3 runs were not made; nothing of scratch_zero3_b4_a1"

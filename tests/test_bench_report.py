@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_fsdp.bench import output
 from lightning_fsdp.bench.arms import Workload, choose_arms
 from lightning_fsdp.bench.limits import Limits, measure_limits
 from lightning_fsdp.bench.output import write
@@ -15,7 +16,9 @@ from lightning_fsdp.bench.report import LOSS_TOLERANCE, summarize
 from lightning_fsdp.bench.report_page import format_table
 from lightning_fsdp.bench.results import Results
 from lightning_fsdp.bench.theory import UnitFacts
+from lightning_fsdp.harness import processes
 from lightning_fsdp.harness.environment import environment
+from tests.support import warm
 
 WORKLOAD = Workload(
     config=Path("recipe.yaml"), num_ranks=2, accelerator="cpu", precision="32-true",
@@ -257,7 +260,8 @@ def test_nothing_is_said_to_be_sent_where_nobody_has_counted():
     assert [row.communication_limit_ms for row in rows] == [0, None, None]
 
 
-def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path):
+def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "PICTURES", {})  # not to wait for them
     single, ddp, scratch = chosen = arms()
     runs = [measured(single), measured(ddp, failure="exit code 1: boom"), measured(scratch)]
     rows = summarize(chosen, runs, WORKLOAD)
@@ -276,7 +280,7 @@ def test_a_failed_arm_is_a_row_with_its_reason_and_the_others_come_out(tmp_path)
     assert table[1]["tokens_per_s"] == ""
 
 
-def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
+def test_bandwidth_is_measured_between_as_many_processes(tmp_path, monkeypatch):
     units = [UnitFacts(2**15, "inner"), UnitFacts(3 * 2**15, "first")]
     runs = [Run("fsdp2"), Run("ddp", ranks=[RankMeasurement(0, 2, [], [], [], units=units)])]
     limits = measure_limits(WORKLOAD, runs, tmp_path)
@@ -284,6 +288,7 @@ def test_bandwidth_is_measured_between_as_many_processes(tmp_path):
     ways = limits.gather_bytes_per_s, limits.reduce_bytes_per_s, limits.pair_bytes_per_s
     assert limits.bytes_per_s == max(ways) > 0
     assert limits.flops_per_s > 0
+    monkeypatch.setattr(processes, "run_command", warm.run_command)
     assert (
         measure_limits(replace(WORKLOAD, precision="31-true", num_ranks=1), runs, tmp_path) is None
     )
