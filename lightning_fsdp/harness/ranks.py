@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pkgutil
 import sys
 import tempfile
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing import spawn  # type: ignore[attr-defined]
+from torch.multiprocessing import start_processes  # type: ignore[attr-defined]
 
 from lightning_fsdp.harness.processes import Failure, empty_folder, run_module
+
+_START = "forkserver"
 
 
 def run_ranks(
@@ -31,7 +34,9 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = (function, num_ranks, device_type, f"{folder}/ranks", given)
-        spawn(_rank_main, args=arguments, nprocs=num_ranks)  # type: ignore[no-untyped-call]
+        start_processes(  # type: ignore[no-untyped-call]
+            _rank_main, args=arguments, nprocs=num_ranks, start_method=_START
+        )
 
 
 def run_ranks_apart(
@@ -83,5 +88,8 @@ def _rank_main(
 
 if __name__ == "__main__":
     name, num_ranks, device_type, given = sys.argv[1:]
+    # Each rank would take seconds to import all that it needs.
+    preload = [f"{__package__}.ranks", name.partition(":")[0]]
+    multiprocessing.get_context(_START).set_forkserver_preload(preload)
     function = pkgutil.resolve_name(name)
     run_ranks(function, int(num_ranks), *json.loads(given), device_type=device_type)
