@@ -92,10 +92,10 @@ def test_the_judge_finds_every_arm_right_and_the_picture_is_drawn(outcomes, tmp_
 @pytest.mark.skipif(
     importlib.util.find_spec("accelerate") is None, reason="the extra 'peers' is not installed"
 )
-def test_accelerate_ends_in_the_same_bits():
-    by_rank = on_trainer_ranks(_run_quietly, 2, ["fsdp2_after", PEER], timeout_s=280)
-    outcomes = {arm: [rank[arm] for rank in by_rank] for arm in by_rank[0]}
-    assert optimizer.judge(outcomes) == {}
+def test_accelerate_ends_in_the_same_bits(outcomes):
+    by_rank = on_trainer_ranks(_run_quietly, 2, [PEER], timeout_s=280)
+    compared = {"fsdp2_after": outcomes["fsdp2_after"], PEER: [rank[PEER] for rank in by_rank]}
+    assert optimizer.judge(compared) == {}
 
 
 def _outcome(arm, **changes):
