@@ -109,7 +109,6 @@ CASES = [
     ("gpt2", 3, "bf16-true", 1, True, "adamw"),
     ("qwen", 2, "bf16-mixed", 2, True, "adamw"),
     ("qwen", 3, "bf16-mixed", 2, True, "adamw"),
-    ("qwen", 3, "bf16-mixed", 1, False, "adamw"),
     ("gpt2", 2, "bf16-mixed", 2, False, "muon"),
     ("qwen", 3, "32-true", 1, False, "muon"),
 ]
