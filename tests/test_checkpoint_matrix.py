@@ -41,17 +41,16 @@ def _write(rank, world_size, root):
         dist.barrier()
 
 
-_TWICE = (0, 2, 3, 1)  # in the field of four elements, whose sums are those without carry
-
-
 def _moves(kind, world_size):
-    """Whose checkpoints this one reads: over all readers each two of the four values of a move
+    """Whose checkpoints this one reads: over all readers each three of the four values of a move
     (who wrote, on how many, who reads, on how many) meet once. And its own.
     """
-    reader = list(ENGINES).index(kind), WORLD_SIZES.index(world_size)
-    for (i, writer), (j, writers) in itertools.product(enumerate(ENGINES), enumerate(WORLD_SIZES)):
-        if (i ^ j, i ^ _TWICE[j]) == reader or (writer, writers) == (kind, world_size):
-            yield writer, writers
+    kinds, numbers = list(ENGINES), len(WORLD_SIZES)
+    to = kinds.index(kind) + WORLD_SIZES.index(world_size)
+    for i, j in itertools.product(range(len(kinds)), range(numbers)):
+        move = kinds[i], WORLD_SIZES[j]
+        if (i + j + to) % numbers == 0 or move == (kind, world_size):
+            yield move
 
 
 def _read(rank, world_size, kind, root):
