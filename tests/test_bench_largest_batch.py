@@ -137,33 +137,37 @@ def forked(monkeypatch):
     monkeypatch.setattr(processes, "run_command", warm.run_command)
 
 
+RECIPE = """\
+seed_everything: 1
+model:
+  class_path: recipes.gpt2.GPT2
+  init_args: {size: nano}
+data: {vocab_size: 300, seq_len: 128, standard_library_mb: 0.3}
+"""
+
+
 @pytest.mark.timeout(400)
 def test_the_command_finds_one_and_says_where_there_is_none(tmp_path, capsys, forked):
-    # One sequence takes 41 MB under DDP and 23 MB here, two take 36 MB.
-    arguments = [
-        "largest-batch",
-        "--max-batch-size",
-        "4",
-        "--device-memory",
-        "30MB",
-        "--steps",
-        "2",
-    ]
-    arguments += ["--warmup", "0", "--engines", "scratch", "--stages", "3", "--out", str(tmp_path)]
+    # One sequence takes 27 MB under DDP and 16 MB here, two take 24 MB.
+    recipe = tmp_path / "small.yaml"
+    recipe.write_text(RECIPE)
+    arguments = ["largest-batch", "--max-batch-size", "4", "--device-memory", "20MB"]
+    arguments += ["--recipe", str(recipe), "--steps", "2", "--warmup", "0"]
+    arguments += ["--engines", "scratch", "--stages", "3", "--out", str(tmp_path / "out")]
     assert main(arguments) == 1
     printed = capsys.readouterr()
-    assert "error: ddp_a1: no batch fits; 1: takes 4" in printed.err
-    ddp, scratch = json.loads((tmp_path / "largest_batch.json").read_text())["arms"]
+    assert "error: ddp_a1: no batch fits; 1: takes 2" in printed.err
+    ddp, scratch = json.loads((tmp_path / "out" / "largest_batch.json").read_text())["arms"]
     assert (ddp["arm"], ddp["largest"], len(ddp["tried"])) == ("ddp_a1", None, 1)
-    assert ddp["tried"][0]["peak_bytes"] > 30e6
+    assert ddp["tried"][0]["peak_bytes"] > 20e6
     assert (scratch["arm"], scratch["largest"]) == ("scratch_zero3_a1", 1)
     tried = [(t["size"], t["is_verification"], t["failure"] is None) for t in scratch["tried"]]
     assert tried == [(1, False, True), (2, False, False), (1, True, True)]
-    assert 15e6 < scratch["tried"][2]["peak_bytes"] < 30e6 < scratch["tried"][1]["peak_bytes"]
+    assert 10e6 < scratch["tried"][2]["peak_bytes"] < 20e6 < scratch["tried"][1]["peak_bytes"]
     for attempt in scratch["tried"]:
         measured = json.loads(Path(attempt["log"]).with_name("rank1.json").read_text())
         assert len(measured["losses"]) == 4  # optimizer steps, short or full
-    assert f"| {scratch['limit']} " in (tmp_path / "largest_batch.md").read_text()
+    assert f"| {scratch['limit']} " in (tmp_path / "out" / "largest_batch.md").read_text()
 
 
 # -- why a run failed --------------------------------------------------------------------------
