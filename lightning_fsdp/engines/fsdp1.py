@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
+from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.core.state.flat_piece import FlatPiece
@@ -253,12 +254,16 @@ class FSDP1Engine(NativeEngine):
         for flat, _ in self._flat_of.values():
             torch_internals.fsdp1_show_frozen(flat, self._given)
 
+    # A unit in a compiled block is called between graphs. Compiled on its own, what surrounds its
+    # call would fail where a whole gradient lies at a shard: in a step of several micro-batches.
     @override
+    @not_compiled
     def _before_forward(self, unit: nn.Module, args: Any) -> None:
         super()._before_forward(unit, args)
         torch_internals.fsdp1_see_thawed(unit)
 
     @override
+    @not_compiled
     def _after_forward(self, unit: nn.Module, args: Any, output: Any) -> None:
         super()._after_forward(unit, args, output)
         for flat, _ in torch_internals.fsdp1_flat_parameters([unit]):
