@@ -200,7 +200,7 @@ _NOTEBOOK = """
         keep = ModelCheckpoint(f"FOLDER/{name}")
         torch.set_num_threads(1 if name == "ddp_notebook" else 2)  # which hangs with more
         trainer = pl.Trainer(
-            strategy=name, accelerator="cpu", devices=2, max_epochs=2, callbacks=[keep],
+            strategy=name, accelerator="cpu", devices=2, max_epochs=1, callbacks=[keep],
             logger=False, enable_progress_bar=False, enable_model_summary=False,
         )
         class Model(Regressor):  # of a cell: no other process could import it
