@@ -24,6 +24,8 @@ from tests.support.trainer import (
     weights_of,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 # In each precision both stages of the core, and each of torch's engines at one of its own.
 @pytest.mark.parametrize(

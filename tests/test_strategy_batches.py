@@ -26,6 +26,8 @@ from tests.support.trainer import (
     weights_of,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 STRATEGY = SHARDED[0]
 FEW = (SHARDED[1], "fsdp1_zero3")  # what a loader says of its length is nothing to an engine
 

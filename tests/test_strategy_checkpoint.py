@@ -23,6 +23,8 @@ from tests.support.trainer import (
     with_options,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 def _whole(checkpoint):
     """A checkpoint file in comparable form."""

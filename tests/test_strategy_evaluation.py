@@ -2,6 +2,7 @@
 
 import copy
 import io
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ from tests.support.trainer import (
     outcome_of,
     seeded,
 )
+
+pytestmark = pytest.mark.usefixtures("kept_ranks")
 
 
 @at_both_stages
@@ -149,14 +152,14 @@ def _inference_mode_is_off(rank, world_size, folder):
     # Only gloo makes Lightning avoid inference mode by itself; without that it would be on.
     import lightning.pytorch.loops.utilities as loops
 
-    loops._distributed_is_initialized = lambda: False
-    model = seeded(Watch)
-    for strategy, expected in (("ddp", True), *((name, False) for name in SHARDED)):
-        seen.clear()
-        trainer = make_trainer(strategy, folder)
-        trainer.validate(model, make_loader(), verbose=False)
-        assert set(seen) == {expected}, strategy
-    trainer.fit(model, make_loader())
+    with mock.patch.object(loops, "_distributed_is_initialized", return_value=False):
+        model = seeded(Watch)
+        for strategy, expected in (("ddp", True), *((name, False) for name in SHARDED)):
+            seen.clear()
+            trainer = make_trainer(strategy, folder)
+            trainer.validate(model, make_loader(), verbose=False)
+            assert set(seen) == {expected}, strategy
+        trainer.fit(model, make_loader())
 
 
 def test_evaluation_leaves_no_inference_tensors(tmp_path):

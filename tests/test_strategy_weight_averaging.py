@@ -24,6 +24,8 @@ from tests.support.trainer import (
     with_options,
 )
 
+pytestmark = pytest.mark.usefixtures("kept_ranks")
+
 
 class _Net(Regressor):
     """With a buffer that moves, a frozen and a tied weight."""
