@@ -234,10 +234,11 @@ class _CountingIO(TorchCheckpointIO):
 
 
 def _custom_io(rank, world_size, folder):
-    for strategy in (*SHARDED, with_options(SHARDED[0], accumulation="sum")):
+    others = "fsdp1_zero3", "fsdp2_zero2", with_options(SHARDED[0], accumulation="sum")
+    for strategy in (*SHARDED[:2], *others):
         io = _CountingIO()
         trainer = make_trainer(strategy, folder, plugins=[io])
-        trainer.fit(seeded(Regressor), make_loader())
+        trainer.fit(seeded(Regressor), make_loader(16))
         trainer.save_checkpoint(folder / "io.ckpt")
         trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
         assert len(io.saved) == (2 if rank == 0 else 0)
