@@ -21,6 +21,7 @@ import torch
 
 from lightning_fsdp import ScratchFSDPStrategy
 from tests.support.hosts import PORT, Hosts
+from tests.support.processes import told_by_torchrun
 from tests.support.resumed import keep_checkpoints, run_dropping
 from tests.support.trainer import (
     Regressor,
@@ -85,20 +86,12 @@ def resumed(folder):
 
 def _fork_ranks(host):
     """Return on each rank of a host, which is told what torchrun tells; exit where all began."""
-    pids = []
-    for local in range(NUM_RANKS):
+    pids, world_size = [], NUM_HOSTS * NUM_RANKS
+    place = {"host": host, "num_hosts": NUM_HOSTS, "address": Hosts.address(0), "port": PORT}
+    for rank in range(NUM_RANKS * host, NUM_RANKS * (host + 1)):
         pids.append(os.fork())
         if pids[-1] == 0:
-            os.environ.update(
-                RANK=str(NUM_RANKS * host + local),
-                LOCAL_RANK=str(local),
-                GROUP_RANK=str(host),
-                WORLD_SIZE=str(NUM_HOSTS * NUM_RANKS),
-                LOCAL_WORLD_SIZE=str(NUM_RANKS),
-                TORCHELASTIC_RUN_ID="hosts",
-                MASTER_ADDR=Hosts.address(0),
-                MASTER_PORT=str(PORT),
-            )
+            os.environ.update(told_by_torchrun(rank, world_size, **place))
             return
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 

@@ -30,6 +30,29 @@ class RanksFailed(AssertionError):  # noqa: N818 (as pytest's own)
     """At least one rank failed, died or hung, or another process hung; the text shows all."""
 
 
+def told_by_torchrun(
+    rank: int,
+    world_size: int,
+    *,
+    port: int,
+    host: int = 0,
+    num_hosts: int = 1,
+    address: str = "127.0.0.1",
+) -> dict[str, str]:
+    """The environment variables that torchrun gives a rank."""
+    per_host = world_size // num_hosts
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank - host * per_host),
+        "GROUP_RANK": str(host),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
 def run_snippet(
     code: str, *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from lightning_fsdp.engines.rank_grid import GridChoice
 from lightning_fsdp.strategies.registry import NAMES
 from lightning_fsdp.strategies.sharded import ShardedStrategy
 from tests.support import ranks
+from tests.support.processes import told_by_torchrun
 from tests.support.ranks import run_on_ranks
 
 SHARDED = (
@@ -179,16 +180,8 @@ def _subfolder(folder: Path, strategy: str) -> Path:
 
 def as_torchrun(rank: int, world_size: int) -> None:
     """What torchrun tells a process; and warnings are errors, as in all tests."""
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="tests",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",  # never used: the group exists already
-    )
+    # The port is never used: the group exists already.
+    os.environ.update(told_by_torchrun(rank, world_size, port=29500))
     strict_warnings()
 
 

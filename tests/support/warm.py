@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lightning_fsdp.harness.processes import Failure, last_line
-from tests.support.processes import RanksFailed, run_forked
+from tests.support.processes import RanksFailed, run_forked, told_by_torchrun
 
 _RECIPE = "recipes.train"
 _GRACE_S = 4.0  # how long the others may go on after one rank failed
@@ -115,15 +115,5 @@ def _held_port() -> Iterator[int]:
 
 
 def _rank(rank: int, num_ranks: int, port: int, arguments: list[str]) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(num_ranks),
-        LOCAL_WORLD_SIZE=str(num_ranks),
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="tests",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
+    os.environ.update(told_by_torchrun(rank, num_ranks, port=port), GLOO_SOCKET_IFNAME="lo")
     sys.exit(run_module(_RECIPE, arguments))
