@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +66,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, present: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.observation = Observation()
-        # By identity. Each operation looks at all, which of weak sets or dictionaries is slow.
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int]
+        self._numbers = weakref.WeakKeyDictionary()
+        self._num_storages = 0
+        # The same by number: each operation looks at all, and weak dictionaries are slow at that.
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         for tensor in present:
             self._note(tensor)
 
@@ -106,10 +109,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def live_bytes(self) -> int:
         """Bytes of the tensors alive now."""
-        sizes = _sizes(self._seen)
-        if len(sizes) < len(self._seen):
-            self._seen = {key: self._seen[key] for key in sizes}
-        return sum(sizes.values())
+        return sum(self._find_sizes().values())
 
     def _measure(self) -> None:
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
@@ -121,9 +121,21 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: Tensor) -> None:
         if self.counts(tensor):
             storage = tensor.untyped_storage()
-            reference = self._seen.get(id(storage))
-            if reference is None or reference() is not storage:
-                self._seen[id(storage)] = weakref.ref(storage)
+            if storage not in self._numbers:
+                self._numbers[storage] = self._num_storages
+                self._references[self._num_storages] = weakref.ref(storage)
+                self._num_storages += 1
+
+    def _find_sizes(self) -> dict[int, int]:
+        """Bytes by number, of the storages that are still there; forgets the others."""
+        sizes = {
+            number: storage.nbytes()
+            for number, reference in self._references.items()
+            if (storage := reference()) is not None
+        }
+        if len(sizes) < len(self._references):
+            self._references = {number: self._references[number] for number in sizes}
+        return sizes
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         kind, sent = sent_by(func, args)
@@ -156,10 +168,6 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
         self.changes: list[tuple[int, int, int]] = []
         self.owners: dict[int, str] = {}
         self._device_type = device.type
-        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int]
-        self._numbers = weakref.WeakKeyDictionary()
-        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._num_storages = 0
         self._sizes: dict[int, int] = {}
         self._is_told = False  # at present; finding the tensors takes operations of no interest
 
@@ -212,24 +220,12 @@ class Ledger(Observer):  # type: ignore[no-untyped-call]
             return
         self.num_operations += 1
         self.times_s.append(time.perf_counter())
-        sizes = _sizes(self._references)
-        if len(sizes) < len(self._references):
-            self._references = {number: self._references[number] for number in sizes}
+        sizes = self._find_sizes()
         if sizes != self._sizes:
             for number in {number for number, _ in sizes.items() ^ self._sizes.items()}:
                 self.changes.append((self.num_operations, number, sizes.get(number, 0)))
             self._sizes = sizes
         self.observation.peak_bytes = max(self.observation.peak_bytes, self.live_bytes)
-
-    @override
-    def _note(self, tensor: Tensor) -> None:
-        if not self.counts(tensor):
-            return
-        storage = tensor.untyped_storage()
-        if storage not in self._numbers:
-            self._numbers[storage] = self._num_storages
-            self._references[self._num_storages] = weakref.ref(storage)
-            self._num_storages += 1
 
 
 def sent_by(func: Any, args: tuple[Any, ...]) -> tuple[str | None, list[Tensor]]:
@@ -260,15 +256,6 @@ def local_part(tensor: Tensor) -> Tensor:
     to_local = getattr(tensor, "to_local", None)
     local: Tensor = tensor if to_local is None else to_local()
     return local.detach()
-
-
-def _sizes(references: Mapping[int, weakref.ref[torch.UntypedStorage]]) -> dict[int, int]:
-    """Bytes by key, of the storages that are still there."""
-    return {
-        key: storage.nbytes()
-        for key, reference in references.items()
-        if (storage := reference()) is not None
-    }
 
 
 def _is_plain(cls: type) -> bool:
