@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
 from lightning_fsdp.core.sharded_module import units_in
-from lightning_fsdp.core.state.flat_piece import FlatPiece
+from lightning_fsdp.engines.flat_piece import FlatPiece
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import PLANS, assert_same_tensors, whole

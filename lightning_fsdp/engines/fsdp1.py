@@ -35,9 +35,9 @@ from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.engine.torch_internals import not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
-from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.calls import redirected
+from lightning_fsdp.engines.flat_piece import FlatPiece
 from lightning_fsdp.engines.native import (
     NativeEngine,
     refuse_own_parameters,

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.core.sharded_module import shards_in_place
-from lightning_fsdp.core.state.flat_piece import FlatPiece
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.flat_piece import FlatPiece
 
 
 class ShardedState:
