@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import MixedPrecisionPolicy as MixedPrecisionPolicy
     from lightning_fsdp.config import OffloadPolicy as OffloadPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
+    from lightning_fsdp.core.access.by_name import weights as weights
     from lightning_fsdp.core.access.grad_norm import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.access.gradients import gradients as gradients
-    from lightning_fsdp.core.access.weights import weights as weights
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
     from lightning_fsdp.core.fully_shard import register_forward_method as register_forward_method
     from lightning_fsdp.core.fully_shard import (
@@ -117,7 +117,7 @@ _HOME = {
     "save_pretrained": "checkpoint.pretrained",
     "save_sharded": "checkpoint.sharded",
     "shard_model": "core.fully_shard",
-    "weights": "core.access.weights",
+    "weights": "core.access.by_name",
 }
 
 # names of torch's FSDP2 -> what they are called in the module that defines them here

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from lightning_fsdp.core.access.by_name import weights
 from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients, keeps_apart
-from lightning_fsdp.core.access.weights import weights
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
