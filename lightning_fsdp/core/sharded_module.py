@@ -18,7 +18,7 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.optimizers import optimizer_guard
-from lightning_fsdp.core.state.convert import convert
+from lightning_fsdp.core.tensors.sharded_tensor import convert
 
 
 def units_in(module: nn.Module) -> list[Unit]:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
 from lightning_fsdp.core.tensors.flat_chunks import FlatChunks
+from lightning_fsdp.core.torch_internals import swap_tensors
 
 Hook = TypeVar("Hook")
 _GRAD: Any = Tensor.grad  # the property
@@ -236,6 +237,25 @@ def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> Shard
     sharded = ShardedTensor(local, spec, requires_grad=requires_grad)
     sharded._is_param = True  # what nn.Parameter's isinstance asks
     return sharded
+
+
+def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
+    """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
+
+    Args:
+        flat_param: Nobody holds its whole copy, and no gradient waits to be reduced.
+        dtype: The one to be.
+    """
+    shard = flat_param.home.new_shard(flat_param.shard.numel(), dtype).copy_(flat_param.shard)
+    for parameter in cast(Sequence[ShardedTensor], flat_param.parameters):
+        gradient, parameter.grad = parameter.grad, None
+        spec, marks = parameter.spec, dict(parameter.__dict__)
+        converted = make_parameter(spec.part_of(shard), spec, parameter.requires_grad)
+        converted.__dict__.update({**marks, **converted.__dict__, "_aliases": None})
+        swap_tensors(parameter, converted)
+        if isinstance(gradient, ShardedTensor):
+            parameter.grad = ShardedTensor(gradient.to_local().to(dtype), spec)
+    flat_param.take_in(shard)
 
 
 def register(hook: Hook, *tables: dict[int, Hook]) -> RemovableHandle:
