@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fsdp.core.optimizers.whole_state import map_leaves
+from lightning_fsdp.core.optimizers.optimizer_state import map_leaves
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 

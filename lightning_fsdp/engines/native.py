@@ -30,9 +30,9 @@ from lightning_fsdp.core.engine.torch_internals import current_backward
 from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
+from lightning_fsdp.core.optimizers.optimizer_state import owned_places
 from lightning_fsdp.core.optimizers.owners import Cut
 from lightning_fsdp.core.optimizers.pieces import Slices
-from lightning_fsdp.core.optimizers.whole_state import owned_places
 from lightning_fsdp.core.optimizers.whole_tensors import (
     let_step_whole_tensors,
     whole_tensors_of,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.optimizers.whole_state import (
+from lightning_fsdp.core.optimizers.optimizer_state import (
     map_leaves,
     owned_places,
     state_of_all,

@@ -29,8 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_fsdp.core.engine.unit import Site
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS, parameters_of
-from lightning_fsdp.core.optimizers.optimizer_state import no_values, slice_state
-from lightning_fsdp.core.optimizers.whole_state import owned_places
+from lightning_fsdp.core.optimizers.optimizer_state import no_values, owned_places, slice_state
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 _REPLACED = "_lightning_fsdp_replaced"  # on a parameter that sharding replaced: its name

@@ -20,8 +20,11 @@ from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
 from lightning_fsdp.core.grouping import UnitSelector
-from lightning_fsdp.core.optimizers.optimizer_state import load_full_optimizer_state_dict
-from lightning_fsdp.core.optimizers.whole_state import map_leaves, state_of_all
+from lightning_fsdp.core.optimizers.optimizer_state import (
+    load_full_optimizer_state_dict,
+    map_leaves,
+    state_of_all,
+)
 from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in

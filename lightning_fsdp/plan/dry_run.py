@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_fsdp.config import plan_of_stage
 from lightning_fsdp.core.access.gradients import gradients
 from lightning_fsdp.core.fully_shard import shard_model
-from lightning_fsdp.core.optimizers.whole_state import kept_by
+from lightning_fsdp.core.optimizers.optimizer_state import kept_by
 from lightning_fsdp.core.ranks.groups import StateOver, communicator_of
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_fsdp.core.optimizers.whole_state import owned_places
+from lightning_fsdp.core.optimizers.optimizer_state import owned_places
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
