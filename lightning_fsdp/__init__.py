@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lightning_fsdp.config import OffloadPolicy as OffloadPolicy
     from lightning_fsdp.config import ShardingPlan as ShardingPlan
     from lightning_fsdp.core.access.by_name import weights as weights
-    from lightning_fsdp.core.access.grad_norm import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.access.gradients import GradientUnavailable as GradientUnavailable
     from lightning_fsdp.core.access.gradients import gradients as gradients
     from lightning_fsdp.core.fully_shard import fully_shard as fully_shard
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.core.sharded_module import UnshardHandle as UnshardHandle
     from lightning_fsdp.core.state.full_state import full_state_dict as full_state_dict
     from lightning_fsdp.core.state.full_state import load_full_state_dict as load_full_state_dict
+    from lightning_fsdp.core.tensors.norms import NonfiniteGradient as NonfiniteGradient
     from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor as ShardedTensor
     from lightning_fsdp.data import DealtSampler as DealtSampler
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
@@ -89,7 +89,7 @@ _HOME = {
     "ZERO2": "config",
     "ZERO3": "config",
     "GradientUnavailable": "core.access.gradients",
-    "NonfiniteGradient": "core.access.grad_norm",
+    "NonfiniteGradient": "core.tensors.norms",
     "FSDPModule": "core.sharded_module",
     "UnshardHandle": "core.sharded_module",
     "ScratchFSDPStrategy": "strategies.scratch",

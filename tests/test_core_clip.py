@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import NonfiniteGradient, shard_model
-from lightning_fsdp.core.access.grad_norm import global_norm
+from lightning_fsdp.core.tensors.norms import global_norm
 from tests.support.models import TASKS
 from tests.support.one_exchange import train_on_rank
 from tests.support.parity import (

@@ -37,7 +37,7 @@ from lightning_fsdp.bench.snapshot import Snapshot
 from lightning_fsdp.bench.theory import model_units
 from lightning_fsdp.bench.utilization import Utilization
 from lightning_fsdp.callbacks.throughput import tokens_in
-from lightning_fsdp.core.access.grad_norm import global_norm
+from lightning_fsdp.core.tensors.norms import global_norm
 from lightning_fsdp.harness.environment import process_bytes
 from lightning_fsdp.harness.failures import RankFailure
 from lightning_fsdp.simulate.groups import find_usage

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from lightning_fsdp.config import check_reshard_after_forward
 from lightning_fsdp.core import torch_internals
-from lightning_fsdp.core.access.grad_norm import clip_grad_norm_
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import ModuleHooks, hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.optimizers import optimizer_guard
+from lightning_fsdp.core.tensors.norms import clip_grad_norm_
 from lightning_fsdp.core.tensors.sharded_tensor import convert
 
 

@@ -22,8 +22,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
-from lightning_fsdp.core.access.grad_norm import scale, scale_to_norm
 from lightning_fsdp.core.grouping import UnitSelector, check_selector
+from lightning_fsdp.core.tensors.norms import scale, scale_to_norm
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign

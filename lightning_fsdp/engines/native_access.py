@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access.by_name import unknown
-from lightning_fsdp.core.access.grad_norm import partial_dot
 from lightning_fsdp.core.access.gradients import (
     GradientFunction,
     GradientSet,
@@ -27,6 +26,7 @@ from lightning_fsdp.core.access.gradients import (
     frozen,
     nothing_kept,
 )
+from lightning_fsdp.core.tensors.norms import partial_dot
 from lightning_fsdp.core.tensors.sharded_tensor import register
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_fsdp.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from lightning_fsdp.core.access.by_name import weights
-from lightning_fsdp.core.access.grad_norm import global_norm, reduced_gradients
 from lightning_fsdp.core.access.gradients import GradientUnavailable, gradients, keeps_apart
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
@@ -29,6 +28,7 @@ from lightning_fsdp.core.ranks.groups import Comm
 from lightning_fsdp.core.ranks.hosts import kept_of
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.state.full_state import load_full_state_dict
+from lightning_fsdp.core.tensors.norms import global_norm, reduced_gradients
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype

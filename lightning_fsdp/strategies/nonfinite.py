@@ -31,9 +31,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fsdp.core.access.grad_norm import NonfiniteGradient
 from lightning_fsdp.core.engine.torch_internals import current_backward, not_compiled
 from lightning_fsdp.core.grouping import UnitSelector, find_units
+from lightning_fsdp.core.tensors.norms import NonfiniteGradient
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
 

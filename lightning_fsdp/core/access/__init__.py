@@ -1,1 +1,1 @@
-"""Gradients and weights by name, norms, and operations that mean the whole."""
+"""Gradients and weights by original name."""

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_fsdp.core.access.by_name import ByName
-from lightning_fsdp.core.access.grad_norm import global_norm, partial_dot
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.watcher import GradientWatcher
 from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.tensors.norms import global_norm, partial_dot
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, register
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 

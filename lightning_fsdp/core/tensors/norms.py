@@ -1,14 +1,145 @@
-"""Norms in parts: what each rank has of one, and the norm from all of these."""
+"""Norms and inner products over shards: each rank sums its own slices, one collective adds them up.
+
+Replicas hold equal shards, so the sum goes over the sharding group alone.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from lightning_fsdp.core.engine.communicator import Communicator
+from lightning_fsdp.core.ranks.groups import all_gather_slices
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
+
 _ROW_NUMEL = 1024
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float,
+    communicator: Communicator | None,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients in place so that their global norm is at most ``max_norm``. Collective.
+
+    Args:
+        parameters: Sharded and plain ones; those without a gradient do not count.
+        max_norm: The largest norm allowed.
+        norm_type: Any p, ``inf`` included.
+        communicator: The sharding group; ``None`` where nothing is sharded.
+        error_if_nonfinite: Raise instead of scaling by a norm that is NaN or infinite.
+
+    Returns:
+        The norm before, 0-d fp32, equal on every rank.
+
+    Raises:
+        NonfiniteGradient: The norm is not finite; on every rank.
+        RuntimeError: A gradient was not reduced yet.
+        ValueError: ``norm_type`` is not a number.
+    """
+    gradients = reduced_gradients(parameters, "clip_grad_norm_")
+    norm = global_norm(gradients, norm_type, communicator)
+    if error_if_nonfinite and not norm.isfinite():
+        raise _nonfinite(gradients, norm)
+    scale_to_norm(gradients, norm, max_norm)
+    return norm
+
+
+class NonfiniteGradient(RuntimeError):  # noqa: N818 (a public name)
+    """Gradients hold NaN or infinity; nothing was scaled by them, or stepped with them."""
+
+
+def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
+    """The gradients that an optimizer would step with, without those that are ``None``.
+
+    Args:
+        parameters: Sharded and plain ones.
+        what: Asks for them.
+
+    Raises:
+        RuntimeError: A gradient was not reduced yet.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    for gradient in gradients:
+        if isinstance(gradient, UnreducedGradient):
+            raise gradient.refusal(what)
+    return gradients
+
+
+def global_norm(
+    gradients: Sequence[Tensor], norm_type: float, communicator: Communicator | None
+) -> Tensor:
+    """The norm over all gradients as if they were one vector, equal on every rank.
+
+    Args:
+        gradients: Reduced gradients; sharded ones count with this rank's slice, plain ones (of
+            parameters that are not sharded, so that every rank has them whole) once.
+        norm_type: Any p, ``inf`` included.
+        communicator: The sharding group; ``None`` where nothing is sharded.
+
+    Returns:
+        0-d, fp32, on the gradients' device: on the host where they are offloaded.
+
+    Raises:
+        ValueError: ``norm_type`` is not a number.
+    """
+    sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
+    plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
+    default = torch.device("cpu") if communicator is None else communicator.device
+    home = next((gradient.device for gradient in (*sharded, *plain)), default)
+    device = home if communicator is None else default
+    parts = partial_norm(sharded, norm_type, device).view(1)
+    if communicator is not None:
+        # Gathered and joined in rank order: an all-reduce need not give every rank the same bits.
+        parts = all_gather_slices(communicator, parts, "norm of gradients").view(-1)
+    parts = torch.cat([parts, partial_norm(plain, norm_type, device).view(1)])
+    return norm_of_norms(parts, norm_type).float().to(home)
+
+
+def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients in place by ``max_norm / norm`` where the norm is larger.
+
+    The same arithmetic as ``torch.nn.utils.clip_grads_with_norm_``.
+    """
+    scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiply gradients in place by a factor, 0-d, the same on every rank."""
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
+        local.mul_(factor.to(device=local.device, dtype=local.dtype))
+
+
+def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:
+    """What to raise for a norm that is not finite: names what is not finite on any rank."""
+    sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
+    names = [g.spec.name for g in sharded if not g.isfinite().all()]  # each over all ranks
+    found = f"not finite: {', '.join(map(repr, names))}" if names else "each of them is finite"
+    return NonfiniteGradient(
+        f"clip_grad_norm_: expected gradients with a finite norm, got {norm.item()} ({found}). "
+        "Nothing was scaled. Drop them with zero_grad(), or look at them by name with "
+        "gradients(module)."
+    )
+
+
+def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """The inner product over this rank's slices by name, 0-d fp64.
+
+    A name that one of them lacks counts as zero.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for name in a:
+        if name in b and a[name].numel():
+            total += torch.dot(a[name].double(), b[name].double()).to(device)
+    return total
 
 
 @torch.no_grad()
