@@ -1,4 +1,4 @@
-"""The whole copy goes through its states as lifecycle.py draws them, whatever ends a pass."""
+"""The whole copy goes through its states as flat_parameter.py draws them, whatever ends a pass."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ import torch.distributed as dist
 from lightning_fsdp import ZERO2, ZERO3, shard_model
 from lightning_fsdp.core.engine.communicator import Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.lifecycle import ParameterState as P
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.safety.guards import FreedMemory
 from lightning_fsdp.core.sharded_module import units_in
@@ -15,7 +14,7 @@ from tests.support.models import mlp, mlp_batch, mlp_loss
 from tests.support.one_host import new_mesh
 from tests.support.ranks import run_on_ranks
 
-DRAWN = {(P.SHARDED, P.GATHERING), (P.GATHERING, P.UNSHARDED), (P.UNSHARDED, P.SHARDED)}
+DRAWN = {("sharded", "gathering"), ("gathering", "unsharded"), ("unsharded", "sharded")}
 
 
 class _Noted:
@@ -76,7 +75,7 @@ def _interrupt_before_the_wait(rank, world_size):
 
 def test_memory_that_a_gather_writes_into_is_not_freed_by_an_interrupt_before_the_wait():
     for states in run_on_ranks(_interrupt_before_the_wait, 2):
-        assert states == [(P.GATHERING, True), (P.SHARDED, False)]
+        assert states == [("gathering", True), ("sharded", False)]
 
 
 class _SendsNothing:

@@ -9,6 +9,16 @@
 
 With offload, the left side is on the host and the right side on the device that computes.
 
+The whole copy and the gradients have a state each:
+
+    copy         sharded --unshard--> gathering --wait--> unsharded --reshard--> sharded
+    gradients    none --arrive--> local --reduce--> reducing --land--> none (they are in ``.grad``)
+
+Being in flight is a state of its own: in ``gathering`` the buffer is allocated, its content is not
+there yet, and somebody has to wait for it. A gather whose result is not wanted any more (a prefetch
+that missed) is waited for before its buffer is freed: no transition skips the wait. The state of
+the gradients is not stored; it follows from which there are.
+
 A flat parameter belongs to one unit, or to several that share its weights. Those share the whole
 copy and the leaves too, so autograd sums the gradients of all uses, and the sum is reduced once.
 """
@@ -30,7 +40,6 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
 
@@ -59,7 +68,8 @@ class FlatParameter:
             Set by the schedule, alike on all ranks.
         micro_batch: Number of the running or next backward since the last step; the schedule
             counts.
-        copy: State of the whole copy.
+        copy: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
+            ``gathering``: allocated, and the all-gather is in flight; ``unsharded``: readable.
         gradient_watchers: By the id of the handle that removes each.
     """
 
@@ -94,7 +104,8 @@ class FlatParameter:
         # What a gather sends.
         self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
-        self.copy, self._gathered_version = ParameterState.UNSHARDED, -1
+        self.copy: Literal["sharded", "gathering", "unsharded"] = "unsharded"
+        self._gathered_version = -1
         self._gather = Pending("no gather", (), lambda: shard)
         self._free()
         self.sends_sums = self.stays_in_replica = False
@@ -108,7 +119,7 @@ class FlatParameter:
         self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
 
     def __repr__(self) -> str:
-        return f"FlatParameter({self.name!r}, {self.copy.value}, gradients {self.gradients})"
+        return f"FlatParameter({self.name!r}, {self.copy}, gradients {self.gradients})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """Another shard and other parameters, without whole copy, gradients and hooks."""
@@ -122,7 +133,7 @@ class FlatParameter:
     def be_run_by(self, runner: Runner) -> None:
         """From now on, let a schedule run this, and its watchers see it."""
         self._runners.append(weakref.ref(runner))
-        if self.copy is ParameterState.SHARDED:
+        if self.copy == "sharded":
             runner.watchers.on_freed(self)
 
     @property
@@ -136,12 +147,12 @@ class FlatParameter:
 
     def unshard(self, holder: object) -> None:
         """Note that ``holder`` needs the whole copy, and gather it unless one is up to date."""
-        if self.copy is not ParameterState.SHARDED and self.is_stale:
+        if self.copy != "sharded" and self.is_stale:
             self._free()
         self.holders.add(holder)
-        if self.copy is not ParameterState.SHARDED:
+        if self.copy != "sharded":
             return
-        self.copy = ParameterState.GATHERING
+        self.copy = "gathering"
         try:
             self._runner.watchers.before_whole(self)
             self.buffer.allocate()
@@ -149,14 +160,14 @@ class FlatParameter:
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # no memory, or a rank that is gone: as if it had not begun
             self.holders.discard(holder)
-            self.copy = ParameterState.UNSHARDED  # with nothing to wait for
+            self.copy = "unsharded"  # with nothing to wait for
             self._free()
             raise
         self._gathered_version = self.shard._version
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait for the all-gather, if one is in flight."""
-        if self.copy is not ParameterState.GATHERING:
+        if self.copy != "gathering":
             return
         try:
             self._gather.wait()
@@ -168,7 +179,7 @@ class FlatParameter:
             # gloo drops a message whose handle is gone, and else writes into the freed memory. (An
             # error keeps frames alive, with their variables; so no variable may hold a handle.)
             self._gather.works = ()
-            self.copy = ParameterState.UNSHARDED
+            self.copy = "unsharded"
 
     def reshard(self, holder: object, *, is_stale: bool = False) -> None:
         """``holder`` is done; the last one frees the whole copy.
@@ -179,7 +190,7 @@ class FlatParameter:
         """
         self.holders.discard(holder)
         self._gathered_version = -1 if is_stale else self._gathered_version
-        if not self.holders and self.copy is not ParameterState.SHARDED:
+        if not self.holders and self.copy != "sharded":
             self._free()
 
     @property
@@ -370,8 +381,8 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            if self.copy is ParameterState.UNSHARDED:  # not if Ctrl-C came before the wait
-                self.copy = ParameterState.SHARDED
+            if self.copy == "unsharded":  # not if Ctrl-C came before the wait
+                self.copy = "sharded"
                 self.buffer.free()
                 self._runner.watchers.on_freed(self)
 

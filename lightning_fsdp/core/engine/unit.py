@@ -18,7 +18,6 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.lifecycle import ParameterState
 from lightning_fsdp.core.engine.sharded import Sharded
 
 
@@ -109,7 +108,7 @@ class Unit:
     hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {', '.join(f.copy.value for f in self.sites)})"
+        return f"Unit({self.name!r}, {', '.join(f.copy for f in self.sites)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which gathers and reduces anew.
@@ -148,7 +147,7 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
         for flat_param in self.sites:
-            if flat_param.copy is not ParameterState.UNSHARDED:
+            if flat_param.copy != "unsharded":
                 return False
         return self.is_held
 
