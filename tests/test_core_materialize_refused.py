@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import shard_model
-from lightning_fsdp.core.state import marks
+from lightning_fsdp.core.state import materialize
 from tests.support.meta_models import Layer, on_meta
 from tests.support.models import (
     mlp,
@@ -123,12 +123,12 @@ def test_ranks_of_which_one_built_on_the_host_are_refused():
 
 def test_what_was_not_written_to_is_found_in_every_dtype():
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64):
-        tensor = marks.marked(torch.empty(3, 5, dtype=dtype, device="meta"))
-        assert marks.is_marked(tensor), dtype
+        tensor = materialize.marked(torch.empty(3, 5, dtype=dtype, device="meta"))
+        assert materialize.is_marked(tensor), dtype
         tensor[1:] = 1
-        assert marks.is_marked(tensor), dtype
+        assert materialize.is_marked(tensor), dtype
         tensor[0] = 0
-        assert not marks.is_marked(tensor), dtype
-    assert not marks.is_marked(torch.full((3,), -torch.inf))
-    assert not marks.is_marked(torch.tensor([marks.MARK, 0], dtype=torch.uint8))
-    assert not marks.is_marked(torch.empty(0))
+        assert not materialize.is_marked(tensor), dtype
+    assert not materialize.is_marked(torch.full((3,), -torch.inf))
+    assert not materialize.is_marked(torch.tensor([materialize.MARK, 0], dtype=torch.uint8))
+    assert not materialize.is_marked(torch.empty(0))
