@@ -51,9 +51,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.command import BenchmarkParser, write_record
 from lightning_fsdp import ZERO3, fully_shard, shard_model
 from lightning_fsdp.core.engine.layout import plan_layout
-from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
+from lightning_fsdp.core.grouping import cut_flat_params, plan_units
 from lightning_fsdp.harness.command_line import at_least
 from lightning_fsdp.plan.torch_internals import fake_tensors, open_fake_group
+from lightning_fsdp.units import find_units
 
 GIB = 2**30
 PADDING_WORLD_SIZE = 1024

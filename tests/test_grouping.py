@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_fsdp.core.grouping import cut_flat_params, find_units, plan_units
+from lightning_fsdp.core.grouping import cut_flat_params, plan_units
+from lightning_fsdp.units import find_units
 
 
 def gpt2(num_layers=3):

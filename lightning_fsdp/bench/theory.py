@@ -38,6 +38,7 @@ from lightning_fsdp.bench.arms import Arm, Workload
 from lightning_fsdp.bench.documents import PerStep
 from lightning_fsdp.core import grouping
 from lightning_fsdp.core.ranks.pairs import exchanges_in_pairs
+from lightning_fsdp.units import find_units
 
 Role = Literal["first", "inner", "last", "shared"]
 # Times that a unit is gathered in a micro-batch under ZeRO-3, where that is not twice.
@@ -79,7 +80,7 @@ class UnitFacts(NamedTuple):
 
 def model_units(module: nn.Module) -> list[UnitFacts]:
     """Of a module that is not sharded."""
-    plans = grouping.plan_units(module, grouping.find_units(module, None), set(), set())
+    plans = grouping.plan_units(module, find_units(module, None), set(), set())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
     flat_params = grouping.cut_flat_params(plans)
     for flat_param in flat_params:

@@ -30,6 +30,7 @@ from lightning_fsdp.core.ranks import groups
 from lightning_fsdp.core.ranks.groups import Comm, StateOver
 from lightning_fsdp.core.safety import checks
 from lightning_fsdp.core.tensors.sharded_tensor import flat_param_of
+from lightning_fsdp.units import UnitSelector, find_units
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -120,7 +121,7 @@ def shard_model(
     model: _Module,
     plan: ShardingPlan = ZERO3,
     *,
-    units: grouping.UnitSelector = None,
+    units: UnitSelector = None,
     mesh: DeviceMesh | None = None,
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: Any = None,
@@ -155,7 +156,7 @@ def shard_model(
     def choose(root: nn.Module) -> _Choice:
         if not isinstance(plan, ShardingPlan):
             raise TypeError(f"shard_model: expected a ShardingPlan (ZERO2, ZERO3), got {plan!r}.")
-        return plan, grouping.find_units(root, units)
+        return plan, find_units(root, units)
 
     options = _Options(mesh, mp_policy, offload_policy, ignored_params, comm, state_over)
     _shard([model], options, choose)

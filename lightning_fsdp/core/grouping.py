@@ -1,16 +1,4 @@
-"""Module tree -> units. Decides which parameters are gathered together; touches nothing.
-
-Found automatically, in this order:
-
-1. *Blocks*: children of one class that repeat in an ``nn.ModuleList`` or ``nn.Sequential``, and
-   every child of an ``nn.ModuleList`` that has children itself; in the outermost such containers.
-   A child without a forward, such as a list in a list, is looked into instead.
-   And torch's adaptive softmax, whose targets choose which of its parts run on a rank.
-   Or what the user names: classes, a predicate, a minimum size.
-2. *Leftovers*: what holds parameters outside of the blocks. Neighbours in registration order form
-   one unit, embeddings apart from the rest, so that a model reads: embeddings, blocks, final norm
-   with head. Parameters held directly by a module that contains blocks are a unit of that module,
-   whole while its forward runs.
+"""Modules of units -> flat parameters: which parameters are gathered together. Touches nothing.
 
 A unit's parameters are cut into flat parameters by dtype, by ``requires_grad``, and by the set of
 units that use them: a weight tied across units is a flat parameter of its own, gathered alone for
@@ -19,24 +7,15 @@ each use.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
-from typing import Any
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_fsdp.core.engine.sharded import Sharded
 from lightning_fsdp.core.engine.unit import Site
-
-UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
-"""Class names, a predicate on modules, a minimum number of parameters, or automatic.
-
-Chosen are modules with a forward: a predicate that answers True for an ``nn.ModuleList`` or another
-container chooses nothing by it.
-"""
 
 
 @dataclass(eq=False)
@@ -67,31 +46,6 @@ class FlatParameterPlan:
     users: list[UnitPlan]
 
 
-def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[nn.Module]]]:
-    """Choose the modules of each unit.
-
-    Args:
-        root: The whole model.
-        selector: See :data:`UnitSelector`.
-
-    Returns:
-        Name and modules per unit, inner units before those that enclose them; without empty ones.
-
-    Raises:
-        ValueError: The selector matches nothing; see also :func:`check_selector`.
-        TypeError: The selector is of no known kind.
-    """
-    blocks = list(dict.fromkeys(_select(root, selector)))
-    leftovers = _find_leftovers(root, set(blocks), set())
-    units = [[module] for module in blocks]
-    # Neighbours are gathered together where all of them are embeddings, or none.
-    for _, run in groupby(leftovers, lambda m: (m is None, isinstance(m, nn.Embedding))):
-        neighbours = [module for module in run if module is not None]
-        units += [neighbours] if blocks else [[module] for module in neighbours]
-    names = {module: name for name, module in root.named_modules()}
-    return [(names[modules[0]], modules) for modules in units if modules]
-
-
 def plan_units(
     root: nn.Module,
     units: Sequence[tuple[str, list[nn.Module]]],
@@ -102,7 +56,7 @@ def plan_units(
 
     Args:
         root: The module that is being sharded.
-        units: Name and modules per unit, inner ones first.
+        units: Name and modules per unit, inner ones first, as ``find_units`` gives them.
         ignored: Parameters to leave alone.
         managed: Modules that earlier calls made part of a unit; their subtrees are left alone.
     """
@@ -142,119 +96,11 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     return list(flat_params.values())
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Whether there is a moment at which this could be gathered by itself."""
-    return getattr(module.forward, "__func__", None) is not nn.Module.forward
-
-
 def reads_weights_in_backward(module: nn.Module) -> bool:
     """Whether a module may; a plain embedding does not, unless its weight is computed."""
     is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
     # The old weight_norm is a hook.
     return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
-
-
-def check_selector(selector: Any) -> None:
-    """Refuse what chooses no units.
-
-    Raises:
-        ValueError: A number of parameters below 1.
-        TypeError: It is of no known kind.
-    """
-    if isinstance(selector, int) and not isinstance(selector, bool):
-        if selector < 1:
-            raise ValueError(f"units: expected a positive number of parameters, got {selector}.")
-    elif selector is not None and (isinstance(selector, type) or not callable(selector)):
-        are_several = isinstance(selector, Collection) and not isinstance(selector, str)
-        if not are_several or not selector or not all(isinstance(name, str) for name in selector):
-            raise TypeError(
-                f"units: expected a list of class names, a callable or an int, got {selector!r}."
-            )
-
-
-def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
-    """The modules that are units of their own, inner ones first."""
-    check_selector(selector)
-    if selector is None:
-        return list(_find_blocks(root))
-    if isinstance(selector, int):
-        return _select_by_size(root, selector)
-    modules = [module for module in root.modules() if _numel(module) and has_forward(module)]
-    if callable(selector):
-        chosen = [module for module in modules if selector(module)]
-        if not chosen:
-            raise ValueError(
-                f"units: expected the callable to choose modules of {type(root).__name__}, got "
-                "none. Return True for the modules to be gathered one at a time."
-            )
-    else:
-        chosen = [module for module in modules if type(module).__name__ in set(selector)]
-        missing = set(selector) - {type(module).__name__ for module in chosen}
-        if missing:
-            present = sorted({type(module).__name__ for module in modules})
-            raise ValueError(
-                f"units: expected classes that occur in {type(root).__name__} and have a forward, "
-                f"got {sorted(missing)}. Choose from {present}."
-            )
-    return chosen[::-1]  # inner modules come later in ``modules()``
-
-
-def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
-    # A list or a dictionary inside of a list is no layer, and may have some.
-    is_list = isinstance(module, nn.ModuleList) or (is_list and not has_forward(module))
-    repeats = is_list or isinstance(module, nn.Sequential)
-    counts = Counter(type(child) for child in module.children() if _numel(child))
-    for child in module.children():
-        is_layer = is_list and next(child.children(), None) is not None
-        is_layer = is_layer or (repeats and counts[type(child)] > 1)
-        is_layer = is_layer or isinstance(child, nn.AdaptiveLogSoftmaxWithLoss)
-        if is_layer and _numel(child) and has_forward(child):
-            yield child
-        else:
-            yield from _find_blocks(child, is_list)
-
-
-def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
-    chosen: list[nn.Module] = []
-
-    def visit(module: nn.Module) -> int:
-        remaining = sum(p.numel() for p in module.parameters(recurse=False))
-        remaining += sum(map(visit, module.children()))
-        if remaining >= minimum and has_forward(module):
-            chosen.append(module)
-            return 0
-        return remaining
-
-    visit(root)
-    return chosen
-
-
-def _find_leftovers(
-    module: nn.Module, blocks: set[nn.Module], visited: set[nn.Module]
-) -> Iterator[nn.Module | None]:
-    """What holds parameters outside of the blocks; ``None`` where neighbours are to be parted."""
-    if module in visited:
-        return
-    is_called = has_forward(module) or not visited  # the root is, by whoever shards it
-    visited.add(module)
-    if module in blocks:
-        # The parameters of a block that are in no block inside it are the block's own unit.
-        yield None
-        return
-    has_own = is_called and _has_own(module)
-    if has_own and blocks.isdisjoint(module.modules()):
-        yield module
-        return
-    for child in module.children():
-        yield from _find_leftovers(child, blocks, visited)
-    if has_own:
-        yield from (None, module, None)
-
-
-def _has_own(module: nn.Module) -> bool:
-    """Whether a forward of this module reads parameters itself: its own, or of a container."""
-    containers = (child for child in module.children() if not has_forward(child))
-    return any(True for _ in module.parameters(recurse=False)) or any(map(_has_own, containers))
 
 
 def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
@@ -265,7 +111,3 @@ def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
     yield module
     for child in module.children():
         yield from _take(child, taken)
-
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -22,13 +22,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_fsdp.config import MixedPrecisionPolicy, plan_of_stage
-from lightning_fsdp.core.grouping import UnitSelector, check_selector
 from lightning_fsdp.core.tensors.norms import scale, scale_to_norm
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.gatherable import gather_all
 from lightning_fsdp.engines.optimizers import refuse_foreign
 from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
+from lightning_fsdp.units import UnitSelector, check_selector
 
 OWNER = "_lightning_fsdp_engine"
 """Attribute of a sharded module: its engine, if that alone knows how to make it whole again."""

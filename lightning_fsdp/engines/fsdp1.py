@@ -33,7 +33,6 @@ from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.engine.torch_internals import not_compiled
-from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.core.optimizers.optimizer_classes import SCALARS
 from lightning_fsdp.engines import native_state, torch_internals
 from lightning_fsdp.engines.calls import redirected
@@ -46,6 +45,7 @@ from lightning_fsdp.engines.native import (
 from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.rank_grid import RankGrid
 from lightning_fsdp.engines.sharded_state import ShardedState
+from lightning_fsdp.units import UnitSelector, find_units
 
 
 class FSDP1Engine(NativeEngine):

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_fsdp.config import MixedPrecisionPolicy
-from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines import torch_internals
 from lightning_fsdp.engines.calls import redirected
 from lightning_fsdp.engines.native import (
@@ -30,6 +29,7 @@ from lightning_fsdp.engines.native import (
 from lightning_fsdp.engines.one_dtype import of_other_dtypes
 from lightning_fsdp.engines.optimizers import mark_replaced, shard_like
 from lightning_fsdp.engines.sharded_state import ShardedState
+from lightning_fsdp.units import UnitSelector, find_units
 
 
 class FSDP2Engine(NativeEngine):

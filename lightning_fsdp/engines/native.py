@@ -27,7 +27,6 @@ from lightning_fsdp.config import MixedPrecisionPolicy
 from lightning_fsdp.core.access.gradients import GradientUnavailable
 from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.torch_internals import current_backward
-from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers import optimizer_guard
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of, steps_whole_tensors
 from lightning_fsdp.core.optimizers.optimizer_state import owned_places
@@ -52,6 +51,7 @@ from lightning_fsdp.engines.base import (
 from lightning_fsdp.engines.module_form import ModuleForm
 from lightning_fsdp.engines.native_access import NativeGradients, NativeWeights
 from lightning_fsdp.engines.optimizers import hand_over, refuse_foreign, unmark
+from lightning_fsdp.units import UnitSelector
 
 _WATCHED = "_lightning_fsdp_watched"  # on a weight whose gradient is looked at
 

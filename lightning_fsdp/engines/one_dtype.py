@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from lightning_fsdp.core.grouping import UnitPlan, has_forward, plan_units
+from lightning_fsdp.core.grouping import UnitPlan, plan_units
+from lightning_fsdp.units import has_forward
 
 _FSDP2 = ", or fsdp2_zero3, where frozen ones may have another"
 

@@ -18,7 +18,6 @@ from lightning_fsdp.core.engine.communicator import Communicator
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.fully_shard import call_as_forward, shard_model
-from lightning_fsdp.core.grouping import UnitSelector
 from lightning_fsdp.core.optimizers.optimizer_state import (
     load_full_optimizer_state_dict,
     map_leaves,
@@ -35,6 +34,7 @@ from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.undo import give_back
+from lightning_fsdp.units import UnitSelector
 
 
 class ScratchEngine(Engine):

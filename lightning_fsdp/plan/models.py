@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_fsdp.core.grouping import find_units
+from lightning_fsdp.units import find_units
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.engine.torch_internals import current_backward, not_compiled
-from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.core.tensors.norms import NonfiniteGradient
 from lightning_fsdp.engines.access import Removable
 from lightning_fsdp.engines.base import Engine
+from lightning_fsdp.units import UnitSelector, find_units
 
 _NUM_NAMED = 4  # of what else was not finite
 

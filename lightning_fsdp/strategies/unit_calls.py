@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_fsdp.core.grouping import UnitSelector, find_units
 from lightning_fsdp.engines import torch_internals
+from lightning_fsdp.units import UnitSelector, find_units
 
 _MARK = "_lightning_fsdp_call"  # on each module that was changed here
 

@@ -1,8 +1,8 @@
 """Small changes of the core, the tests that notice them, and a run of those tests on one of them.
 
-The list is ``mutants.toml``, by file of ``lightning_fsdp/core``. A fault of ``faults.py`` is put
-into running ranks and shows what a kind of test is for; a mutant is put into the source of a copy
-of the repository, and shows that one line is held by a test.
+The list is ``mutants.toml``, by file, as seen from ``lightning_fsdp/core``. A fault of
+``faults.py`` is put into running ranks and shows what a kind of test is for; a mutant is put into
+the source of a copy of the repository, and shows that one line is held by a test.
 """
 
 import re
@@ -32,7 +32,7 @@ class Mutant:
 
     Attributes:
         name: What is done, the end of the sentence "in this file, ...".
-        file: Of the core.
+        file: As seen from the folder of the core.
         before: Source text that occurs once in the file.
         after: What stands there instead.
         noticed_by: Tests that fail then, below ``tests``; the first of them is enough.

@@ -20,9 +20,10 @@ from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.engine.schedule import Schedule
 from lightning_fsdp.core.engine.unit import Site
-from lightning_fsdp.core.grouping import UnitPlan, has_forward
+from lightning_fsdp.core.grouping import UnitPlan
 from lightning_fsdp.core.ranks.groups import describe, spans_same_ranks
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param_of
+from lightning_fsdp.units import has_forward
 
 _DEVICE_TYPES = "cpu", "cuda"
 
