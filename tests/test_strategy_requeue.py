@@ -3,12 +3,15 @@
 import functools
 import os
 import signal
+from pathlib import Path
 from unittest import mock
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.trainer.connectors import signal_connector
 
 from lightning_fsdp import ResumableLoader
+from lightning_fsdp.checkpoint.files import _own_file_beside
+from lightning_fsdp.checkpoint.place import Place
 from tests.support.trainer import (
     AdamwRegressor,
     assert_each_like_ddp,
@@ -111,3 +114,17 @@ def _requeued_in_a_step(rank, world_size, folder):
 
 def test_they_save_after_an_optimizer_step_not_inside_of_one(tmp_path):
     on_trainer_ranks(_requeued_in_a_step, 2, tmp_path)
+
+
+def test_what_a_killed_save_has_left_is_not_taken_for_a_checkpoint(tmp_path):
+    whole, killed = tmp_path / "hpc_ckpt_1.ckpt", tmp_path / "hpc_ckpt_2.ckpt"
+    whole.touch()
+    saving = Place(killed)
+    saving.begin()
+    saving.release()  # and has left what it wrote
+    with _own_file_beside(killed):
+        assert len(list(tmp_path.glob(".*"))) == 2
+        trainer = make_trainer("auto", tmp_path)
+        connector = trainer._checkpoint_connector
+        assert Path(connector._hpc_resume_path) == whole
+        assert Path(connector.hpc_save_path(tmp_path)) == killed

@@ -234,10 +234,19 @@ def write_for_torch(path: Path, content: Any) -> None:
     Raises:
         OSError: It cannot be written; says which file.
     """
-    with naming(str(path)), _own_file_beside(path) as beside:
-        with DiskFile(beside, "wb") as file:
+    with naming(str(path)), _own_file_beside(path) as own:
+        with DiskFile(own, "wb") as file:
             torch.save(content, cast(IO[bytes], file))
-        beside.replace(path)
+        own.replace(path)
+
+
+def beside(path: Path, suffix: str) -> Path:
+    """Where a save to ``path`` writes until all is there.
+
+    For a job that SLURM starts again, Lightning takes the highest number of whatever has ``ckpt_``
+    in its name for that of a checkpoint; so what a killed save leaves must not have it.
+    """
+    return path.with_name(f".{path.name.replace('ckpt_', 'ckpt-')}{suffix}")
 
 
 @contextlib.contextmanager
@@ -247,18 +256,18 @@ def _own_file_beside(path: Path) -> Iterator[Path]:
     It is locked, and removed at the end. Those of saves that were killed are not locked, and go.
     """
     with alone_in(path.parent):
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        for left in path.parent.glob(f"{glob.escape(beside(path, '').name)}.*.partial"):
             with contextlib.suppress(OSError), left.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-        beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-        lock = beside.open("xb")
+        own = beside(path, f".{secrets.token_hex(4)}.partial")
+        lock = own.open("xb")
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
     try:
-        yield beside
+        yield own
     finally:
-        beside.unlink(missing_ok=True)
+        own.unlink(missing_ok=True)
         lock.close()
 
 

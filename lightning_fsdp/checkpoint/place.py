@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO
 
 from lightning_fsdp.checkpoint.damage import DamagedCheckpoint
-from lightning_fsdp.checkpoint.files import MARKER, alone_in, sync_folder
+from lightning_fsdp.checkpoint.files import MARKER, alone_in, beside, sync_folder
 
 LINK = "current"
 _VERSION = re.compile(r"version-(\d+)")
@@ -51,7 +51,7 @@ class Place:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.abspath(path))  # noqa: PTH100 (a link stays what it is)
-        self._staging = self.path.parent / f".{self.path.name}{_SAVING}"
+        self._staging = beside(self.path, _SAVING)
         self._whole = self._staging / "whole"
         self._lock: IO[bytes] | None = None
 
@@ -168,7 +168,7 @@ def find_version(path: str | os.PathLike[str]) -> Path:
         return path / (_target(path) or LINK)  # a copy may hold a folder in place of the link
     if path.is_dir() and (path / MARKER).is_file():
         return path
-    left = path.parent / f".{path.name}{_SAVING}"
+    left = beside(path, _SAVING)
     if path.is_dir():
         raise DamagedCheckpoint(
             f"{path}: expected a finished checkpoint, got a folder without a link {LINK!r} to one: "
