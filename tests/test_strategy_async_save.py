@@ -187,6 +187,28 @@ def test_a_save_between_two_fits_is_done_when_it_returns(tmp_path):
     on_trainer_ranks(_save_after_the_fit, 2, tmp_path)
 
 
+class _ReadsBack(_Saves):
+    """As the LearningRateFinder does between the epochs of a fit."""
+
+    seen = None
+
+    def on_train_batch_end(self, trainer, *_):
+        super().on_train_batch_end(trainer, *_)
+        if trainer.global_step == self.at_step:
+            self.seen = trainer.strategy.load_checkpoint(self.path)["global_step"]
+
+
+def _read_back(rank, world_size, folder):
+    _fsync_takes(0.05)
+    reads = _ReadsBack(folder / "run.ckpt", 3)
+    _trainer(SHARDED[0], folder, reads).fit(seeded(Adamw), make_loader())
+    assert reads.seen == 3
+
+
+def test_what_is_loaded_in_a_fit_has_been_saved_before(tmp_path):
+    on_trainer_ranks(_read_back, 2, tmp_path)
+
+
 # -- what fails ------------------------------------------------------------------------------------
 
 

@@ -375,6 +375,7 @@ class ShardedStrategy(ProcessStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         path = self.broadcast(checkpoint_path)
+        background.join_last()  # it may be what is loaded, inside of a fit (LearningRateFinder)
         if Path(path).is_dir():
             return read_folder(path)
         return super().load_checkpoint(path, weights_only)
