@@ -161,6 +161,22 @@ def test_a_rank_that_leaves_the_order_later_is_named_within_the_groups_timeout()
     assert_errors(errors_on_ranks(*given, timeout_s=AT_ONCE_S + 5), "RuntimeError", "rank 1")
 
 
+def _freeze_in_turn(rank, world_size, how):
+    """The second rank trains less, or another part, of as many elements in a region of its own."""
+    model = _Branches()
+    model.right.requires_grad_(how == "less")
+    fully_shard(model)
+    model.left.requires_grad_(rank == 0)
+    model.right.requires_grad_(how == "less" or rank == 1)
+    model(torch.ones(2, 32)).sum().backward()
+
+
+@pytest.mark.parametrize("how", ["less", "another part"])
+def test_ranks_that_freeze_other_parameters_of_a_unit(how):
+    errors = errors_on_ranks(_freeze_in_turn, 2, how, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError", "right.weight", "left.weight", "freeze the same")
+
+
 COLLECTIVES = {
     "norm of gradients": lambda model: model.clip_grad_norm_(1.0),
     "dot of gradients": lambda model: gradients(model).dot(None),

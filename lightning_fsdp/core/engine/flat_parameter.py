@@ -201,7 +201,7 @@ class FlatParameter:
     def end_step(self) -> None:
         """An optimizer has stepped: the whole copy is stale, even if no version has changed."""
         self.micro_batch = 0
-        self._gathered_version = -1 if self.is_trainable else self._gathered_version
+        self._gathered_version = -1 if self.trained else self._gathered_version
 
     def note_use(self, slots: Iterable[int]) -> None:
         """A forward uses leaves. Frozen or thawed there, a parameter is so too from now on."""
@@ -215,12 +215,12 @@ class FlatParameter:
     # -- gradients -------------------------------------------------------------------------------
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether any parameter was computed with and required a gradient since the last reduction.
+    def trained(self) -> list[str]:
+        """Names of parameters that a forward since the last reduction used, other than frozen ones.
 
         One that was frozen meanwhile keeps the gradient that it has, as in torch.
         """
-        return any(self._trained)
+        return [p.spec.name for p, has in zip(self.parameters, self._trained, strict=True) if has]
 
     @property
     def has_local_gradients(self) -> bool:

@@ -113,7 +113,7 @@ class Reductions:
         if not flat_params:
             return
         for flat_param in flat_params:
-            event = f"reduce {flat_param.sent_dtype} gradients of"
+            event = f"reduce {flat_param.sent_dtype} gradients of {flat_param.trained} in"
             self._watchers.before_collective(event, flat_param.name)
         self._advance()  # what they read is freed before more is started
         for flat_param in flat_params:

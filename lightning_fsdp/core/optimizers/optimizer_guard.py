@@ -141,7 +141,7 @@ def _check_gradients(stepped: Collection[int]) -> None:
         parameters = [
             parameter
             for flat_param in schedule.flat_params
-            if flat_param.sends_sums and flat_param.is_trainable
+            if flat_param.sends_sums and flat_param.trained
             for parameter in flat_param.parameters
             if id(parameter) in stepped
         ]

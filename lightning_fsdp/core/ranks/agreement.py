@@ -205,8 +205,9 @@ class ControlGroup:
         raise RuntimeError(
             f"ranks disagree (this is rank {self.rank} of {self.world_size}): expected the same on "
             "every rank, got\n" + "\n".join(lines) + "\nNo data has moved. Build the same modules "
-            "with the same options on every rank, and run them in the same order. What chooses by "
-            "data which of its parts run (experts) is to be one unit, by units= or fully_shard."
+            "with the same options on every rank, freeze the same parameters, and run them in the "
+            "same order. What chooses by data which of its parts run (experts) is to be one unit, "
+            "by units= or fully_shard."
         )
 
     def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
