@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -95,11 +96,19 @@ def _stub(config, run, pace):
 
 
 def _by_stub(monkeypatch, device_bytes):
-    monkeypatch.setattr(suggest_module, "dry_run", _stub)
+    begun = []
+
+    @contextmanager
+    def stubs(config, run, pace):
+        begun.append(replace(run, batch_size=1, grad_accum=1))
+        yield lambda size, times: _stub(config, replace(run, batch_size=size, grad_accum=times), 0)
+
+    monkeypatch.setattr(suggest_module, "dry_runs", stubs)
     monkeypatch.setattr(suggest_module, "units_to_try", lambda config: (PARTS, WHOLE))
     found = suggest(None, RUN, network=HOSTS, flops_per_s=1.0, device_bytes=device_bytes)
     times = [each.timing.step_s for each in found.fitting]
     assert times == sorted(times)
+    assert len(begun) == len(set(begun)), "all micro-batches of a setting are tried on one model"
     return found
 
 

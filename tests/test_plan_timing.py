@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import hosts as hosts_command
 from benchmarks import hosts_ranks
 from lightning_fsdp.plan import dry_run as dry_run_module
-from lightning_fsdp.plan.dry_run import Run, dry_run
+from lightning_fsdp.plan.dry_run import Run, dry_run, dry_runs
 from lightning_fsdp.plan.models import build, config_of
 from lightning_fsdp.plan.pace import Pace
 from lightning_fsdp.simulate.network import Network
@@ -78,6 +78,19 @@ def test_micro_batches_that_are_left_out_take_their_time_and_no_memory(config, m
     for name, value in vars(expected.timing).items():
         assert getattr(found.timing, name) == pytest.approx(value, rel=1e-9), name
     assert expected.timing.waited_s > 0.1 * expected.timing.step_s
+
+
+def test_sizes_that_are_planned_one_after_another_are_planned_as_each_alone(config):
+    slow = Network(world_size=8, bandwidth_gb_s=0.01, latency_us=10.0)
+    run = Run(**OPTIONS, shard_size=4, state_over="all", activation_checkpointing=True)
+    sizes = [(4, 2), (2, 4), (8, 1)]
+    with dry_runs(config, run, Pace(slow, 1e9)) as plan_of:
+        found = [plan_of(*each) for each in sizes]
+    for plan in found:
+        alone = dry_run(config, plan.run, Pace(slow, 1e9))
+        assert replace(plan, timing=None) == replace(alone, timing=None)
+        assert vars(plan.timing) == pytest.approx(vars(alone.timing), rel=1e-9)
+    assert [(plan.run.batch_size, plan.run.grad_accum) for plan in found] == sizes
 
 
 @pytest.mark.parametrize(

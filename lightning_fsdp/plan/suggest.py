@@ -19,12 +19,13 @@ to compute blocks once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lightning_fsdp.core.ranks.groups import StateOver
-from lightning_fsdp.plan.dry_run import Plan, Run, dry_run
+from lightning_fsdp.plan.dry_run import Plan, Run, dry_runs
 from lightning_fsdp.plan.models import units_to_try
 from lightning_fsdp.plan.pace import Pace, Timing
 from lightning_fsdp.simulate.network import Network
@@ -144,9 +145,21 @@ class _Search:
 
     def fitting(self, setting: Run) -> list[Plan]:
         """The plan of a setting, if it fits."""
-        plan = dry_run(self._config, setting, Pace(self._network, self._flops_per_s))
-        self.tried.append(plan)
-        return [plan] if plan.peak_bytes <= self._device_bytes else []
+        with self._planned(setting) as fitting_of:
+            return fitting_of(setting.batch_size)
+
+    @contextmanager
+    def _planned(self, setting: Run) -> Iterator[Callable[[int], list[Plan]]]:
+        """Of a setting with micro-batches of so many sequences, the plan, if it fits."""
+        pace = Pace(self._network, self._flops_per_s)
+        with dry_runs(self._config, setting, pace) as plan_of:
+
+            def fitting_of(size: int) -> list[Plan]:
+                plan = plan_of(size, self._num_sequences // size)
+                self.tried.append(plan)
+                return [plan] if plan.peak_bytes <= self._device_bytes else []
+
+            yield fitting_of
 
     def timed(self, plan: Plan) -> Suggestion:
         """With its rates."""
@@ -169,12 +182,11 @@ class _Search:
         sizes = [size for size in range(1, total + 1) if total % size == 0]
         low, high = 0, len(sizes) - 1
         middle, best = high, list[Plan]()
-        while low <= high:
-            size = sizes[middle]
-            fits = self.fitting(replace(setting, batch_size=size, grad_accum=total // size))
-            if fits:
-                best, low = fits, middle + 1
-            else:
-                high = middle - 1
-            middle = (low + high + 1) // 2
+        with self._planned(setting) as fitting_of:
+            while low <= high:
+                if fits := fitting_of(sizes[middle]):
+                    best, low = fits, middle + 1
+                else:
+                    high = middle - 1
+                middle = (low + high + 1) // 2
         return best
