@@ -26,7 +26,7 @@ class Home:
     Attributes:
         compute_device: Device of whole copies, local gradients and collectives.
         device: Device of shards, reduced gradients and optimizer state.
-        policy: How they are offloaded; ``None`` where they are not.
+        policy: How these are offloaded; ``None`` where they are not.
         after_reduction: Stages that follow a reduction, with their names.
         traffic: What was copied between the two devices, by direction: ``to_device``, ``to_host``.
     """
@@ -39,23 +39,24 @@ class Home:
         self.traffic = {"to_device": Traffic(), "to_host": Traffic()}
 
     def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, ``(numel,)``, where shards live."""
+        """Allocate zeros, ``(numel,)``, where shards live."""
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``(numel,)``, on the device that computes; the content is undefined."""
+        """Allocate ``(numel,)`` on the device that computes; the content is undefined."""
         return torch.empty(numel, dtype=dtype, device=self.compute_device)
 
     def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
-        """What gives the storage of such a tensor so many bytes back each time it was freed."""
+        """The function that gives a storage of 0 bytes its ``num_bytes`` back."""
         return storage.resize_
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the device that computes, and cast.
+        """Copy to the device that computes, casting to the dtype of ``target``.
 
         Args:
             source: ``(n,)``, where shards live; may be written to when this returns.
-            target: ``(n,)`` of any dtype, on the device; there for what is queued after this.
+            target: ``(n,)`` of any dtype, on the device that computes; what is queued there after
+                this call reads the new values.
         """
         target.copy_(source)
 
@@ -63,7 +64,7 @@ class Home:
         """Start the copy of a tensor to where shards live.
 
         Args:
-            source: Any shape, on the device that computes; kept until waited for.
+            source: Any shape, on the device that computes; kept alive until waited for.
             may_pin: False for what is large, rare and kept by the caller: pinned memory is scarce.
 
         Returns:
@@ -91,12 +92,12 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Give the storage its memory; the content is undefined."""
-        if self._storage.nbytes() == 0:  # else it could not be freed
+        if self._storage.nbytes() == 0:  # else free() had to leave it
             self._resize(self._nbytes)
 
     def free(self) -> None:
-        """Release the memory, if it can be; views stay valid for the next :meth:`allocate`."""
-        # Not once somebody took a numpy array, which points at the memory.
+        """Release the memory, if possible; views are valid again after :meth:`allocate`."""
+        # It is not resizable once somebody took a numpy array, which points at the memory.
         if self._storage.nbytes() > 0 and self._storage.resizable():
             self._storage.resize_(0)
 

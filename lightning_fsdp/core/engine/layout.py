@@ -22,10 +22,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 32
-"""Elements. 64 bytes in 16-bit dtypes and 128 in fp32: what torch's allocators give on CPU."""
+"""In elements: 64 bytes in 16-bit dtypes, 128 in fp32. torch's CPU allocator aligns to 64."""
 
 SHARD_ALIGNMENT = 8
-"""Elements. Shards start at 16-byte boundaries in every dtype, which collectives want."""
+"""In elements: shards start at multiples of 16 bytes in 16-bit dtypes and in wider ones, as the
+vectorized copies of collectives want."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Slot:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -58,7 +59,7 @@ class FlatSlice:
 
     @property
     def numel(self) -> int:
-        """Elements of the slice."""
+        """Number of elements of the slice."""
         return self.stop - self.start
 
 
@@ -70,10 +71,11 @@ class FlatLayout:
         slots: One per parameter, by offset.
         shard_numel: Elements of a shard, padding included.
         shard_world_size: Number of shards.
-        places: By rank, which of the shards it owns; empty: the one of the same number.
+        places: By rank, the index of the shard that it owns; if empty, rank r owns shard r.
 
     Raises:
-        ValueError: Slots overlap, are not aligned, not in order or not inside of the region.
+        ValueError: Slots overlap, are not aligned, not in order or not inside the region, or
+            shards are not aligned.
     """
 
     slots: tuple[Slot, ...]
@@ -94,7 +96,7 @@ class FlatLayout:
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of the whole region, padding included."""
+        """Number of elements of the whole region, padding included."""
         return self.shard_numel * self.shard_world_size
 
     def shard_range(self, shard_rank: int) -> tuple[int, int]:
@@ -115,7 +117,7 @@ class FlatLayout:
         return complement(used, start, self.numel if stop is None else stop)
 
     def extent(self, slots: range) -> tuple[int, int]:
-        """First and past-the-last element of neighbouring slots."""
+        """First and past-the-last element of a run of neighbouring slots."""
         last = self.slots[slots[-1]]
         return self.slots[slots[0]].offset, last.offset + last.numel
 
@@ -149,7 +151,7 @@ def plan_layout(
 def complement(
     ranges: Iterable[tuple[int, int]], start: int, stop: int
 ) -> Iterator[tuple[int, int]]:
-    """What ordered, disjoint ``ranges`` leave free of ``[start, stop)``; without empty ones."""
+    """The gaps, none empty, that ordered and disjoint ``ranges`` leave in ``[start, stop)``."""
     position = start
     for used_start, used_stop in ranges:
         if min(used_start, stop) > position:
