@@ -53,8 +53,9 @@ class FlatParameter:
         shard: ``(layout.shard_numel,)``, main dtype, on the device of ``home``; padding holds
             zeros.
         parameters: The user's own ``nn.Parameter`` objects, one per slot; slices of ``shard``.
+        policy: The dtypes of compute and reduction.
         layout: Where each parameter lies in the region.
-        communicator: The sharding group.
+        communicator: The collectives of the sharding group.
         home: Where the shard lives, and how data gets there and back.
         make_waiting: Makes the object that stands in ``.grad`` while a gradient waits to be
             reduced.
@@ -63,11 +64,11 @@ class FlatParameter:
         divide_factor: What the sum over all ranks is divided by; ``None``: their number.
         leaves: Per slot, the permanent autograd leaf, a view of ``buffer``.
         sends_sums: Whether the next reduction may take sums over several backwards. Set by the
-            schedule, alike on all ranks.
+            schedule, to the same on all ranks.
         stays_in_replica: Whether reductions leave out the mean over replicas, if there are any.
-            Set by the schedule, alike on all ranks.
-        micro_batch: Number of the running or next backward since the last step; the schedule
-            counts.
+            Set by the schedule, to the same on all ranks.
+        micro_batch: Number of the running or next backward since the last step, counted by the
+            schedule.
         copy: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
             ``gathering``: allocated, and the all-gather is in flight; ``unsharded``: readable.
         gradient_watchers: By the id of the handle that removes each.
@@ -79,7 +80,7 @@ class FlatParameter:
     policy: PrecisionPolicy
     make_waiting: MakeWaiting
     divide_factor: float | None = None
-    # A copy begins with these as any flat parameter does.
+    # With init=False, a deepcopy starts with fresh ones instead of sharing these.
     micro_batch: int = field(default=0, init=False)
     gradient_watchers: OrderedDict[int, GradientWatcher] = field(
         default_factory=OrderedDict, init=False
@@ -92,7 +93,7 @@ class FlatParameter:
         self.take_in(self.shard)
 
     def take_in(self, shard: Tensor) -> None:
-        """Start with a shard, or start again with one of another dtype.
+        """Set up the state around a shard: at first, and again when the main dtype changes.
 
         Nobody may hold the whole copy, and no gradient may wait to be reduced.
 
@@ -101,28 +102,29 @@ class FlatParameter:
         """
         layout, home, self.shard = self.layout, self.home, shard
         self.buffer = FlatBuffer(layout.numel, self.policy.param_dtype or shard.dtype, home)
-        # What a gather sends.
+        # This rank's slot of the buffer: the input of an in-place all-gather.
         self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
         self.copy: Literal["sharded", "gathering", "unsharded"] = "unsharded"
         self._gathered_version = -1
         self._gather = Pending("no gather", (), lambda: shard)
-        self._free()
+        self._free()  # the buffer was allocated for making its views
         self.sends_sums = self.stays_in_replica = False
         self._reduce_dtype = self.policy.reduce_dtype or self.buffer.flat.dtype
         self._arrived: dict[int, Tensor] = {}  # by slot, in this backward
-        # What ``requires_grad`` of each leaf said last; and in a forward since the last reduction.
+        # Per slot: ``requires_grad`` when the leaf was last used, and whether it was true in any
+        # use since the last reduction.
         self._trains = [leaf.requires_grad for leaf in self.leaves]
         self._trained = [False] * len(self.leaves)
         self.holders: set[object] = set()
         self._reduction: Pending | None = None
-        self._stages: list[tuple[str, Stage]] = []  # that are to follow it, by name
+        self._stages: list[tuple[str, Stage]] = []  # still to follow it, each with its name
 
     def __repr__(self) -> str:
         return f"FlatParameter({self.name!r}, {self.copy}, gradients {self.gradients})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
-        """Another shard and other parameters, without whole copy, gradients and hooks."""
+        """A copy of the shard and parameters, without whole copy, gradients and hooks."""
         parameters = copy.deepcopy(self.parameters, memo)
         with torch.inference_mode(False):
             shard = self.home.new_shard(self.shard.numel(), self.shard.dtype).copy_(self.shard)
@@ -131,15 +133,15 @@ class FlatParameter:
         return replace(self, shard=shard, parameters=parameters)
 
     def be_run_by(self, runner: Runner) -> None:
-        """From now on, let a schedule run this, and its watchers see it."""
+        """Let a schedule run this from now on; its watchers are told of what happens here."""
         self._runners.append(weakref.ref(runner))
         if self.copy == "sharded":
             runner.watchers.on_freed(self)
 
     @property
     def _runner(self) -> Runner:
-        # A weak reference, as the schedule owns this. Two models that share a weight and were
-        # sharded apart have one each, and either may be deleted: the last one alive counts.
+        # Weak references, as schedules own this. Two models that share a weight but were sharded
+        # separately have one each, and either may be deleted: the latest one alive counts.
         alive = filter(None, map(weakref.ref.__call__, reversed(self._runners)))
         return next(alive, _NOBODY)
 
@@ -158,9 +160,9 @@ class FlatParameter:
             self.buffer.allocate()
             self.home.to_device(self.shard, self._own)  # casts on the way
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
-        except BaseException:  # no memory, or a rank that is gone: as if it had not begun
+        except BaseException:  # out of memory, or a rank is gone: as if it had not begun
             self.holders.discard(holder)
-            self.copy = "unsharded"  # with nothing to wait for
+            self.copy = "unsharded"  # so that freeing waits for nothing
             self._free()
             raise
         self._gathered_version = self.shard._version
@@ -171,22 +173,23 @@ class FlatParameter:
             return
         try:
             self._gather.wait()
-        except BaseException:  # perhaps before it had waited
+        except BaseException:  # perhaps a Ctrl-C that came before the wait
             self._gathered_version = -1
             self.communicator.break_off()
             raise
         finally:  # whether or not it succeeded, nothing is in flight any more
-            # gloo drops a message whose handle is gone, and else writes into the freed memory. (An
-            # error keeps frames alive, with their variables; so no variable may hold a handle.)
+            # gloo cancels a receive whose handle is dropped; otherwise it would write into memory
+            # that is freed by then. No variable may hold a handle either: the traceback of an
+            # exception keeps frames alive, and their variables with them.
             self._gather.works = ()
             self.copy = "unsharded"
 
     def reshard(self, holder: object, *, is_stale: bool = False) -> None:
-        """``holder`` is done; the last one frees the whole copy.
+        """``holder`` is done with the whole copy; the last one to say so frees it.
 
         Args:
             holder: Who needed it.
-            is_stale: The shard may have been written to in a way that torch does not count.
+            is_stale: The shard may have been written to without a change of its version counter.
         """
         self.holders.discard(holder)
         self._gathered_version = -1 if is_stale else self._gathered_version
@@ -199,14 +202,17 @@ class FlatParameter:
         return self._gathered_version != self.shard._version
 
     def end_step(self) -> None:
-        """An optimizer has stepped: the whole copy is stale, even if no version has changed."""
+        """An optimizer has stepped: the whole copy is stale, whatever the version counter says.
+
+        Not every kernel that optimizers use counts its writes.
+        """
         self.micro_batch = 0
         self._gathered_version = -1 if self.trained else self._gathered_version
 
     def note_use(self, slots: Iterable[int]) -> None:
-        """A forward uses leaves. Frozen or thawed there, a parameter is so too from now on."""
+        """Note that a forward uses leaves; freezing or thawing one there does so for good."""
         for slot in slots:
-            trains = self.leaves[slot].requires_grad  # follows that of the parameter at once
+            trains = self.leaves[slot].requires_grad  # set with the parameter's, or in the forward
             if trains != self._trains[slot]:
                 self._trains[slot] = trains
                 self.parameters[slot].requires_grad_(trains)
@@ -216,9 +222,9 @@ class FlatParameter:
 
     @property
     def trained(self) -> list[str]:
-        """Names of parameters that a forward since the last reduction used, other than frozen ones.
+        """Names of the trainable parameters that a forward since the last reduction has used.
 
-        One that was frozen meanwhile keeps the gradient that it has, as in torch.
+        One that was frozen in the meantime keeps the gradient that it has, as in torch.
         """
         return [p.spec.name for p, has in zip(self.parameters, self._trained, strict=True) if has]
 
@@ -229,17 +235,17 @@ class FlatParameter:
 
     @property
     def may_wait(self) -> bool:
-        """Whether any rank may have gradients that wait; alike on all ranks."""
+        """Whether any rank may have gradients that wait; the same answer on all ranks."""
         return self.sends_sums
 
     @property
     def sent_dtype(self) -> torch.dtype:
         """The dtype in which the next reduction sends gradients; their sum has the reduce dtype.
 
-        Gradients of a narrower dtype are widened on arrival, which loses nothing. Sums over several
-        backwards have been widened already and are sent so. A single rank sends nothing.
+        Gradients of a narrower dtype are widened by the receiver, which loses nothing. Sums over
+        several backwards are wide already, and are sent so. A single rank sends nothing.
         """
-        made, wide = self.buffer.flat.dtype, self._reduce_dtype
+        made, wide = self.buffer.flat.dtype, self._reduce_dtype  # by autograd; for sums
         if self.sends_sums or self.communicator.world_size == 1:
             return wide
         return made if torch.promote_types(made, wide) == wide else wide
@@ -278,12 +284,12 @@ class FlatParameter:
         # not be waited for here: its stages start in the same order on all ranks, and which
         # gradients arrive may differ by rank.
         local = local_gradient_of(self.parameters[slot])
-        if local is not None and local.part is not None:  # of backwards before
+        if local is not None and local.part is not None:  # from earlier backwards
             local.part.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype) + gradient
         else:
-            self._arrived[slot] = gradient  # as autograd made it
+            self._arrived[slot] = gradient  # as autograd made it, neither copied nor widened
 
     def reduce(self) -> list[bool]:
         """Start the reduction.
@@ -292,7 +298,7 @@ class FlatParameter:
             Per slot, whether this rank has a gradient; empty where a later reduction takes the
             mean over all ranks.
         """
-        self.land()
+        self.land()  # an earlier one: there is at most one at a time
         with torch_internals.profiled("reduce", self.name):
             gradients = self._take_local()
             has_one = [slot in gradients for slot in range(len(self.parameters))]
@@ -321,10 +327,10 @@ class FlatParameter:
             return
         with torch_internals.profiled("wait_for_reduce", self.name), torch_internals.unrecorded():
             shard = reduction.wait()
-            if self.divide_factor is not None:  # the mean over all ranks was taken
+            if self.divide_factor is not None:  # it has been divided by the number of ranks
                 shard.mul_(self.communicator.mesh_size / self.divide_factor)
             shard = shard.to(self.shard.dtype)
-            del reduction  # which keeps what it was made of
+            del reduction  # and with it the buffers that its result was computed from
             for slot, has_trained in enumerate(self._trained):
                 if has_trained:
                     self._add(slot, self.parameters[slot].spec.part_of(shard))
@@ -341,7 +347,7 @@ class FlatParameter:
 
         Args:
             holder: Who does not need it any more; others may.
-            drops_gradients: Whether those that wait to be reduced are of no use.
+            drops_gradients: Whether gradients that wait to be reduced are dropped.
 
         Raises:
             RuntimeError: What was in flight has failed; everything is freed all the same.
@@ -362,15 +368,15 @@ class FlatParameter:
             local = local_gradient_of(parameter)
             if local is not None and local.part is not None:
                 gradients[slot], local.part = local.part, None
-                if local.of_replica is None:
+                if local.of_replica is None:  # else that goes on waiting in it
                     parameter.grad = local.prior
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
-        """A view of its place in the buffer, original shape."""
+        """A view of the parameter's slot in the buffer, original shape."""
         leaf = nn.Parameter(self.buffer.view(self.layout.slots[slot]))
-        # Registered once and for all, while it requires a gradient: others take no hook.
-        # Refers to this weakly: this owns the leaf, which owns the hook.
+        # Registered before the leaf may be frozen: torch refuses hooks on frozen tensors. It refers
+        # to this weakly, as this owns the leaf, which owns the hook.
         hook = functools.partial(_take_over, weakref.ref(self), slot)
         leaf.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self.parameters[slot].spec.flat_param = weakref.ref(self)
@@ -407,7 +413,7 @@ _NOBODY = Runner()
 
 
 def _take_over(flat_param: weakref.ref[FlatParameter], slot: int, leaf: Tensor) -> None:
-    """Move the gradient of a leaf out of its ``.grad`` as soon as it is complete."""
+    """Move a leaf's gradient out of its ``.grad`` as soon as autograd has summed it up."""
     owner, gradient, leaf.grad = flat_param(), leaf.grad, None
     if owner is not None and gradient is not None:
         with torch_internals.unrecorded():
