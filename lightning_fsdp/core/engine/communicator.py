@@ -1,15 +1,15 @@
 """Every collective of the core that moves data: one gather, one reduction.
 
-Data moves asynchronously, by one collective each, and is counted. Subclasses (in ``ranks/``) move
-the same data in other ways.
+Each is a single asynchronous collective (all-gather, reduce-scatter), and is counted. Subclasses in
+``ranks/`` move the same data in other ways.
 
 Note: lifetimes
 c10d's asynchronous ``Work`` already is the pair of events that a collective needs on CUDA: it
 starts when everything queued on the current stream at the call has finished, and ``wait()`` makes
 the current stream (not the host) wait for its end. Buffers are allocated, freed and computed with
-on one stream, and a :class:`Pending` keeps what it reads or writes until it was waited for; so no
-memory is reused early, and ``record_stream`` is not needed. On CPU the same code runs with host
-waits.
+on one stream, and a :class:`Pending` keeps what it reads or writes alive until it was waited for;
+so no memory is reused early, and ``record_stream`` is not needed. On CPU the same code runs with
+host waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.layout import FlatLayout
 
 Works = Sequence[tuple[Callable[[], object], str]]
-"""Functions that wait, each with the ranks that it depends on, in words."""
+"""Functions that wait, each with the ranks that it depends on in words (``"rank 3"``)."""
 
 Empty = Callable[[int, torch.dtype], Tensor]
 """Allocates ``(numel,)`` of a dtype."""
@@ -47,7 +47,7 @@ class Traffic:
     sent_bytes: int = 0
 
     def add(self, sent_bytes: int) -> None:
-        """Note a collective, or a copy."""
+        """Count a collective, or a copy between host and device."""
         self.calls += 1
         self.sent_bytes += sent_bytes
 
@@ -69,7 +69,9 @@ class Pending:
     keeps: Sequence[Tensor] = field(default=(), repr=False)
 
     def wait(self) -> Tensor:
-        """Make the current stream (on CPU: the caller) wait for the result, and return it. Once.
+        """Make the current stream (on CPU: the caller) wait for the result, and return it.
+
+        To be called once.
 
         Raises:
             RuntimeError: Another rank did not take part within the group's timeout.
@@ -91,14 +93,14 @@ class Pending:
 
 
 Stage = Callable[[Tensor, str], Pending]
-"""Follows a collective: takes its result and the name of the unit, and starts the next one."""
+"""What follows a collective: takes its result and the unit's name, and starts the next one."""
 
 
 class collective:  # noqa: N801 (a context manager, read as a verb)
     """Let an error of a collective name the operation and the ranks that did not take part.
 
-    It may come as early as the start: a rank that was stopped for longer than the timeout finds its
-    connections closed by the others.
+    The start of a collective may raise as well as the wait: a rank that was stopped for longer than
+    the timeout finds its connections closed by the others.
 
     Args:
         what: The operation and this rank.
@@ -129,11 +131,11 @@ class LocalRegion:
     """This rank's own gradients of one flat region: the input of a reduction.
 
     Attributes:
-        gradients: By slot, of any dtype. Packing takes each out as soon as it was copied; a slot
-            without a gradient counts as zeros.
+        gradients: By slot, original shape, any dtype. Packing takes each out as soon as it was
+            copied, which frees it; a slot without a gradient counts as zeros.
         layout: Layout of the region.
         unit_name: For the message if the reduction fails.
-        empty: Allocates memory.
+        empty: Allocates memory on the device of the gradients.
         sent_dtype: The dtype in which gradients are sent, the same on every rank.
         dtype: The dtype of the sum: ``sent_dtype``, or one that can hold all of its values.
     """
@@ -146,10 +148,10 @@ class LocalRegion:
     dtype: torch.dtype
 
     def pack(self, slots: range | None = None) -> Tensor:
-        """Gradients, and zeros where none are, ``(n,)`` of ``sent_dtype``.
+        """Copy gradients end to end, zeros where there are none: ``(n,)`` of ``sent_dtype``.
 
         Args:
-            slots: Neighbours; all of the region, if not given.
+            slots: A run of neighbours; default: the whole region, padding at its end included.
         """
         layout, gradients, dtype = self.layout, self.gradients, self.sent_dtype
         start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
@@ -170,13 +172,14 @@ class LocalRegion:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the dtype that is sent cannot hold the sum; that of fp16 may be too large."""
+        """Whether the dtype that is sent cannot hold the sum; a sum in fp16 may overflow."""
         return self.sent_dtype != self.dtype or self.dtype == torch.float16
 
     def _can_be_sent(self, slot: int, numel: int) -> bool:
-        """Whether a slot's gradient is laid out as a whole run of ``numel`` elements is sent."""
+        """Whether a gradient need not be copied: it is all of a run of ``numel`` elements."""
         gradient, num_ranks = self.gradients.get(slot), self.layout.shard_world_size
-        # One rank would not send it but write to it, and it may be a view of what autograd needs.
+        # A single rank sends nothing: what is packed becomes the result, which is written to, while
+        # a gradient may be a view of what autograd still needs.
         if gradient is None or gradient.dtype != self.sent_dtype or num_ranks == 1:
             return False
         return gradient.numel() == numel and gradient.is_contiguous()
@@ -190,20 +193,21 @@ class Communicator:
 
     Attributes:
         ranks: The ranks of the group, as numbers in the default group.
-        rank: Of this process, in the group.
+        rank: Rank of this process in the group.
         world_size: Number of ranks in the group.
         places: Where each rank's shard lies in a region; see :class:`FlatLayout`.
-        mesh_rank: Of this process, among all that train the model together, replicas included.
+        mesh_rank: Rank of this process among all that train the model together, replicas included.
             Messages name this one.
         mesh_size: Number of processes that train the model together.
         where: ``mesh_rank`` and ``mesh_size`` in words, for messages.
         device: Device of the tensors that the group moves: the one that was current at the
-            sharding. Threads differ in their current device, so it is not asked for again.
+            sharding. It is not asked for again, as the current device is another one in each
+            thread.
         after_reduction: Stages that follow each reduction, with their names.
         keeps_parts: Whether :meth:`regather` moves less where no shard has changed. It is the same
             on all ranks.
-        any_rank: Asks all ranks which flags any of them has set, and returns a function that waits
-            for the answer. Set by whoever opens the group.
+        any_rank: Asks all ranks which flags are set on any of them, and returns a function that
+            waits for the answer. Set by whoever opens the group.
         traffic: What was sent, by kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``.
     """
 
@@ -235,9 +239,12 @@ class Communicator:
         """All-gather in place: every rank's shard lands in its slot of ``whole``.
 
         Args:
-            whole: ``(world_size * shard_numel,)``; this rank's slot is filled, the others are
+            whole: ``(world_size * shard_numel,)``; this rank's slot holds its shard, the others are
                 written.
             unit_name: For the message if it fails.
+
+        Returns:
+            The collective; its result is ``whole``.
         """
         what = f"gather of unit {unit_name!r} {self.where}"
         self.traffic["all_gather"].add(whole.nbytes // self.world_size * (self.world_size - 1))
@@ -246,8 +253,6 @@ class Communicator:
 
     def reduce(self, region: LocalRegion) -> Pending:
         """Reduce-scatter: the mean over ranks of this rank's shard of a region.
-
-        As every collective, the stages that follow it start in the same order on all ranks.
 
         Args:
             region: This rank's own gradients, which are taken out of it.
@@ -266,7 +271,7 @@ class Communicator:
         return (self._reduce_narrow if region.is_narrow else self._reduce)(region, what)
 
     def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
-        """:meth:`gather` of a whole copy that was freed, of which a rank may have kept a part.
+        """:meth:`gather` a whole copy that was freed, of which a rank may have kept a part.
 
         Args:
             whole: The same tensor each time.
@@ -276,7 +281,7 @@ class Communicator:
         return self.gather(whole, unit_name)
 
     def break_off(self) -> None:
-        """Called when a gather was interrupted: its memory may change while peers still read it."""
+        """Give up a gather that was interrupted: its memory may change while peers still read."""
 
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         group, shard_numel = self.group, whole.numel() // self.world_size
@@ -286,7 +291,7 @@ class Communicator:
         return [(work.wait, "every rank")]
 
     def _reduce_narrow(self, region: LocalRegion, what: str) -> Pending:
-        """The same where the region is narrow; here, widened before it is sent."""
+        """Reduce a region that is narrow; here, it is widened before it is sent."""
         return self._reduce(region, what)
 
     def _reduce(self, region: LocalRegion, what: str) -> Pending:
@@ -300,7 +305,7 @@ class Communicator:
 
 
 def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
-    """The group behind a weak reference: ``destroy_process_group`` ends groups when it is called.
+    """The group behind a weak reference, which ``destroy_process_group`` may have ended.
 
     Raises:
         RuntimeError: It was destroyed.
@@ -315,4 +320,4 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
 
 
 Flags = list[Any]
-"""Of bool, ``(n,)`` or ``(m, n)``, the same shape on every rank."""
+"""Nested lists of bool, ``(n,)`` or ``(m, n)``; the same shape on every rank."""
