@@ -22,7 +22,7 @@ from lightning_fsdp.core.engine.sharded import Sharded
 
 
 class WeakModule(weakref.ref[nn.Module]):
-    """A weak reference to a module, for what it owns. A deep copy refers to the module's copy."""
+    """A weak reference to a module, for what the module owns. A deepcopy refers to its copy."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeakModule:
         module = self()
@@ -32,7 +32,7 @@ class WeakModule(weakref.ref[nn.Module]):
 class Site:
     """A place in a module: ``module._parameters[name]``, or ``module._buffers[name]``.
 
-    The reference to the module is weak, so that a module may own sites of its own.
+    The reference to the module is weak, so that a module may own sites of itself.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -41,9 +41,9 @@ class Site:
 
     @property
     def module(self) -> nn.Module:
-        """The module, which must be alive."""
+        """The module; only for a caller who keeps it alive."""
         module = self._module()
-        assert module is not None, "whoever asks has it"
+        assert module is not None, "the caller keeps it alive"
         return module
 
     def get(self) -> Tensor | None:
@@ -52,7 +52,7 @@ class Site:
         return None if module is None else module._parameters.get(self.name)
 
     def replace(self, old: Tensor, new: Tensor) -> bool:
-        """Register ``new`` in the place of ``old``; ``False`` if something else is there."""
+        """Register ``new`` in the place of ``old``; ``False`` if it holds another parameter."""
         module = self._module()
         if module is None:  # a graph may outlive its modules, and its backward does not need them
             return True
@@ -78,18 +78,20 @@ class Unit:
 
     Attributes:
         name: Original name of the first module.
-        owners: See ``modules``; they own the unit.
+        owners: Weak references to ``modules``, which own the unit.
         sites: By flat parameter and slot, where the modules register a parameter; unused slots are
             missing.
+        communicator: The collectives of the sharding group.
+        policy: The dtypes of compute, of reduction and of outputs.
         reshard_after_forward: See :class:`~lightning_fsdp.config.ShardingPlan`.
         reshard_after_backward: Likewise.
         syncs_gradients: Whether a backward reduces gradients over the ranks.
-        averages_replicas: Whether such a reduction goes over the replicas too, if there are any.
+        averages_replicas: Whether such a reduction also takes the mean over replicas, if any.
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
-        is_kept_for_graph: Whether the whole copy stays as under ZeRO-2, because a graph of
-            gradients (``create_graph=True``) may read it; until the copy is freed.
-        hold: Stands for the unit among holders, and does not refer to it.
+        is_kept_for_graph: Whether the whole copy is kept until the optimizer's step, as under
+            ZeRO-2, because a graph of gradients (``create_graph=True``) may read it.
+        hold: Stands for the unit in ``FlatParameter.holders``, so that these do not refer to it.
     """
 
     name: str
@@ -100,7 +102,7 @@ class Unit:
     reshard_after_forward: bool | None
     reshard_after_backward: bool
     needs_backward_gather: bool
-    # A copy begins with these as any unit does.
+    # With init=False, a deepcopy starts with fresh ones instead of sharing these.
     syncs_gradients: bool = field(default=True, init=False)
     averages_replicas: bool = field(default=True, init=False)
     has_leaves_installed: bool = field(default=False, init=False)
@@ -130,12 +132,12 @@ class Unit:
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
-        """The modules whose forward needs the parameters, those that are alive."""
+        """Of the modules whose forward needs the parameters, those that are still alive."""
         return tuple(module for reference in self.owners if (module := reference()) is not None)
 
     @property
     def flat_params(self) -> Iterator[FlatParameter]:
-        """The flat parameters, which are whole at the same time."""
+        """The flat parameters, which are whole together."""
         return iter(self.sites)
 
     @property
@@ -153,7 +155,7 @@ class Unit:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a shard was written to after it was gathered for this unit."""
+        """Whether a shard was written to since this unit's gather."""
         return self.is_held and any(flat_param.is_stale for flat_param in self.sites)
 
     def unshard(self) -> None:
@@ -162,7 +164,7 @@ class Unit:
             try:
                 for flat_param in self.sites:
                     flat_param.unshard(self.hold)
-            except BaseException:  # all are held together, or none
+            except BaseException:  # hold all, or none: ``is_held`` looks at any
                 self.reshard()
                 raise
 
@@ -178,7 +180,7 @@ class Unit:
         """Free the whole copy, if there is one. What is shared stays while other units need it.
 
         Args:
-            is_stale: The shards may have been written to in a way that torch does not count.
+            is_stale: The shards may have been written to without a change of their version counter.
         """
         self.is_kept_for_graph = False
         for flat_param in self.sites:
