@@ -1,9 +1,9 @@
-"""Communication beside computation: gathers, one of them ahead, and reductions.
+"""What is in flight while the model computes: gathers, one of them prefetched, and reductions.
 
-Ranks agree on each gather, and one is started while the unit before it computes. A reduction is a
-chain of stages (over the shards, over the replicas, to the host) that ends in ``.grad``. Its next
-stage starts when the next reduction starts, or at the end of the backward, so that stages start in
-the same order on all ranks.
+Ranks agree on the order of gathers; a unit's gather is started while the unit before it computes. A
+reduction is a chain of stages (over the shards, over the replicas, to the host) that ends in
+``.grad``. Its next stage starts when the next reduction starts, or at the end of the backward, so
+that stages start in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_fsdp.core.engine.watcher import Watcher
 
 
 class Order:
-    """Which unit followed which in the passes so far.
+    """Which unit followed which in earlier passes: what to prefetch.
 
     Attributes:
         first: The first unit of the last pass that had any.
@@ -28,7 +28,7 @@ class Order:
         self._follower: dict[Unit, Unit] = {}
 
     def begin(self) -> None:
-        """A pass begins: the next unit follows none."""
+        """Begin a pass: the next unit follows none."""
         self._last = None
 
     def enter(self, unit: Unit, *, is_new: bool = True) -> Unit | None:
@@ -36,7 +36,8 @@ class Order:
 
         Args:
             unit: The next one.
-            is_new: False if it has been entered in this pass before: then it is no follower.
+            is_new: False if it was entered in this pass before; it is then not noted as what
+                follows the unit before it.
         """
         if self._last is None:
             self.first = unit
@@ -47,22 +48,23 @@ class Order:
 
 
 class Gathers:
-    """Gathers the units of a pass. At most two are whole or in flight: this one and one beside it.
+    """Gathers the units of a pass. At most two are whole or in flight: one and one beside it.
 
     Attributes:
-        beside: The unit that comes next, gathered ahead; or the last one of a forward, kept whole
-            for the backward, which needs it first.
+        beside: The unit that comes next, prefetched; or the last one of a forward, kept whole for
+            the backward, which needs it first.
     """
 
     def __init__(self, watchers: Watcher) -> None:
         self.beside: Unit | None = None
         self._watchers = watchers
-        self._is_ahead = True  # not kept
+        self._is_ahead = True  # whether ``beside`` was prefetched; else it was kept
 
     def start(self, unit: Unit) -> bool:
-        """Start a unit's gather, agreed on by all ranks; false if it is whole or in flight."""
+        """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already."""
         if unit.is_held:
             return False
+        # Another event, as it begins with another collective (between hosts).
         is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
         self._watchers.before_collective("gather anew" if is_new else "gather", unit.name)
         unit.unshard()
@@ -70,7 +72,7 @@ class Gathers:
 
     def make_whole(self, unit: Unit, then: Unit | None = None) -> None:
         """Gather a unit and wait for it; before the wait, start the gather of ``then``."""
-        self.drop(expected=unit)
+        self.drop(expected=unit)  # a prefetch that missed: else three would be whole
         self.start(unit)
         if then is not None and self.start(then):
             self.beside, self._is_ahead = then, True
@@ -83,19 +85,19 @@ class Gathers:
             self.make_whole(unit)
 
     def keep(self, unit: Unit) -> None:
-        """Leave a unit whole after its forward, or free it if there is one beside it."""
+        """Leave a unit whole after its forward; free it if another one is whole beside it."""
         if self.beside is None:
             self.beside, self._is_ahead = unit, False
         else:
             unit.reshard()
 
     def drop_ahead(self) -> None:
-        """Free the unit that was gathered ahead; one that is kept stays."""
+        """Free the unit that was prefetched; one that is kept stays."""
         if self._is_ahead:
             self.drop()
 
     def drop(self, expected: Unit | None = None) -> None:
-        """Free the unit beside, unless it is the expected one."""
+        """Free the unit beside, unless it is ``expected``."""
         beside, self.beside = self.beside, None
         if beside is not None and beside is not expected:
             beside.reshard()
@@ -113,16 +115,17 @@ class Reductions:
         if not flat_params:
             return
         for flat_param in flat_params:
+            # The dtype is part of the event: ranks that sent different ones would mix up bytes.
             event = f"reduce {flat_param.sent_dtype} gradients of {flat_param.trained} in"
             self._watchers.before_collective(event, flat_param.name)
-        self._advance()  # what they read is freed before more is started
+        self._advance()  # so that the memory they read is freed before more is taken
         for flat_param in flat_params:
             if has_one := flat_param.reduce():
                 self._watchers.on_reduce(flat_param, has_one)
         self._in_flight += flat_params
 
     def land(self) -> None:
-        """Wait for all: their results are in ``.grad`` then."""
+        """Wait for all; then their results are in ``.grad``."""
         self._watchers.before_landing()
         while self._in_flight:
             self._advance()
@@ -130,7 +133,7 @@ class Reductions:
 
     def _advance(self) -> None:
         """Start the next stage of each; those that have none left land."""
-        # All are started before any is waited for, so that a slow network is never idle in between.
+        # All stages start before any reduction lands, so that a slow network is not idle meanwhile.
         landing = [flat_param for flat_param in self._in_flight if not flat_param.advance()]
         for flat_param in landing:
             flat_param.land()

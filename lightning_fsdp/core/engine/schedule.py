@@ -1,7 +1,7 @@
-"""When each unit is gathered, freed and reduced, and which gather is started ahead.
+"""When each unit is gathered, freed and reduced, and which gather is prefetched.
 
 A pass is one outermost call into a sharded module. The schedule remembers which unit followed
-which in the last pass, and starts the gather of a unit while the one before it computes; likewise
+which in earlier passes, and starts the gather of a unit while the one before it computes; likewise
 in the backward. At most two units are whole at once: the one that computes and the next one (beside
 units that enclose them, and those that ZeRO-2 keeps). The last unit of a forward stays whole if the
 previous backward began with it.
@@ -12,9 +12,9 @@ previous backward began with it.
 
 The order depends on the graph alone, never on which gradients this rank has or which other graphs
 are alive on it: a unit is freed, and its gradients are reduced, when a backward leaves it through
-its inputs, or at the end of the backward if they need no gradient. If it was called several times,
-this waits until the backward reaches another unit, so that calls in a row take one reduction. A
-flat parameter that several units share waits for the last of them.
+its inputs, or at the end of the backward if its inputs need no gradient. If it was called several
+times, this waits until the backward reaches another unit, so that calls in a row take one
+reduction. A flat parameter that several units share is reduced with the last of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Backward:
     # The units that it has reached, in order, and whether it has left them again.
     has_left: dict[Unit, bool] = field(default_factory=dict)
     entered: set[Unit] = field(default_factory=set)  # those reached through their outputs
-    # Left through the inputs of a call, but still whole: another call of it may follow.
+    # The unit that it left last, not finished yet: another call of it may follow.
     leaving: Unit | None = None
     # Flat parameters whose gradients are still to be reduced, or kept for the next backward.
     unsettled: dict[FlatParameter, None] = field(default_factory=dict)
@@ -65,17 +65,17 @@ class Schedule(Runner):
     """Runs the units of one sharded model.
 
     Args:
-        communicator: See below.
-        new_watchers: Makes the watchers of this schedule, and those of a copy of it.
+        communicator: The collectives of the sharding group, and of its replicas.
+        new_watchers: Makes the watchers of this schedule, and those of each copy of it.
 
     Attributes:
-        communicator: The sharding group and its replicas.
+        communicator: As given.
         watchers: Called at the events of this schedule.
         units: All units, in the order in which they were sharded.
         gathers: The gathers of the running pass.
-        calls: Those into sharded modules that have not returned.
-        num_calls: By unit and whether it was computed again, its calls since this pass began that a
-            backward will leave through their inputs.
+        calls: The modules whose calls have not returned, outermost first.
+        num_calls: By unit, and whether it was recomputed in a backward: how many of its calls since
+            this pass began a backward has yet to leave through their inputs.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Schedule(Runner):
         self._users: defaultdict[FlatParameter, list[Unit]] = defaultdict(list)
 
     def __deepcopy__(self, memo: object) -> Schedule:
-        # Units are added as they are copied.
+        # Without units: ``ShardedModule.__deepcopy__`` adds each as its module is copied.
         return Schedule(self.communicator, self._new_watchers)
 
     @property
@@ -104,11 +104,11 @@ class Schedule(Runner):
 
     @property
     def flat_params(self) -> Iterable[FlatParameter]:
-        """Of all units, each once."""
+        """The flat parameters of all units, each once."""
         return self._users.keys()
 
     def add(self, units: Iterable[Unit]) -> None:
-        """Take over units that are new, or were run by the schedule of an inner module."""
+        """Run units from now on: new ones, or those that an inner module's schedule has run."""
         for unit in units:
             self.units.append(unit)
             for flat_param in unit.sites:
@@ -126,7 +126,7 @@ class Schedule(Runner):
             module: The module.
         """
         if not self.calls:
-            if self._backward is not None:  # it failed, and a thread of the engine has not ended
+            if self._backward is not None:  # it failed, and a thread of autograd still refers to it
                 self._recover()
             self._order_in_forward.begin()
             self.num_calls.clear()
@@ -152,7 +152,7 @@ class Schedule(Runner):
             module: The module.
             failed: Whether an exception ends it.
         """
-        del self.calls[-1:]  # none, where a Ctrl-C inside was caught
+        del self.calls[-1:]  # a slice, as it is empty after a Ctrl-C that was caught inside
         if unit is not None and (running := self._running.get(unit)) is not None:
             running.depth -= 1
             running.waiting_for.discard(module)
@@ -166,13 +166,13 @@ class Schedule(Runner):
             self.gathers.drop_ahead()
 
     def interrupt(self) -> None:
-        """A forward was ended by an exception after which torch calls no hooks (Ctrl-C)."""
+        """An exception after which torch calls no forward hooks (Ctrl-C) has ended a forward."""
         if self.calls and torch_internals.current_backward() < 0:
             self.calls.clear()
             self._recover()
 
     def is_running(self, unit: Unit) -> bool:
-        """Whether the unit is in its forward: from its first module's to its last one's."""
+        """Whether the unit is in its forward, from its first module's to its last module's."""
         return unit in self._running
 
     def is_inside(self, unit: Unit) -> bool:
@@ -180,23 +180,27 @@ class Schedule(Runner):
         return unit in self._running and self._running[unit].depth > 0
 
     def recompute(self, unit: Unit | None) -> None:
-        """A module runs again inside of a backward, whose end also ends this forward."""
+        """A module's forward runs inside a backward, as activation checkpointing does.
+
+        That backward takes the leaves out again and frees the copy, so no forward is opened.
+        """
         backward = self._reach(unit)
         if unit is None:
             return
         backward.has_left.setdefault(unit, False)
         self.gathers.refresh(unit)
-        if unit not in self._running:  # as in a training step that calls backward itself
+        if unit not in self._running:  # it is where a forward of it calls backward
             self.gathers.make_whole(unit)
             unit.install_leaves()
 
     def _end_forward(self, unit: Unit) -> None:
         running = self._running.pop(unit)
         unit.install_shards()
-        # ZeRO-2 keeps the copy for the backward. If none can follow, it is as before the forward.
+        # ZeRO-2 keeps the copy for the backward. Without gradients none follows: the copy is freed,
+        # unless it was there before the forward.
         frees = unit.reshard_after_forward and not unit.is_kept_for_graph
         if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
-            self.gathers.keep(unit)  # else the backward would gather it again at once
+            self.gathers.keep(unit)  # the backward begins with it, and would gather it at once
         elif frees or (not torch.is_grad_enabled() and not running.was_whole):
             unit.reshard()
 
@@ -205,8 +209,8 @@ class Schedule(Runner):
     def before_backward(self, unit: Unit | None) -> None:
         """The backward reaches a unit's outputs: make it whole, start the gather of the next.
 
-        A backward through modules without a unit counts as well, as gradients of earlier backwards
-        may wait for the next one, whichever units that one goes through.
+        A module without a unit opens the backward as well: gradients of earlier ones may wait for
+        the next backward, whichever units that goes through.
         """
         backward = self._reach(unit)
         if unit is None:
@@ -217,22 +221,25 @@ class Schedule(Runner):
         self.watchers.before_gradients(unit)
         if not unit.needs_backward_gather:
             return
-        # With create_graph=True the backward is recorded, and its graph saves weights again. There
-        # is no event for the last time that this graph is used.
+        # With create_graph=True the backward is recorded, and its graph saves weights again. No
+        # event tells when this graph is used for the last time.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
         if not unit.is_whole or self.gathers.beside is unit:
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
 
     def leave(self, call: tuple[Unit, bool]) -> None:
-        """The backward leaves a unit through the inputs of a call; see ``num_calls``."""
+        """The backward leaves a unit through the inputs of one of its calls; see ``num_calls``."""
         self._reach(call[0]).leaving = call[0]
         self.num_calls[call] -= 1
         if self.num_calls[call] <= 0:  # no other call of it can follow
             self._reach(None)
 
     def _reach(self, unit: Unit | None) -> _Backward:
-        """The running backward; a unit that it has left is finished, unless it is ``unit``."""
+        """Note that the backward reaches ``unit``, or with ``None`` a place in no unit.
+
+        The unit that it left last is finished then, unless it is ``unit`` itself.
+        """
         backward = self._open_backward()
         left, backward.leaving = backward.leaving, None
         if left is not None and left is not unit:
@@ -240,6 +247,7 @@ class Schedule(Runner):
         return backward
 
     def _finish(self, backward: _Backward, unit: Unit) -> None:
+        """Free a unit after its backward, and reduce what no other unit has yet to add to."""
         backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
@@ -248,7 +256,7 @@ class Schedule(Runner):
 
     def _release(self, unit: Unit) -> None:
         """Take a unit's leaves out of the modules after its backward, and free the whole copy."""
-        if unit in self._running:  # as in a training step that calls backward itself
+        if unit in self._running:  # a forward of it has called backward, and goes on
             return
         unit.install_shards()
         if unit.reshard_after_backward and not unit.is_kept_for_graph:
@@ -258,13 +266,13 @@ class Schedule(Runner):
         """A local gradient arrives, perhaps before the backward has reached a unit of it."""
         backward, users = self._open_backward(), self._users[flat_param]
         backward.unsettled.setdefault(flat_param)
-        # If none of its units was reached before, all are now. If one was, as with a tied weight,
-        # the others are left alone: they may have no backward.
+        # If none of its units was reached before, all count as reached now. If one was, as with a
+        # tied weight, the others do not: they may have no backward.
         if backward.has_left.keys().isdisjoint(users):
             backward.has_left.update(dict.fromkeys(users, False))
 
     def _settle(self, backward: _Backward, flat_params: Iterable[FlatParameter]) -> None:
-        """Reduce flat parameters that are complete in this backward, or keep their gradients."""
+        """Reduce flat parameters whose gradients are complete, or let those wait in ``.grad``."""
         synced = []
         for flat_param in flat_params:
             backward.unsettled.pop(flat_param, None)
@@ -279,15 +287,16 @@ class Schedule(Runner):
         return all(unit.syncs_gradients for unit in self._users[flat_param])
 
     def _open_backward(self) -> _Backward:
-        if self._backward is not None:  # it runs, perhaps with another one inside
+        """The running backward; at its first event, it is noted here."""
+        if self._backward is not None:  # one inside it (reentrant checkpointing) is a part of it
             return self._backward
         for flat_param, users in self._users.items():
             flat_param.stays_in_replica = not all(unit.averages_replicas for unit in users)
-            # Even if this rank has no gradients of it: all ranks must send the same dtype.
+            # Also if this rank will have no gradients of it: all ranks must send the same dtype.
             if not self._syncs_gradients(flat_param):
                 flat_param.sends_sums = True
-        for unit in self._running:  # as in a training step that calls backward itself
-            unit.install_leaves()  # it may have thawed some
+        for unit in self._running:  # a forward of it calls backward, as a training_step may do
+            unit.install_leaves()  # notes what that has thawed
         close = functools.partial(self._close_backward)
         self._backward = _Backward(weakref.ref(close, lambda _: self._recover()))
         self._order_in_backward.begin()
@@ -300,18 +309,18 @@ class Schedule(Runner):
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
                 self._finish(backward, unit)
-            elif unit.has_leaves_installed:  # recomputed since, for a result without a backward
+            elif unit.has_leaves_installed:  # it was recomputed after it was left
                 self._release(unit)
         for flat_param in list(backward.unsettled):
             self._settle(backward, [flat_param])
-        # An earlier, unsynced backward may have gone through units that this one did not enter.
+        # An earlier backward without sync may have gone through units that this one did not reach.
         self._reduce_waiting(s for s in self._users if s.may_wait and self._syncs_gradients(s))
         self.gathers.drop()
         self._reductions.land()
         for flat_param in self._users:
             flat_param.micro_batch += 1
         self._backward = None
-        self._order_in_forward.begin()  # a forward may go on after a backward inside of it
+        self._order_in_forward.begin()  # of a forward that goes on after a backward inside it
         self.watchers.on_backward_end()
 
     def reduce_waiting(self) -> None:
@@ -321,7 +330,7 @@ class Schedule(Runner):
         self.watchers.on_backward_end()
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
-        """Reduce those of ``candidates`` (alike on all ranks) whose gradients wait on any rank."""
+        """Reduce those of ``candidates`` (the same on all ranks) that wait on any rank."""
         flat_params = [flat_param for flat_param in candidates if flat_param.trained]
         if not flat_params:
             return
@@ -356,7 +365,7 @@ class Schedule(Runner):
     def _recover(self) -> None:
         """After an exception: forget what ran. A watcher ends what is in flight.
 
-        A forward goes on around a backward that failed, whose error the user may catch.
+        A forward around a backward that failed goes on, as the user may catch the error there.
         """
         in_backward, self._backward = self._backward is not None, None
         self._running = self._running if self.calls else {}
