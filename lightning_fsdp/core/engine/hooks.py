@@ -1,7 +1,7 @@
 """Calls the schedule at the events of modules and of autograd.
 
     module call    ->  pre_forward          (forward pre-hook)
-                       recompute            (likewise, inside of a backward)
+                       recompute            (likewise, inside a backward)
     inputs         ->  leave                (identity node: last in the call's backward)
     outputs        ->  before_backward      (pre-hook of the nodes that made them)
     kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
@@ -14,9 +14,9 @@ tensor hook would be lost when the caller writes into the output in place, as ``
 the 3-D output of ``nn.Linear``.
 
 Note: threads
-Autograd runs the hooks of a CUDA device's nodes in a thread of its own, one for each device, and
-all others in the thread that called backward. The core may still ask for the state of the current
-thread there, since autograd sets it for every node and every callback:
+Autograd runs the nodes of each CUDA device, and their hooks, in a thread of that device, and all
+others in the thread that called backward. Thread-local state can be read there all the same, since
+autograd sets it for every node and every callback:
 
     current_backward    the running backward, whichever thread it is in
     queued callback     is the backward's, not the thread's; runs where the last node has run
@@ -25,13 +25,15 @@ thread there, since autograd sets it for every node and every callback:
     profiler, autocast, dispatch modes      those of the thread that called backward
 
 Two more belong to the thread that runs the forward: the exception that a forward hook looks for,
-and the current device. A new Python thread has another device, and streams of its own; so the
-device is asked for at the sharding alone, and a stream is always that of a tensor's device.
+and the current device. A new Python thread may have another current device and other current
+streams; so the device is asked for only when a module is sharded, and a stream is always looked up
+for a tensor's device.
 
 A schedule has no locks: it relies on autograd running one node after the other. So calls of one
 model must not overlap, and the outputs of a unit must not need gradients on host and device at
-once, whose nodes run in two threads. Models in several threads share the hooks on optimizers, which
-do have a lock. Such models are to be sharded in one thread, as ranks open groups in one order.
+once, as their nodes would run in two threads. Models in several threads share the hooks on
+optimizers, which do have a lock. Shard such models in one thread: ranks have to open groups in the
+same order.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def enter_in_unit(module: nn.Module, unit: Unit) -> None:
-    """Note that a module holds parameters of a unit; of several units the first is noted."""
+    """Note that a module holds parameters of a unit; if of several units, the first one stays."""
     module.__dict__.setdefault(_UNIT, unit)
 
 
@@ -84,9 +86,9 @@ class ModuleHooks:
     Attributes:
         unit: The unit that the module's forward needs; ``None`` for a module all of whose
             parameters belong to inner units.
-        schedule: Replaced when an outer module is sharded.
+        schedule: Runs the unit; replaced when an outer module is sharded.
         outputs_beside: Finds tensors that a forward keeps instead of returning them, if it may.
-        before_training: Looks at the module before its first forward with gradients, and only then.
+        before_training: Checks the module, once, before its first forward with gradients.
         handles: Remove the hooks from the module.
     """
 
@@ -105,12 +107,12 @@ class ModuleHooks:
     def on_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The module's forward begins; returns the arguments that it gets."""
+        """Begin the module's forward, and return the arguments to call it with."""
         unit = self.unit
         if self.before_training is not None and torch.is_grad_enabled():
             self.before_training(module)
             self.before_training = None
-        # Of nested calls of one unit, the outermost one's backward ends last.
+        # Of nested calls of one unit only the outermost is marked: its backward ends last.
         is_outermost = unit is not None and not self.schedule.is_inside(unit)
         if current_backward() >= 0:
             self.schedule.recompute(unit)
@@ -133,14 +135,14 @@ class ModuleHooks:
         return self.on_success(module, output)
 
     def on_success(self, module: nn.Module, output: Any) -> Any:
-        """The module's forward has returned; returns the output that the caller gets."""
+        """End the module's forward, and return the output for its caller."""
         unit = self.unit
         if unit is not None and unit.policy.output_dtype is not None:
             output = _cast(output, unit.policy.output_dtype)
-        if torch.is_grad_enabled():  # after a recomputation, too: it may have a backward of its own
+        if torch.is_grad_enabled():  # in a recomputation too: it may have a backward of its own
             beside = self.outputs_beside() if self.outputs_beside is not None else ()
             self._announce_backward(output, beside)
-        if current_backward() < 0:  # a backward ends what a recomputation began
+        if current_backward() < 0:  # a recomputation ends with its backward, see ``recompute``
             self.schedule.post_forward(unit, module, failed=False)
         return output
 
@@ -150,27 +152,30 @@ class ModuleHooks:
             self.schedule.post_forward(self.unit, module, failed=True)
 
     def _announce_end_of_backward(self, unit: Unit, *inputs: Any) -> Any:
+        """Pass inputs that need gradients through a node whose backward tells of the call's end."""
         marked = [tensor for tensor in tensors_in(*inputs) if tensor.requires_grad]
         if not marked:
             return inputs
-        # Those of recomputations are counted apart: without use_reentrant they have no backward.
+        # Recomputed calls are counted apart: with use_reentrant=False no backward leaves them.
         self.schedule.num_calls[call := (unit, current_backward() >= 0)] += 1
         passed = iter(_EndOfBackward.apply(self, call, *marked))  # type: ignore[no-untyped-call]
         return map_tensors(inputs, lambda t: next(passed) if t.requires_grad else t)
 
     def _announce_backward(self, *outputs: Any) -> None:
+        """Let the backward call the schedule before it runs the nodes that made these tensors."""
         nodes: set[Any] = set()
         for tensor in tensors_in(*outputs):
             node = tensor.grad_fn
             nodes.add(node)
-            # Of an input that is returned, the base was made elsewhere.
+            # An input that is returned has this call's identity node, which is the ``ctx`` that
+            # refers to these hooks; its base was made elsewhere.
             is_made_here = node is not None and getattr(node, "hooks", None) is not self
             if is_made_here and tensor._is_view() and tensor._base is not None:
                 nodes.add(tensor._base.grad_fn)
         for node in nodes - {None}:
-            # An outer unit that returns the output of an inner one has the same node. The outer one
-            # is entered first, as on a rank where it computes something after the inner one and so
-            # has a node of its own: all ranks gather in one order.
+            # An outer unit that returns an inner unit's output has the same node. It is entered
+            # first, as on a rank on which it computes something with that output and so has a node
+            # of its own: all ranks gather in the same order.
             metadata: Any = node.metadata  # a property, which torch types as a method
             ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
             ending.insert(0, self)
@@ -178,7 +183,7 @@ class ModuleHooks:
                 node.register_prehook(functools.partial(_enter_backward, ending))
 
 
-_ENDING_HERE = object()  # a key of a node's metadata
+_ENDING_HERE = object()  # key in a node's metadata: the hooks of calls whose outputs it made
 
 
 def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
