@@ -6,8 +6,8 @@ is up to the subclass in ``tensors/sharded_tensor.py``.
 Note: gradients that wait
 While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`LocalGradient`:
 
-    part          this rank's own, of backwards that did not communicate
-    of_replica    the mean over this rank's replica, of reductions that left out the other replicas
+    part          this rank's own, from backwards that did not communicate
+    of_replica    the mean over this rank's replica, from reductions that left out the others
 
 They are kept nowhere else: setting ``.grad`` to ``None``, or zeroing it, drops what waits.
 """
@@ -32,14 +32,14 @@ class ShardSpec:
 
     Attributes:
         name: Original name of the parameter; kept up to date when an outer module is sharded.
-        index: Of the parameter, among those of its flat parameter.
-        layout: The layout of that one's region.
-        communicator: The sharding group.
+        index: Number of the parameter's slot in its flat parameter.
+        layout: The layout of the flat parameter's region.
+        communicator: The collectives of the sharding group.
         home: Where shards live, and how data gets there and back.
-        slot: Its place in the region.
-        slice: The elements that this rank owns.
-        start: First element of this rank's shard in the region.
-        flat_param: Gives the ``FlatParameter`` that it is a part of, while there is one.
+        slot: The parameter's place in the region.
+        slice: The elements of the parameter that this rank owns.
+        start: First element of this rank's shard, in the region.
+        flat_param: Returns the ``FlatParameter`` that it is a part of, or ``None``.
     """
 
     name: str
@@ -65,17 +65,18 @@ class ShardSpec:
     def part_of(self, shard: Tensor) -> Tensor:
         """The parameter's elements in this rank's shard, ``(slice.numel,)``, sharing memory.
 
-        ``shard`` may also be what a row of hosts has reduced, as long as the shards of a column, of
-        which this rank's is one (see ``ranks/hosts.py``): then all of the parameter's elements in
-        it.
+        ``shard`` may also be the shards of a column end to end, this rank's among them, which is
+        what a row has reduced (see ``ranks/hosts.py``); then, all of the parameter's elements in
+        these.
         """
         numel = max(shard.numel(), 1)
-        offset = self.slot.offset - self.start // numel * numel  # from where ``shard`` begins
+        # From where ``shard`` begins: at a multiple of its own length.
+        offset = self.slot.offset - self.start // numel * numel
         return shard[max(offset, 0) : max(offset + self.slot.numel, 0)]
 
 
 class Sharded(Tensor):
-    """Shape, dtype and device of the whole tensor outside; this rank's slice inside."""
+    """A tensor that shows the shape of the whole, and holds this rank's slice."""
 
     _local: Tensor  # (slice.numel,), this tensor's dtype and device; a view of the shard
     spec: ShardSpec
@@ -92,10 +93,10 @@ class Sharded(Tensor):
 class LocalGradient(Sharded):
     """The gradient of one parameter that waits to be reduced. It is empty when it is made."""
 
-    part: Tensor | None = None  # the sum of this rank's own: original shape, reduce dtype
-    of_replica: Tensor | None = None  # the sum of means over a replica: (n,), reduce dtype
+    part: Tensor | None = None  # sum of this rank's own: original shape, reduce dtype
+    of_replica: Tensor | None = None  # sum of means over the replica: (n,), reduce dtype
     is_used: bool = False  # whether this rank had gradients in ``of_replica``
-    prior: Sharded | None  # reduced gradient of earlier micro-batches, to be added to
+    prior: Sharded | None  # reduced gradient of earlier micro-batches, which the rest is added to
 
 
 MakeWaiting = Callable[[Sharded], LocalGradient]
@@ -108,7 +109,7 @@ def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
 
 
 def let_wait(parameter: Sharded, make: MakeWaiting) -> LocalGradient:
-    """The gradient that waits in ``.grad``; an empty one is put there if none does."""
+    """The gradient that waits in ``.grad``, made and put there if none does."""
     if (local := local_gradient_of(parameter)) is None:
         parameter.grad = local = make(parameter)
     return local

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules take and return: tuples, lists, mappings, dataclasses."""
+"""Tensors inside what modules take and return: nested tuples, lists, mappings, dataclasses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensors_in(*structures: Any) -> list[Tensor]:
 
 
 def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``structure`` with every tensor replaced; the same object where nothing changed.
+    """``structure`` with every tensor replaced; the same object if nothing has changed.
 
     Visits tensors in the order of :func:`tensors_in`.
     """
@@ -34,10 +34,10 @@ def map_tensors(structure: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _parts(structure: Any) -> tuple[Iterable[Any], Sequence[Any]]:
-    """Keys or fields, and what the structure holds there; nothing where it is none."""
+    """Keys or fields of a structure, and the values there; both empty for anything else."""
     if isinstance(structure, (list, tuple)):  # asked first: hooks meet tuples most often
         return (), structure
-    if isinstance(structure, (dict, Mapping)):  # an abstract class takes longer to ask for
+    if isinstance(structure, (dict, Mapping)):  # dict first: an abstract class is slow to check
         return structure.keys(), list(structure.values())
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         names = [field.name for field in dataclasses.fields(structure)]

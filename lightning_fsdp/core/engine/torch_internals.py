@@ -18,8 +18,9 @@ from torch import Tensor
 # A tensor subclass that torch functions treat as a plain tensor and that acts only in dispatch.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
-# Methods of a group, which torch.distributed's functions call after checks that take a twentieth of
-# a step's work on the host. They do not wait, and reduce the sum. torch 2.13 renamed them.
+# Methods of a process group, called directly: the checks of torch.distributed's functions around
+# them take a twentieth of a step's work on the host. They are asynchronous, and the reduction is a
+# sum. torch 2.13 renamed them.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 all_gather_in = operator.attrgetter("all_gather_single" if _IS_RENAMED else "_allgather_base")
 reduce_scatter_in = operator.attrgetter(
@@ -27,28 +28,28 @@ reduce_scatter_in = operator.attrgetter(
 )
 
 
-# Runs a function as it is inside a compiled caller. ``torch.compiler.disable`` does the same, but
+# Keeps a function out of a compiled caller's graph. ``torch.compiler.disable`` does the same, but
 # imports the compiler at once, which takes seconds.
 not_compiled = torch._disable_dynamo  # type: ignore[attr-defined]
 
 
 def profiled(step: str, name: str) -> AbstractContextManager[Any]:
-    """A range in a profiler's trace; nothing, at once, where none runs. No public name asks."""
+    """A range in a profiler's trace; free if none runs, which no public name tells."""
     if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         return _NOTHING
     return torch.profiler.record_function(f"{step} {name}")
 
 
 def unrecorded() -> AbstractContextManager[Any]:
-    """``no_grad``; nothing, at once, where gradients are off already, as in most backwards."""
+    """``no_grad``; free if gradients are off already, as in most backwards."""
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
 
 
 _NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
-# The run of the autograd engine on this thread, by number; below 0 there is none. A forward that
-# runs inside of one is a recomputation (activation checkpointing). No public name.
+# Number of the backward that this thread runs, negative outside of one. A forward inside one is a
+# recomputation (activation checkpointing). No public name.
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
@@ -60,7 +61,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 def wrap_without_storage(
     cls: type[Tensor], shape: tuple[int, ...], like: Tensor, requires_grad: bool
 ) -> Tensor:
-    """A tensor subclass with the outside of a tensor and no storage. No public name."""
+    """A tensor subclass with the dtype and device of ``like`` and no storage. No public name."""
     return torch.Tensor._make_wrapper_subclass(
         cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
     )

@@ -15,16 +15,21 @@ if TYPE_CHECKING:
 
 
 class Watcher:
-    """Sees what happens to the units of one schedule, in one order on every rank.
+    """Told of what happens to the units of one schedule, in the same order on every rank.
 
     Each method is an event, and does nothing here.
     """
 
     def on_pass(self) -> None:
-        """An outermost call into a sharded module begins."""
+        """A pass begins: an outermost call into a sharded module."""
 
     def before_collective(self, event: str, unit_name: str) -> None:
-        """A gather or a reduction is about to start; all ranks should start the same one."""
+        """A gather or a reduction is about to start; all ranks should start the same one.
+
+        Args:
+            event: What is about to start, in words.
+            unit_name: The unit.
+        """
 
     def before_whole(self, flat_param: FlatParameter) -> None:
         """The whole copy is about to be allocated."""
@@ -33,10 +38,10 @@ class Watcher:
         """The whole copy was freed."""
 
     def before_gradients(self, unit: Unit) -> None:
-        """A backward reaches the outputs of a unit, or of another module of it."""
+        """A backward reaches the outputs of a unit's module: it is about to make gradients."""
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
-        """A reduction has started; per slot, whether this rank has a gradient."""
+        """A reduction has started; ``has_one``: per slot, whether this rank has a gradient."""
 
     def on_unreduced(self, flat_param: FlatParameter) -> None:
         """A backward without communication has ended: its gradients wait for the next one."""
@@ -57,8 +62,8 @@ class Watcher:
         """An exception ended a forward or a backward; the schedule has forgotten it.
 
         Args:
-            units: By unit, whether it computes in a forward that goes on, around the backward.
-            in_backward: Whether a backward has ended.
+            units: By unit, whether it computes in a forward around the backward, which goes on.
+            in_backward: Whether it was a backward that ended.
         """
 
 
@@ -69,7 +74,7 @@ class Watchers(Watcher):
         for event in [name for name in vars(Watcher) if not name.startswith("_")]:
             nothing = getattr(Watcher, event)
             calls = [getattr(w, event) for w in each if getattr(type(w), event) is not nothing]
-            if calls:  # a single one takes the place of the event, which so costs no more
+            if calls:  # a single one takes the place of the event: no call in between
                 each_of_them = functools.partial(_call_each, calls)
                 setattr(self, event, calls[0] if len(calls) == 1 else each_of_them)
 
@@ -93,19 +98,22 @@ class Runner:
 
 
 class GradientWatcher:
-    """Sees the gradients of one flat parameter's parameters. Each method does nothing here."""
+    """Told of the gradients of one flat parameter, by slot. Each method does nothing here."""
 
     def on_local(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> Tensor:
         """This rank's own gradient, original shape, compute dtype. Returns the one to go on with.
 
-        It must not be written to: it may be a view of another one, which autograd still needs.
+        It must not be written to: it may be a view of memory that autograd still needs.
         """
         return gradient
 
     def on_reduced(self, flat_param: FlatParameter, slot: int, shard: Tensor) -> None:
-        """This rank's slice of the mean over ranks, main dtype; it may be edited in place."""
+        """This rank's slice of the mean over ranks, ``(n,)``, main dtype; may be edited in place.
+
+        It is called before the slice is added to ``.grad``.
+        """
 
     def on_added(
         self, flat_param: FlatParameter, slot: int, gradient: Sharded, total: Sharded
     ) -> None:
-        """The mean was added to ``total``; ``gradient`` itself where there was none before."""
+        """The mean was added to ``total``; that is ``gradient`` itself if there was none before."""
