@@ -1,7 +1,7 @@
-"""The door: checks a module, cuts it into units, hooks them, returns the same module.
+"""The entry point: checks a module, cuts it into units, hooks them, returns the same module.
 
-Everything that can be wrong is found before anything is changed, and what one rank finds every rank
-raises: a module is sharded on all ranks, or untouched on all.
+Everything that can be wrong is found before anything is changed, and what one rank finds, every
+rank raises: a module is sharded on all ranks, or untouched on all.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 _Choice = tuple[ShardingPlan, list[tuple[str, list[nn.Module]]]]
-"""The plan, which was checked, and the units below a root: name and modules of each."""
+"""The plan, checked, and the units below a root: the name and modules of each."""
 
 _Choose = Callable[[nn.Module], _Choice]
 
 
 class _Options(NamedTuple):
-    """What both calls of the door take, as the caller gave it; see :func:`fully_shard`."""
+    """The arguments that :func:`fully_shard` and :func:`shard_model` share, as they were given."""
 
     mesh: DeviceMesh | None
     mp_policy: PrecisionPolicy | None
@@ -68,28 +68,29 @@ def fully_shard(
 
     Parameters that inner calls have sharded already stay in their own units. What is on the meta
     device gets initial values, one unit at a time, from the module's own initialisers:
-    ``reset_parameters()``, and ``_init_weights(module)`` of an enclosing model. Collective.
+    ``reset_parameters()``, and ``_init_weights(module)`` of an enclosing model. Nothing is
+    broadcast, as each rank keeps its slice of its own model: build the same one on every rank.
+    Collective.
 
     Args:
         module: A module, or a list of modules that run one after another and form one unit.
-        mesh: Device mesh; default: all ranks of the default process group. On a 2-D one parameters
-            are sharded over the last dimension and replicated over the first: build the same model
-            on every rank, as each keeps its slice of its own, and nothing is broadcast.
+        mesh: Device mesh; default: all ranks of the default process group. Over a 2-D mesh
+            parameters are sharded over the last dimension and replicated over the first (HSDP).
         reshard_after_forward: Free the whole copy after the forward; ``None``: unless the module is
             the outermost one.
-        shard_placement_fn: ``None``, as FSDP2's default: parameters are cut as one flat region.
+        shard_placement_fn: Only ``None``, FSDP2's default: parameters are cut as one flat region.
         mp_policy: Dtypes; this package's or torch's ``MixedPrecisionPolicy``.
         offload_policy: This package's or torch's ``CPUOffloadPolicy``: shards, reduced gradients
             and optimizer state live on the host. ``None`` or ``OffloadPolicy()``: they live on the
             device that computes.
         ignored_params: Parameters to leave as they are.
-        comm: How gloo's ranks get data from each other. ``"direct"``: those of one host read each
-            other's memory. ``"pairs"``: they send. ``"auto"``: directly where the kernel permits it
-            to all of them; other backends have their own collectives.
+        comm: How ranks get data from each other over gloo. ``"direct"``: ranks of one host read
+            each other's memory. ``"pairs"``: they send. ``"auto"``: directly where the kernel
+            permits it to all of them. Other backends use their own collectives.
         state_over: Over which ranks of a 2-D mesh shards, and with them optimizer state, are
             spread. ``"replica"``: those of the last dimension. ``"all"``: both dimensions; each
-            rank also keeps, in the compute dtype, the part that the last dimension gathers from,
-            which is filled over the first one once per optimizer step.
+            rank also keeps, in the compute dtype, the part that gathers over the last dimension
+            read. It is filled over the first dimension, once per optimizer step.
 
     Returns:
         The same object, which now has the methods of :class:`ShardedModule`. Its parameters keep
@@ -97,10 +98,10 @@ def fully_shard(
 
     Raises:
         RuntimeError: There is no process group, ranks disagree, or ``"direct"`` is not permitted.
-        ValueError: A module or parameter cannot be sharded, and the message names it; or ``comm``
-            is not offered; or ``state_over``, or it is ``"all"`` without a 2-D mesh.
+        ValueError: A module or parameter cannot be sharded (the message names it), ``comm`` or
+            ``state_over`` is not offered, or ``"all"`` comes without a 2-D mesh.
         TypeError: An argument has the wrong type.
-        NotImplementedError: An argument asks for what is not there yet.
+        NotImplementedError: An argument asks for what is not supported.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
 
@@ -132,18 +133,18 @@ def shard_model(
     """Shard a whole model; finds the units itself. Collective.
 
     A model built under ``torch.device("meta")`` gets its initial values here, see
-    :func:`fully_shard`; only this rank's shard and one unit at a time are ever real.
+    :func:`fully_shard`; only this rank's shard and one unit at a time are ever in memory.
 
     Args:
-        model: The model; nothing of it stays unsharded but ``ignored_params``.
+        model: The model; all of its parameters are sharded but ``ignored_params``.
         plan: ``ZERO2`` or ``ZERO3``.
         units: Class names, a predicate on modules, or a minimum number of parameters; default:
             repeated blocks, embeddings, head and leftovers.
-        mesh: As in :func:`fully_shard`; so are the arguments after it.
+        mesh: As in :func:`fully_shard`, like the arguments that follow.
         mp_policy: Dtypes.
         offload_policy: Where shards live.
         ignored_params: Parameters to leave as they are.
-        comm: How data moves.
+        comm: How data moves over gloo.
         state_over: Over which ranks shards are spread.
 
     Returns:
@@ -164,7 +165,7 @@ def shard_model(
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let another method than ``forward`` gather the module's parameters, too.
+    """Let a method other than ``forward`` gather the module's parameters, too.
 
     Args:
         module: A sharded module.
@@ -191,12 +192,12 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def call_as_forward(
     module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function as if it were a sharded module's forward; inside of that, as a part of it."""
+    """Call a function as if it were a sharded module's forward; inside one, as a part of it."""
     hooks = hooks_of(module)
     assert hooks is not None, "it was sharded"
     if hooks.unit is not None and hooks.schedule.is_inside(hooks.unit):
         return function(*args, **kwargs)
-    if hooks.unit is not None:  # also that of an embedding, of whose forward it is known
+    if hooks.unit is not None:  # also an embedding's: only of its own forward is it known
         hooks.unit.needs_backward_gather = True
     try:
         args, kwargs = hooks.on_call(module, args, kwargs)
@@ -208,7 +209,7 @@ def call_as_forward(
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Accepted, as in torch's FSDP2; there are no streams of our own that could be shared.
+    """Do nothing: offered for code written for torch's FSDP2. There are no streams to share.
 
     Args:
         modules: Sharded modules.
@@ -230,7 +231,7 @@ def _expect_sharded(module: Any, where: str) -> None:
 
 def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
     """Check everything, agree with the other ranks, then change the module."""
-    # Also where the caller builds on another device, e.g. meta, or has switched gradients off.
+    # Also for a caller with another default device, e.g. meta, or in inference mode.
     with torch.device("cpu"), torch.inference_mode(False):
         communicator = _open_group(options)
         what = ", ".join(type(module).__name__ for module in modules)
@@ -251,7 +252,7 @@ def _open_group(options: _Options) -> Communicator:
             "fully_shard: expected a process group, got none. Call "
             "torch.distributed.init_process_group() first (or start the script with torchrun)."
         )
-    # Of a mesh that will be refused, ranks say so to each other in the default group.
+    # A mesh that will be refused: ranks tell each other so in the default group.
     over = mesh if isinstance(mesh, DeviceMesh) and checks.is_offered(mesh) else dist.group.WORLD
     assert over is not None, "it is initialized"
     return groups.communicator_of(over, comm=options.comm, state_over=options.state_over)
@@ -260,7 +261,7 @@ def _open_group(options: _Options) -> Communicator:
 def _prepare(
     modules: list[Any], options: _Options, choose: _Choose, communicator: Communicator
 ) -> tuple[Prepared, str]:
-    """What is to be done, and a text that is equal on two ranks exactly if it is the same there."""
+    """Check everything; what is to be done, and a text that is equal on ranks that do the same."""
     ignored = set(options.ignored_params or ())
     checks.check_arguments(modules, options.mesh, options.mp_policy, ignored)
     groups.check_comm(communicator, options.comm)

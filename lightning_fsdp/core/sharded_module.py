@@ -29,7 +29,7 @@ def units_in(module: nn.Module) -> list[Unit]:
 
 @contextlib.contextmanager
 def shards_in_place(module: nn.Module) -> Iterator[None]:
-    """The sharded parameters are in the modules, inside of a forward as well."""
+    """Put the sharded parameters into the modules meanwhile, also inside a forward."""
     computing = [unit for unit in units_in(module) if unit.has_leaves_installed]
     for unit in computing:
         unit.install_shards()
@@ -41,7 +41,7 @@ def shards_in_place(module: nn.Module) -> Iterator[None]:
 
 
 def _inside(unit: Unit, what: str) -> RuntimeError:
-    """The error where something is asked for while a unit computes."""
+    """The error for something that is asked for while a unit computes."""
     return RuntimeError(
         f"unit {unit.name!r} (rank {unit.communicator.mesh_rank}): expected {what} between "
         "forwards, got it inside of the unit's own, which uses the whole parameters. Call it "
@@ -75,7 +75,7 @@ def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours:
 
 
 class UnshardHandle:
-    """The gather that ``unshard(async_op=True)`` started; of no unit, if the module has none."""
+    """The gather that ``unshard(async_op=True)`` started."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
@@ -90,17 +90,17 @@ class ShardedModule(nn.Module):
     """Mixed into the class of every module that was sharded."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A plain module, where code makes another one of a module's class (``model[:2]``)."""
-        if args or kwargs:  # a copy gets its attributes later
+        """Make a plain module where code calls a module's class (``model[:2]``)."""
+        if args or kwargs:  # without any, it is a deepcopy, which gets its attributes later
             return cls.__mro__[cls.__mro__.index(ShardedModule) + 1](*args, **kwargs)
         return super().__new__(cls)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Not the class's own: nobody has derived from it."""
+        """Keep a class's own hook for subclasses out: no user has derived from it."""
 
     @torch_internals.skip_in_compiling
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.__call__``; a Ctrl-C inside leaves the schedule as an error does."""
+        """As ``nn.Module.__call__``; after a Ctrl-C the schedule recovers as after an error."""
         try:
             return super().__call__(*args, **kwargs)
         except Exception:
@@ -112,10 +112,13 @@ class ShardedModule(nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own unit ahead of its forward.
 
-        ``parameters()`` goes on to give the sharded ones; the next forward finds the copy.
+        ``parameters()`` still returns the sharded ones; the next forward uses the gathered copy.
 
         Args:
-            async_op: Return at once with a handle to wait on.
+            async_op: Return at once, with a handle to wait on.
+
+        Returns:
+            The handle; ``None`` without ``async_op``.
         """
         units = self._units(recurse=False)
         handle = UnshardHandle(units)
@@ -127,10 +130,10 @@ class ShardedModule(nn.Module):
         return None
 
     def reshard(self) -> None:
-        """Free the whole copy of this module's own unit, and what is kept to gather it faster.
+        """Free the whole copy of this module's own unit; the next gather reads every shard anew.
 
         Raises:
-            RuntimeError: It is called inside of the unit's forward.
+            RuntimeError: It is called inside the unit's forward.
         """
         for unit in self._units(recurse=False):
             self._reshard(unit)
@@ -143,7 +146,7 @@ class ShardedModule(nn.Module):
         Args:
             requires_gradient_sync: ``False``: no communication; each rank holds gradients of full
                 size until a backward that reduces.
-            recurse: Also for the units of inner modules.
+            recurse: Also for units of inner modules.
         """
         for unit in self._units(recurse):
             unit.syncs_gradients = requires_gradient_sync
@@ -154,9 +157,9 @@ class ShardedModule(nn.Module):
         Without replicas it makes no difference.
 
         Args:
-            requires_all_reduce: ``False``: gradients are reduced within the replica, where they add
-                up in the shard, until a backward that also takes the mean over replicas.
-            recurse: Also for the units of inner modules.
+            requires_all_reduce: ``False``: gradients are reduced within the replica only, and add
+                up in the shards until a backward that also takes the mean over replicas.
+            recurse: Also for units of inner modules.
         """
         for unit in self._units(recurse):
             unit.averages_replicas = requires_all_reduce
@@ -168,7 +171,7 @@ class ShardedModule(nn.Module):
 
         Args:
             reshard_after_backward: ``False`` keeps it until the optimizer's step.
-            recurse: Also for the units of inner modules.
+            recurse: Also for units of inner modules.
         """
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
@@ -178,10 +181,10 @@ class ShardedModule(nn.Module):
 
         Args:
             reshard_after_forward: ``False`` keeps it.
-            recurse: Also for the units of inner modules.
+            recurse: Also for units of inner modules.
 
         Raises:
-            NotImplementedError: It is a number of ranks.
+            NotImplementedError: It is a number of ranks, which torch's FSDP2 takes.
         """
         check_reshard_after_forward(reshard_after_forward)
         for unit in self._units(recurse):
@@ -189,7 +192,7 @@ class ShardedModule(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate this rank's own gradients, without communication."""
+        """Let backwards inside accumulate this rank's own gradients, without communication."""
         before = {unit: unit.syncs_gradients for unit in units_in(self)}
         self.set_requires_gradient_sync(False)
         try:
@@ -201,15 +204,15 @@ class ShardedModule(nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this module's gradients over all ranks by ``factor``.
 
-        Of this module's own unit alone, as torch's. Without it they are divided by the number of
-        ranks. With 1.0 they are sums: divided by the number of tokens of all ranks, they are those
-        of the mean over tokens.
+        This goes for the module's own unit only, as in torch's FSDP2. The default is the number of
+        ranks. With 1.0 gradients are sums; dividing these by the number of tokens of all ranks
+        gives the gradients of the mean over tokens.
 
         Args:
             factor: A positive number, the same on every rank.
 
         Raises:
-            ValueError: It is no positive number.
+            ValueError: It is not a positive, finite number.
         """
         if not 0 < factor < math.inf:
             raise ValueError(
@@ -229,13 +232,14 @@ class ShardedModule(nn.Module):
         Args:
             max_norm: The largest norm allowed.
             norm_type: Any p, ``inf`` included.
-            error_if_nonfinite: Raise where the norm is NaN or infinite, before anything is scaled.
+            error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
 
         Returns:
             The norm before clipping, 0-d fp32, equal on every rank.
 
         Raises:
-            NonfiniteGradient: The norm is not finite; names the gradients, on every rank.
+            NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; raised on
+                every rank, with the names of the gradients that are not.
             RuntimeError: A gradient was not reduced yet.
         """
         ranks = self._hooks().schedule.communicator
@@ -245,30 +249,30 @@ class ShardedModule(nn.Module):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ``nn.Module.zero_grad``, inside of a forward as well."""
+        """As ``nn.Module.zero_grad``, also inside a forward."""
         with shards_in_place(self):
             super().zero_grad(set_to_none)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``; its values are sharded, inside of a forward as well."""
+        """As ``nn.Module.state_dict``, with sharded values, also inside a forward."""
         with shards_in_place(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.load_state_dict``; whole plain tensors are welcome.
+        """As ``nn.Module.load_state_dict``, from sharded values or whole plain tensors.
 
-        With ``assign=True``, too, values are copied: parameters stay the sharded ones.
+        Values are copied with ``assign=True`` as well: parameters stay the sharded ones.
 
         Raises:
-            RuntimeError: It is called inside of a forward.
-            TypeError: A tensor to be assigned has another dtype than its parameter.
+            RuntimeError: It is called inside a forward.
+            TypeError: With ``assign=True``, a tensor has another dtype than its parameter.
         """
-        # Given on as they are: a class may have defaults of its own.
+        # Passed on only if they were given: a class may have defaults of its own.
         options = dict(zip(("strict", "assign"), args, strict=False), **kwargs)
         if options.pop("assign", False):
             self._check_dtypes(state_dict)
         for unit in units_in(self):
-            if unit.has_leaves_installed:  # which would take the values, and be freed with them
+            if unit.has_leaves_installed:  # the values would go into the whole copy, and be lost
                 raise _inside(unit, "load_state_dict()")
         return super().load_state_dict(state_dict, **options)
 
@@ -283,11 +287,12 @@ class ShardedModule(nn.Module):
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``.to()``, ``.half()`` and the like do to each tensor: another dtype is taken over.
+        """Apply what ``.to()``, ``.half()`` and the like do to each tensor: only dtypes may change.
 
         Raises:
-            RuntimeError: The module computes, gradients wait to be reduced, or some of the
-                parameters that share memory are not in this module.
+            RuntimeError: The module computes, gradients wait to be reduced, or a flat parameter
+                also has parameters that are not in this module.
+            TypeError: The dtype is not a floating-point one.
             NotImplementedError: It would move to another device.
         """
         ours = {id(parameter) for parameter in self.parameters()}
@@ -306,13 +311,13 @@ class ShardedModule(nn.Module):
         return cast(Self, super()._apply(fn, recurse))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Another sharded module, at any time and without communication.
+        """Copy the module, at any time and without communication; the copy is sharded alike.
 
-        It starts without gradients, as torch's copies do, and without functions that were given to
-        ``gradients(module)``.
+        It starts without gradients, as torch's copies do, and without the functions that were
+        registered with ``gradients(module)``.
 
         Raises:
-            NotImplementedError: The class copies itself in its own way, and not the whole of it.
+            NotImplementedError: The class has its own ``__deepcopy__``, which leaves something out.
         """
         inherited = getattr(super(), "__deepcopy__", None)
         with shards_in_place(self):
@@ -344,7 +349,7 @@ class ShardedModule(nn.Module):
     def _reshard(self, unit: Unit) -> None:
         if self._hooks().schedule.is_running(unit):
             raise _inside(unit, "reshard()")
-        unit.reshard(is_stale=True)  # writes may have come that torch does not count
+        unit.reshard(is_stale=True)  # there may have been writes that torch does not count
 
     def _hooks(self) -> ModuleHooks:
         hooks = hooks_of(self)
