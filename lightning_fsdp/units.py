@@ -1,16 +1,16 @@
-"""Module tree -> modules that are gathered together. Touches nothing; every engine shards these.
+"""Module tree -> modules that are gathered together. Changes nothing; shared by all engines.
 
-Found automatically, in this order:
+Units are found automatically, in this order:
 
 1. *Blocks*: children of one class that repeat in an ``nn.ModuleList`` or ``nn.Sequential``, and
    every child of an ``nn.ModuleList`` that has children itself; in the outermost such containers.
-   A child without a forward, such as a list in a list, is looked into instead.
-   And torch's adaptive softmax, whose targets choose which of its parts run on a rank.
-   Or what the user names: classes, a predicate, a minimum size.
-2. *Leftovers*: what holds parameters outside of the blocks. Neighbours in registration order form
-   one unit, embeddings apart from the rest, so that a model reads: embeddings, blocks, final norm
-   with head. Parameters held directly by a module that contains blocks are a unit of that module,
-   whole while its forward runs.
+   A child without a forward, such as a list in a list, is searched instead. torch's adaptive
+   softmax is a block as well, as its targets choose which of its parts run on a rank. What the user
+   names (classes, a predicate, a minimum size) takes the place of all these.
+2. *Leftovers*: modules that hold parameters outside the blocks. Neighbours in registration order
+   form one unit, embeddings apart from the rest, so that a model becomes: embeddings, blocks, final
+   norm with head. Parameters held directly by a module that contains blocks are a unit of that
+   module, whole while its forward runs.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from typing import Any
 from torch import nn
 
 UnitSelector = Sequence[str] | Callable[[nn.Module], bool] | int | None
-"""Class names, a predicate on modules, a minimum number of parameters, or automatic.
+"""Class names, a predicate on modules, a minimum number of parameters, or ``None``: automatic.
 
-Chosen are modules with a forward: a predicate that answers True for an ``nn.ModuleList`` or another
-container chooses nothing by it.
+Only modules with a forward can be chosen: a predicate is not asked about an ``nn.ModuleList`` or
+another container without one.
 """
 
 
@@ -38,7 +38,7 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
         selector: See :data:`UnitSelector`.
 
     Returns:
-        Name and modules per unit, inner units before those that enclose them; without empty ones.
+        Name and modules of each unit, inner units before those that enclose them; none is empty.
 
     Raises:
         ValueError: The selector matches nothing; see also :func:`check_selector`.
@@ -56,7 +56,7 @@ def find_units(root: nn.Module, selector: UnitSelector) -> list[tuple[str, list[
 
 
 def check_selector(selector: Any) -> None:
-    """Refuse what chooses no units.
+    """Refuse what is not a selector of units.
 
     Raises:
         ValueError: A number of parameters below 1.
@@ -74,7 +74,7 @@ def check_selector(selector: Any) -> None:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether there is a moment at which this could be gathered by itself."""
+    """Whether a module is called, and so can be gathered by itself; containers are not."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -106,7 +106,7 @@ def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
 
 
 def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
-    # A list or a dictionary inside of a list is no layer, and may have some.
+    # A list or a dictionary inside a list is not a layer itself, but may hold layers.
     is_list = isinstance(module, nn.ModuleList) or (is_list and not has_forward(module))
     repeats = is_list or isinstance(module, nn.Sequential)
     counts = Counter(type(child) for child in module.children() if _numel(child))
@@ -138,10 +138,10 @@ def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
 def _find_leftovers(
     module: nn.Module, blocks: set[nn.Module], visited: set[nn.Module]
 ) -> Iterator[nn.Module | None]:
-    """What holds parameters outside of the blocks; ``None`` where neighbours are to be parted."""
+    """Modules with parameters outside the blocks; ``None`` where neighbours are to be separated."""
     if module in visited:
         return
-    is_called = has_forward(module) or not visited  # the root is, by whoever shards it
+    is_called = has_forward(module) or not visited  # the root is called, whatever it is
     visited.add(module)
     if module in blocks:
         # The parameters of a block that are in no block inside it are the block's own unit.
@@ -158,7 +158,7 @@ def _find_leftovers(
 
 
 def _has_own(module: nn.Module) -> bool:
-    """Whether a forward of this module reads parameters itself: its own, or of a container."""
+    """Whether a module's forward reads parameters itself: its own, or those of a container."""
     containers = (child for child in module.children() if not has_forward(child))
     return any(True for _ in module.parameters(recurse=False)) or any(map(_has_own, containers))
 

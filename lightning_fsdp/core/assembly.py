@@ -1,4 +1,4 @@
-"""Turns a module that was found in order into a sharded one."""
+"""Turns a module that has passed all checks into a sharded one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,17 @@ from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, supp
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request that was found in order."""
+    """What to shard and how, after all checks.
+
+    Attributes:
+        root: The module, or an ``nn.ModuleList`` of several.
+        outermost: The modules that the caller gave.
+        plan: When whole copies are freed.
+        policy: Dtypes.
+        offload: How shards are offloaded; ``None`` where they are not.
+        units: The units to make, inner ones first.
+        flat_params: The flat parameters to make.
+    """
 
     root: nn.Module
     outermost: list[nn.Module]
@@ -53,7 +63,7 @@ class Prepared:
     flat_params: list[FlatParameterPlan]
 
     def describe(self) -> str:
-        """One text that is equal on two ranks exactly if they are about to shard alike."""
+        """A text that is equal on two ranks exactly if they are about to shard in the same way."""
         lines = [f"{self.plan}, {self.policy}, {self.offload or 'not offloaded'}"]
         for unit in self.units:
             parameters = ", ".join(
@@ -72,7 +82,8 @@ class Region:
     """A flat parameter to be: its layout and its shard, which takes slices of whole parameters.
 
     Attributes:
-        shard: ``(layout.shard_numel,)``, main dtype, at home.
+        layout: Where each parameter lies.
+        shard: ``(layout.shard_numel,)``, main dtype, where shards live.
         specs: By parameter.
     """
 
@@ -91,7 +102,7 @@ class Region:
         return self.specs[parameter].part_of(self.shard)
 
     def take(self, parameter: Tensor, whole: Tensor) -> None:
-        """Copy this rank's elements of the value of a parameter."""
+        """Copy this rank's elements of a parameter out of ``whole``, its value."""
         with torch.no_grad():
             self.local_of(parameter).copy_(self.specs[parameter].slice_of(whole))
 
@@ -100,8 +111,8 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     """Shard what was prepared. Collective.
 
     Raises:
-        ValueError: Something on the meta device has no initialiser. As anything that is raised
-            here, on every rank, and before the module is changed.
+        ValueError: Something on the meta device has no initialiser. Like anything raised here, on
+            every rank, and before the module is changed.
         RuntimeError: Ranks came to different initial values.
     """
     region_of, buffers = _initialise(prepared, communicator, home)
@@ -115,7 +126,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
     for unit_plan in prepared.units:
         for module in unit_plan.site_modules():
             torch_internals.detach_flat_weights(module)
-    flat_params = []  # kept until units have them
+    flat_params = []  # parameters refer to them weakly: kept alive until units own them
     for flat_param_plan in prepared.flat_params:
         first = flat_param_plan.parameters[0]
         region = region_of.get(first) or Region(flat_param_plan, communicator, home)
@@ -143,11 +154,11 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
 def _initialise(
     prepared: Prepared, communicator: Communicator, home: Home
 ) -> tuple[dict[Tensor, Region], dict[Tensor, Tensor]]:
-    """Give values to what is on the meta device; changes nothing of the module. Collective.
+    """Compute values for what is on the meta device, changing nothing of the module. Collective.
 
     Returns:
-        The region of each parameter beside such ones, which has this rank's slices of those; and
-        the real buffer, by the one that it replaces.
+        By parameter, the region of each flat parameter with some on the meta device, which then
+        holds this rank's slices of their values; and the real buffer, by the one that it replaces.
     """
     region_of: dict[Tensor, Region] = {}
     for plan in prepared.flat_params:
@@ -208,7 +219,7 @@ def _make_flat_param(
 
 
 def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:
-    """Such a graph ends in the whole parameter that was, whose gradient nobody would find."""
+    """Refuse backwards of graphs made before: nobody would see the gradient of what was whole."""
     if not parameter.requires_grad:
         return
 
@@ -219,7 +230,7 @@ def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None
             "forward again."
         )
 
-    # Graphs that are alive share one such node; else it is a new one, and ends here.
+    # The node that accumulates gradients, which graphs that are alive share; a new one if none is.
     torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
@@ -247,8 +258,8 @@ def _attach(module: nn.Module, unit: Unit | None, schedule: Schedule) -> None:
 
 
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """One class for all modules of a class: compiled code of one serves the others."""
-    for derived in cls.__subclasses__():  # to which a class refers weakly: both go together
+    """One class for all modules of a class, so that they share compiled code."""
+    for derived in cls.__subclasses__():  # no cache of our own, which would keep classes alive
         if derived.__bases__ == (ShardedModule, cls):
             return derived
     return type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})

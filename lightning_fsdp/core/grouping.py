@@ -1,4 +1,4 @@
-"""Modules of units -> flat parameters: which parameters are gathered together. Touches nothing.
+"""Modules of units -> flat parameters: which parameters are gathered together. Changes nothing.
 
 A unit's parameters are cut into flat parameters by dtype, by ``requires_grad``, and by the set of
 units that use them: a weight tied across units is a flat parameter of its own, gathered alone for
@@ -23,8 +23,9 @@ class UnitPlan:
     """One unit to be.
 
     Attributes:
+        name: Original name of the first module.
         modules: The modules whose forward needs the parameters.
-        names: Original name of every parameter, from the module that is being sharded.
+        names: Original name of every parameter of the module that is being sharded.
         sites: Every place where a parameter of the unit is registered, by parameter.
     """
 
@@ -34,7 +35,7 @@ class UnitPlan:
     sites: dict[Tensor, list[Site]] = field(default_factory=dict)
 
     def site_modules(self) -> Iterator[nn.Module]:
-        """Of every place, the module; as often as it has one."""
+        """The module of every place; one with several places comes several times."""
         return (site.module for sites in self.sites.values() for site in sites)
 
 
@@ -65,7 +66,7 @@ def plan_units(
     taken_by: dict[UnitPlan, set[nn.Module]] = {}
     for plan in plans:
         tree = {inner for outer in plan.modules for inner in outer.modules()}
-        # Not those of units inside. A module that two blocks share is in the units of both.
+        # Modules of units inside are left out. A module that two blocks share is in both units.
         inside = [taken for other, taken in taken_by.items() if not tree.isdisjoint(other.modules)]
         taken = taken_by[plan] = managed.union(*inside)
         outermost = [m for m in plan.modules if not any(m in other for other in taken_by.values())]
@@ -77,7 +78,7 @@ def plan_units(
 
 
 def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
-    """Cut the units' parameters into flat ones, in order; those sharded already have theirs.
+    """Cut the units' parameters into flat parameters, in order; sharded ones have theirs already.
 
     Every second unit is laid out backwards. A rank that holds the large matrices of one block then
     holds the small ones of the next, so that owners of whole tensors (``optimizers/owners.py``)
@@ -97,14 +98,15 @@ def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
-    """Whether a module may; a plain embedding does not, unless its weight is computed."""
+    """Whether a module's backward may read its weights; a plain embedding's does not."""
     is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
-    # The old weight_norm is a hook.
+    # A weight may be computed from parameters, by a parametrization or by the old weight_norm's
+    # forward pre-hook; the backward of that reads them.
     return not is_plain or is_parametrized(module) or bool(module._forward_pre_hooks)
 
 
 def _take(module: nn.Module, taken: set[nn.Module]) -> Iterator[nn.Module]:
-    """A module and all inside it, but for what is taken."""
+    """Take a module and all modules inside it that are not taken yet."""
     if module in taken:
         return
     taken.add(module)
