@@ -19,10 +19,17 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, flat_param
 class ByName:
     """The sharded parameters of a module by name, and the flat parameters that they belong to.
 
+    Args:
+        module: Any module with sharded parameters inside.
+        what: What is asked for, for messages.
+
     Attributes:
-        module: It.
-        schedules: They run its units, also one around it, of which it has some parameters.
-        parameters: By original name.
+        module: As given.
+        schedules: Those that run its units, or a unit around it that has parameters inside.
+        parameters: The sharded parameters by original name.
+
+    Raises:
+        ValueError: Nothing in the module is sharded.
     """
 
     def __init__(self, module: nn.Module, what: str) -> None:
@@ -34,7 +41,7 @@ class ByName:
         self.parameters = self._find(what)
 
     def names(self) -> list[str]:
-        """Original names, as seen from the module that was given."""
+        """Original names, relative to the module that was given."""
         return list(self.parameters)
 
     def __iter__(self) -> Iterator[str]:
@@ -47,17 +54,17 @@ class ByName:
         """A parameter by its original name.
 
         Raises:
-            KeyError: There is none; the message says which are near.
+            KeyError: There is none; the message names similar ones.
         """
         if name not in self.parameters:
             raise unknown(name, self.parameters)
         return self.parameters[name]
 
     def flat_params(self) -> dict[FlatParameter, list[str]]:
-        """The names of each flat parameter, in order.
+        """Names by flat parameter, in order.
 
         Raises:
-            ValueError: A parameter is of no unit in the module, as it was put there later.
+            ValueError: A parameter belongs to no unit of the module: it was put there later.
         """
         flat_params: dict[FlatParameter, list[str]] = {}
         for name, parameter in self.parameters.items():
@@ -71,9 +78,14 @@ class ByName:
         return flat_params
 
     def stream(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Gather slices of one flat parameter after the other, by one collective each.
+        """Gather slices, one flat parameter after the other, by one collective each. Collective.
 
-        One is whole, beside what the caller still holds; its smallest tensor comes last.
+        Args:
+            shards: By name, this rank's ``(n,)`` elements of values with the parameter's shape.
+
+        Yields:
+            Name and whole value, original shape, where shards live. One flat parameter is whole at
+            a time, beside what the caller still holds; its smallest tensor comes last.
         """
         for flat_param, names in self.flat_params().items():
             specs = {name: self.parameters[name].spec for name in names if name in shards}
@@ -95,12 +107,14 @@ class ByName:
             *others, smallest = sorted(specs, key=lambda name: -specs[name].slot.numel)
             for name in others:
                 yield name, wholes.pop(name)
-            if others:  # the caller holds it while the next one is gathered, and nothing more
+            # The caller's loop variable keeps the last one while the next flat parameter is
+            # gathered: a copy, so that it does not keep the whole region.
+            if others:
                 wholes[smallest] = wholes[smallest].clone()
             yield smallest, wholes.pop(smallest)
 
     def _find(self, what: str) -> dict[str, ShardedTensor]:
-        """By name; also while their unit computes and leaves stand for them."""
+        """Sharded parameters by name, also while their unit computes and leaves are in place."""
         by_spec = {id(p.spec): p for f in self._flat_params for p in f.parameters}
         found = {}
         for name, parameter in self.module.named_parameters():
@@ -116,7 +130,7 @@ class ByName:
 
 
 class Weight:
-    """One parameter."""
+    """Access to one parameter."""
 
     def __init__(self, name: str, parameter: ShardedTensor) -> None:
         self.name = name
@@ -128,7 +142,7 @@ class Weight:
         return self._parameter.to_local().detach()
 
     def full(self) -> Tensor:
-        """The whole parameter in its original shape, a fresh copy. Collective."""
+        """The whole parameter in its original shape, main dtype, a fresh copy. Collective."""
         return self._parameter.full_tensor()
 
 
@@ -142,12 +156,12 @@ class Weights(ByName, Mapping[str, Weight]):
         return Weight(name, self.look_up(name))
 
     def full(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value of each, one flat parameter whole at a time. Collective."""
+        """Yield name and whole value of each, one flat parameter whole at a time. Collective."""
         yield from self.stream({name: p.to_local() for name, p in self.parameters.items()})
 
 
 def weights(module: nn.Module) -> Weights:
-    """Access to the parameters of a module with sharded parameters inside.
+    """Access the parameters of a module with sharded parameters inside.
 
     Raises:
         ValueError: Nothing in the module is sharded.
@@ -161,7 +175,7 @@ def schedules_of(modules: Iterable[nn.Module]) -> list[Schedule]:
 
 
 def unknown(name: str, names: Collection[str]) -> KeyError:
-    """What to raise for a name that no sharded parameter has."""
+    """The error for a name that no sharded parameter has."""
     near = difflib.get_close_matches(name, names, n=3)
     return KeyError(
         f"{name!r}: expected the original name of a sharded parameter, such as "

@@ -7,8 +7,9 @@
     g["h.0.weight"].full()     the mean, original shape; collective     (state reduced)
     for name, whole in g.full(): ...                 one flat parameter whole at a time; collective
 
-Nothing is kept for access but what a mode of :meth:`Gradients.micro_batches` asks for: local
-gradients of a backward that reduces are seen by :meth:`Gradients.on_local`, in passing.
+Nothing is kept for the sake of access, unless a mode of :meth:`Gradients.micro_batches` asks for
+it. Local gradients of a backward that reduces are therefore seen only by
+:meth:`Gradients.on_local`, as they arrive.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ GradientSet = int | Mapping[str, Tensor] | None
 
 
 class GradientUnavailable(RuntimeError):  # noqa: N818 (a public name)
-    """What was asked for does not exist in the present state; the message says what would help."""
+    """What was asked for does not exist in the present state; the message says how to get it."""
 
 
 class Gradient:
-    """The gradient of one parameter, as it is at the moment of asking."""
+    """Access to the gradient of one parameter, as it is at the moment of asking."""
 
     def __init__(self, name: str, parameter: ShardedTensor) -> None:
         self.name = name
@@ -53,9 +54,10 @@ class Gradient:
 
     @property
     def state(self) -> GradientState:
-        """``none``; ``local``: this rank's own waits to be reduced; ``reduced``.
+        """Which gradient there is.
 
-        Or ``replica``: the mean over this rank's replica waits for the one over the replicas.
+        ``none``; ``local``: this rank's own, which waits to be reduced; ``replica``: the mean over
+        this rank's replica, which waits for the mean over replicas; or ``reduced``.
         """
         gradient = self._parameter.grad
         if gradient is None:
@@ -67,7 +69,7 @@ class Gradient:
     def local(self) -> Tensor:
         """This rank's own gradient: original shape, reduce dtype, not divided by anything.
 
-        It shares memory with what will be reduced: writing to it changes the gradient.
+        It shares memory with what will be reduced, so writing to it changes the gradient.
 
         Raises:
             GradientUnavailable: There is none, or it was reduced already.
@@ -91,10 +93,10 @@ class Gradient:
         return self._reduced(None).to_local()
 
     def full(self, micro_batch: int | None = None) -> Tensor:
-        """The reduced gradient in its original shape, a fresh copy. Collective.
+        """The reduced gradient in its original shape, main dtype, a fresh copy. Collective.
 
         Args:
-            micro_batch: Of those kept by ``micro_batches("separate")``.
+            micro_batch: One of those kept by ``micro_batches("separate")``; default: their sum.
 
         Raises:
             GradientUnavailable: There is no reduced gradient, or none of that micro-batch.
@@ -136,9 +138,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
         super().__init__(module, "gradients")
 
     def names(self) -> list[str]:
-        """Original names, seen from the module that was given: what is trained or has a gradient.
+        """Original names of parameters that require a gradient, or have one.
 
-        One that was frozen after its backward keeps its gradient, which counts as in torch.
+        As in torch, one that was frozen after its backward keeps its gradient.
         """
         return [n for n, p in self.parameters.items() if p.requires_grad or p.grad is not None]
 
@@ -152,9 +154,12 @@ class Gradients(ByName, Mapping[str, Gradient]):
         return name in self.names()
 
     def full(self, micro_batch: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole reduced gradient of each parameter that has one. Collective.
+        """Yield name and whole reduced gradient of each parameter that has one. Collective.
 
         One flat parameter is whole at a time, unless the caller keeps what is yielded.
+
+        Args:
+            micro_batch: One of those kept by ``micro_batches("separate")``; default: their sum.
 
         Raises:
             GradientUnavailable: A gradient was not reduced yet.
@@ -162,7 +167,14 @@ class Gradients(ByName, Mapping[str, Gradient]):
         yield from self.stream(self.shards(micro_batch))
 
     def shards(self, micro_batch: int | None = None) -> dict[str, Tensor]:
-        """This rank's slices of all reduced gradients by name, sharing memory; without ``none``.
+        """This rank's slices of all reduced gradients, by name.
+
+        Args:
+            micro_batch: One of those kept by ``micro_batches("separate")``; default: their sum.
+
+        Returns:
+            ``(n,)``, main dtype, sharing memory with the gradients; may be empty. Parameters
+            without a gradient are missing.
 
         Raises:
             GradientUnavailable: A gradient was not reduced yet, or none is of that micro-batch.
@@ -173,14 +185,17 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """Call ``function(name, gradient, micro_batch)`` with each local gradient on arrival.
 
         The gradient has the original shape and the compute dtype, and can be edited in place before
-        it is reduced. Later ones may be added to it: keep a clone. A weight tied within or across
-        units arrives once, with the sum of all uses. ``micro_batch`` counts backwards since the
-        optimizer's last step, or the one that a gradient scaler skipped.
+        it is reduced. Later gradients may be added to it, so keep a clone. A weight tied within or
+        across units arrives once, with the sum of all uses. ``micro_batch`` counts backwards since
+        the optimizer's last step, or since the last one that a gradient scaler skipped.
 
         Args:
             function: Called with each local gradient.
-            edits: Whether it may write into them. If not, it gets them as autograd made them,
-                without a copy.
+            edits: Whether it may write to them. If not, it gets them as autograd made them, without
+                a copy.
+
+        Returns:
+            A handle that removes the function.
         """
         return self._watch(_CallingOnLocal if edits else _ShowingLocal, function)
 
@@ -188,8 +203,11 @@ class Gradients(ByName, Mapping[str, Gradient]):
         """Call ``function(name, shard, micro_batch)`` with each reduced gradient when it lands.
 
         The shard is this rank's slice, ``(n,)``, main dtype, before it is added to ``.grad``; it
-        can be edited in place. Later ones are added to it: keep a clone. One that no rank used
-        comes as zeros.
+        can be edited in place. Later gradients are added to it, so keep a clone. For a parameter
+        that no rank used it is zeros.
+
+        Returns:
+            A handle that removes the function.
         """
         return self._watch(_CallingOnReduced, function)
 
@@ -204,8 +222,8 @@ class Gradients(ByName, Mapping[str, Gradient]):
 
         Raises:
             ValueError: There is no such mode.
-            RuntimeError: Local gradients of before wait to be reduced; they belong to no
-                micro-batch of this context.
+            RuntimeError: Local gradients of an earlier backward wait to be reduced; they belong to
+                no micro-batch of this context.
         """
         check_mode(mode)
         flat_params = self.flat_params().keys()
@@ -217,7 +235,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
                 "earlier backward without reduction. Reduce them with the next backward, or drop "
                 "them with zero_grad()."
             )
-        # Those kept apart before, and not cleared, keep their numbers.
+        # Micro-batches kept apart before, and not cleared, keep their numbers.
         parameters = cast(Iterable[ShardedTensor], (p for f in flat_params for p in f.parameters))
         kept = [index for parameter in parameters for index in _kept(parameter)]
         num_kept = 1 + max(kept, default=-1) if mode == "separate" else 0
@@ -227,7 +245,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
             unit.averages_replicas |= mode != "sum"
         for flat_param in flat_params:
             flat_param.micro_batch = num_kept
-        # Where another context keeps them apart already, that one does.
+        # Not where another context, around this one, keeps them apart already.
         watched = [f for f in flat_params if mode == "separate" and not keeps_apart(f)]
         apart = register(_KeepingApart(), *(f.gradient_watchers for f in watched))
         try:
@@ -257,6 +275,9 @@ class Gradients(ByName, Mapping[str, Gradient]):
             a: A micro-batch kept by ``micro_batches("separate")``, shards by name (as of
                 :meth:`shards`), or ``None`` for the gradients themselves.
             b: Likewise. A name that one of them lacks counts as zero.
+
+        Raises:
+            GradientUnavailable: A gradient was not reduced yet, or none is of a micro-batch.
         """
         first, second = (self.shards(s) if not isinstance(s, Mapping) else s for s in (a, b))
         communicator = self._communicator()
@@ -269,7 +290,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
         return register(kind(function, names), *(f.gradient_watchers for f in self.flat_params()))
 
     def _reduced(self, micro_batch: int | None) -> dict[str, ShardedTensor]:
-        """Those that are there, or what a micro-batch has added to each."""
+        """Reduced gradients by name: those that are there, or what a micro-batch added to each."""
         found: dict[str, ShardedTensor] = {}
         for name, gradient in self.items():
             if gradient.state == "none":
@@ -288,7 +309,7 @@ class Gradients(ByName, Mapping[str, Gradient]):
 
 
 def gradients(module: nn.Module) -> Gradients:
-    """Access to the gradients of a module with sharded parameters inside.
+    """Access the gradients of a module with sharded parameters inside.
 
     Raises:
         ValueError: Nothing in the module is sharded.
@@ -297,12 +318,12 @@ def gradients(module: nn.Module) -> Gradients:
 
 
 def keeps_apart(flat_param: FlatParameter) -> bool:
-    """Whether ``micro_batches("separate")`` keeps its gradients apart now."""
+    """Whether a ``micro_batches("separate")`` keeps its gradients apart now."""
     return any(isinstance(w, _KeepingApart) for w in flat_param.gradient_watchers.values())
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is no mode of ``micro_batches``.
+    """Refuse what is not a mode of ``micro_batches``.
 
     Raises:
         ValueError: There is no such mode.
@@ -312,7 +333,7 @@ def check_mode(mode: str) -> None:
 
 
 def frozen(name: str) -> GradientUnavailable:
-    """What to raise for the gradient of a frozen parameter."""
+    """The error for the gradient of a frozen parameter."""
     return GradientUnavailable(
         f"gradient of {name!r}: expected a trainable parameter, got one with requires_grad=False. "
         "Unfreeze it before the forward."
@@ -320,7 +341,7 @@ def frozen(name: str) -> GradientUnavailable:
 
 
 def nothing_kept(micro_batch: int, kept: Iterable[int]) -> GradientUnavailable:
-    """What to raise for the gradients of a micro-batch that has none."""
+    """The error for the gradients of a micro-batch that has none."""
     return GradientUnavailable(
         f"gradients of micro-batch {micro_batch}: expected one of those kept by "
         f'micro_batches("separate"), {sorted(kept)}. Run its backward inside of it.'
@@ -332,7 +353,7 @@ def _kept(parameter: ShardedTensor) -> dict[int, ShardedTensor]:
 
 
 class _Calling(GradientWatcher):
-    """Calls a function of the user's with the gradients of parameters that have a name."""
+    """Calls a user's function with the gradients of those parameters that have a name."""
 
     def __init__(self, function: GradientFunction, names: Mapping[int, str]) -> None:
         self._function, self._names = function, names
@@ -365,8 +386,8 @@ class _KeepingApart(GradientWatcher):
     def on_added(
         self, flat_param: FlatParameter, slot: int, gradient: Sharded, total: Sharded
     ) -> None:
-        # The first one is added to.
+        # If the sum is the first gradient itself, later ones are added to it: keep a clone.
         part = cast(ShardedTensor, gradient.clone() if total is gradient else gradient)
         kept = cast(ShardedTensor, total).micro_batches.setdefault(flat_param.micro_batch, part)
-        if kept is not part:  # it came late, after the first of its micro-batch was reduced
+        if kept is not part:  # a second one of this micro-batch, which arrived after a reduction
             kept.add_(part)

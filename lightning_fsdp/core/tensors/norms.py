@@ -37,10 +37,10 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise instead of scaling by a norm that is NaN or infinite.
 
     Returns:
-        The norm before, 0-d fp32, equal on every rank.
+        The norm before clipping, 0-d fp32, equal on every rank.
 
     Raises:
-        NonfiniteGradient: The norm is not finite; on every rank.
+        NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; on every rank.
         RuntimeError: A gradient was not reduced yet.
         ValueError: ``norm_type`` is not a number.
     """
@@ -61,7 +61,7 @@ def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
 
     Args:
         parameters: Sharded and plain ones.
-        what: Asks for them.
+        what: The operation that needs them, for the message.
 
     Raises:
         RuntimeError: A gradient was not reduced yet.
@@ -76,7 +76,7 @@ def reduced_gradients(parameters: Iterable[Tensor], what: str) -> list[Tensor]:
 def global_norm(
     gradients: Sequence[Tensor], norm_type: float, communicator: Communicator | None
 ) -> Tensor:
-    """The norm over all gradients as if they were one vector, equal on every rank.
+    """The norm over all gradients as if they were one vector, equal on every rank. Collective.
 
     Args:
         gradients: Reduced gradients; sharded ones count with this rank's slice, plain ones (of
@@ -112,14 +112,14 @@ def scale_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) ->
 
 
 def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a factor, 0-d, the same on every rank."""
+    """Multiply gradients in place by ``factor``, 0-d, the same on every rank."""
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, ShardedTensor) else gradient
         local.mul_(factor.to(device=local.device, dtype=local.dtype))
 
 
 def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:
-    """What to raise for a norm that is not finite: names what is not finite on any rank."""
+    """The error for a norm that is not finite: names gradients that are not, on any rank."""
     sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
     names = [g.spec.name for g in sharded if not g.isfinite().all()]  # each over all ranks
     found = f"not finite: {', '.join(map(repr, names))}" if names else "each of them is finite"
@@ -131,7 +131,7 @@ def _nonfinite(gradients: Sequence[Tensor], norm: Tensor) -> NonfiniteGradient:
 
 
 def partial_dot(a: Mapping[str, Tensor], b: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The inner product over this rank's slices by name, 0-d fp64.
+    """The inner product over this rank's slices by name, 0-d fp64 on ``device``.
 
     A name that one of them lacks counts as zero.
     """
