@@ -1,6 +1,6 @@
-"""What cannot be sharded, found before anything is changed, or came too late; named with the cure.
+"""Refuses what cannot be sharded, before anything is changed, or what was added too late.
 
-Messages do not name the rank: ranks compare them, and all raise the one that they agree on.
+Messages name it, with a cure, but not the rank: ranks compare them, and all raise the same one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DEVICE_TYPES = "cpu", "cuda"
 
 
 def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: set[Any]) -> None:
-    """Refuse arguments of the wrong kind, and what is not offered.
+    """Refuse arguments of the wrong type, and meshes that are not supported.
 
     Raises:
-        TypeError: A module, the mesh, the policy or a parameter is none.
+        TypeError: A module, the mesh, the policy or an ignored parameter has the wrong type.
         ValueError: A module has no forward of its own.
-        NotImplementedError: The mesh has other dimensions, or other devices.
+        NotImplementedError: The mesh has other than 1 or 2 dimensions, or other devices.
     """
     for got, kind, words in [
         *((module, (nn.Module,), "an nn.Module or a list of them") for module in modules),
@@ -60,11 +60,11 @@ def check_arguments(modules: Sequence[Any], mesh: Any, mp_policy: Any, ignored: 
 
 
 def read_offload_policy(policy: Any) -> CPUOffloadPolicy | None:
-    """What an offload policy asks for: this package's, torch's, or ``None``.
+    """An offload policy, this package's or torch's, as this package's; ``None`` where it is off.
 
     Raises:
         TypeError: It is neither.
-        ValueError: It pins memory where nothing can.
+        ValueError: It asks for pinned memory, and there is no accelerator.
     """
     names = [kind.__name__ for kind in type(policy).__mro__]  # torch's FSDP is not imported here
     if "CPUOffloadPolicy" not in names:
@@ -88,10 +88,10 @@ def is_offered(mesh: DeviceMesh) -> bool:
 
 
 def check_meshes(earlier: Iterable[Communicator], communicator: Communicator) -> None:
-    """Refuse another mesh than that of units sharded before: norms and agreement need one.
+    """Refuse a mesh that differs from that of units sharded before: norms and agreement need one.
 
     Raises:
-        ValueError: It is another.
+        ValueError: It differs.
     """
     for other in earlier:
         if not spans_same_ranks(other, communicator):
@@ -138,11 +138,11 @@ def check_parameters(units: Iterable[UnitPlan]) -> None:
     """Refuse parameters that cannot be sharded, by name.
 
     Args:
-        units: To be.
+        units: The units to be.
 
     Raises:
-        ValueError: A parameter is of another kind, or used in a way that slices cannot serve, or
-            shares memory with another one: each would have slices of its own, and go its own way.
+        ValueError: A parameter is of a kind, or used in a way, that does not work on slices; or it
+            shares memory with another one: each would get slices of its own, which would diverge.
     """
     found: dict[int, str] = {}
     for plan in units:
@@ -164,10 +164,10 @@ def check_parameters(units: Iterable[UnitPlan]) -> None:
 def check_ties(
     flat_params: Iterable[FlatParameter], policy: PrecisionPolicy, offload: CPUOffloadPolicy | None
 ) -> None:
-    """Refuse other policies for weights that are tied to a unit sharded before: they share all.
+    """Refuse other policies for weights tied to a unit sharded before: they share a flat parameter.
 
     Raises:
-        ValueError: The dtypes differ, or how they are offloaded.
+        ValueError: The dtypes or the offload policies differ.
     """
     for flat_param in flat_params:
         theirs = flat_param.policy
@@ -186,7 +186,7 @@ def check_ties(
 
 
 def plain_in(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters by name of modules that belong to no unit; those of units may be whole now."""
+    """Plain parameters by name, of modules in no unit: those in units may hold leaves now."""
     return {
         name: parameter
         for prefix, inner in module.named_modules()
@@ -197,14 +197,15 @@ def plain_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def refuse_added(known: dict[str, Tensor], module: nn.Module) -> None:
-    """Refuse to train parameters that a module got after it was sharded.
+    """Refuse to train parameters that were added to a module after it was sharded.
 
     Args:
-        known: Those that stayed plain at the sharding, which their owner may move or wrap since.
-        module: That is about to run.
+        known: Those that were left plain when it was sharded; their owner may have moved them, or
+            wrapped their module, since.
+        module: The module that is about to run.
 
     Raises:
-        RuntimeError: There is one. Each rank would step it by its own gradient.
+        RuntimeError: There is one. Each rank would step it with its own gradient.
     """
     for name, parameter in plain_in(module).items():
         is_known = name in known or any(parameter is other for other in known.values())
@@ -245,13 +246,17 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
 def problem_with_use(
     parameter: Tensor, name: str, modules: Iterable[nn.Module], found: dict[int, str]
 ) -> tuple[str, str, str] | None:
-    """What is done with a parameter and lost where modules compute with a copy of it; likewise.
+    """A use of a parameter that is lost where modules compute with a copy of it.
 
     Args:
-        parameter: It.
-        name: Its name, one wherever it is registered.
-        modules: Where it is registered.
-        found: The names of those asked about before, by the address of the first element.
+        parameter: The parameter.
+        name: Its name, the same wherever it is registered.
+        modules: The modules that it is registered in.
+        found: Names of parameters asked about before, by the address of their first element;
+            written.
+
+    Returns:
+        As :func:`_problem_with`.
     """
     if torch_internals.has_gradient_hooks(parameter):
         cure = "Use on_local or on_reduced of gradients(module), or of trainer.strategy.gradients."
@@ -275,7 +280,7 @@ def problem_with_use(
 
 
 def _has_weak_references(parameter: Tensor, sites: Sequence[Site]) -> bool:
-    """Whether anybody refers to a parameter weakly, beside the modules that it is registered in."""
+    """Whether anything refers to a parameter weakly, but for modules that it is registered in."""
     for site in sites:
         torch_internals.detach_flat_weights(site.module)
     try:

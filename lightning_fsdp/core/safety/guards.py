@@ -1,10 +1,10 @@
-"""What was kept of a whole copy beyond its time is an error, not the end of the process.
+"""What was kept of a whole copy beyond its time raises an error instead of crashing the process.
 
 Code can keep a leaf (``self.kept = self.linear.weight``), a view of it or a numpy array from inside
 a forward, and a backward can reach a unit through a tensor that is neither an output of it nor a
 loss that it keeps. Without memory most kernels would follow a null pointer. So a leaf changes its
-class with its memory, and one without memory answers no operation; of a storage without memory,
-every access raises.
+class with its memory, and one without memory refuses every operation; a storage without memory
+raises at every access.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_fsdp.core.engine.watcher import Watcher
 
 _log = logging.getLogger(__name__)
 
-# What can be asked of a tensor without memory.
+# What can be asked of a leaf without memory, as it needs no values.
 _ABOUT_NO_VALUE = {
     *("grad", "requires_grad", "is_leaf", "grad_fn", "shape", "dtype", "device", "layout", "ndim"),
     *("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "element_size"),

@@ -1,7 +1,7 @@
 """A loss that a module keeps (``self.aux_loss = ...``) is an output of its unit too.
 
-A backward may enter the unit there, before its outputs or without them. What is kept elsewhere is
-not seen.
+A backward may enter the unit there, before it reaches the unit's outputs, or without them. Losses
+kept elsewhere, as in a list, are not seen.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from lightning_fsdp.core.engine.unit import WeakModule
 
 
 class KeptLosses:
-    """What modules keep as attributes since their last call, and was computed."""
+    """Finds the computed tensors that modules keep as attributes since their last call.
+
+    Args:
+        keepers: The modules to look at.
+    """
 
     def __init__(self, keepers: list[nn.Module]) -> None:
         self._keepers = list(map(WeakModule, keepers))
 
     def __call__(self) -> list[Tensor]:
-        """Each of them once, also those that stay."""
+        """Those not returned before, as a node needs one hook only."""
         kept = []
         for keeper in self._keepers:
             module = keeper()
@@ -37,13 +41,13 @@ class KeptLosses:
 
 
 def losses_kept_in(module: nn.Module) -> KeptLosses | None:
-    """Of a module that was sharded, as all inside of it: what it and its unit's modules keep."""
+    """What finds the losses that a sharded module, and those inside without a unit, keep."""
     keepers = list(_keepers_in(module))
     return KeptLosses(keepers) if keepers else None
 
 
 def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
-    """A unit's modules of other classes than torch's, which keep nothing that they compute."""
+    """A unit's modules but for those of torch, which keep nothing that they compute."""
     if not type(module).__module__.startswith("torch.nn."):
         yield module
     for child in module.children():

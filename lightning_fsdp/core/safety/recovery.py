@@ -1,6 +1,6 @@
 """After an exception the engine is as between two steps: nothing in flight, nothing whole.
 
-If it ended a backward inside of a forward, which may go on, that one's units stay whole.
+If it ended a backward inside a forward, the forward may go on, and its units stay whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Recovery(Watcher):
     """Ends what was running, so that the next call may begin."""
 
     def on_failure(self, units: Mapping[Unit, bool], *, in_backward: bool) -> None:
-        """Say so in the log; gradients of a backward that failed are of no use."""
+        """Log it, and abandon all units; gradients of a backward that failed are dropped."""
         _log.warning(
             "a %s ended by an exception%s; the next call starts from the sharded parameters",
             "backward" if in_backward else "forward",
@@ -29,7 +29,13 @@ class Recovery(Watcher):
 
 
 def abandon(unit: Unit, *, drops_gradients: bool, stays_whole: bool = False) -> None:
-    """Wait for what a unit has in flight, and free what is whole unless it computes."""
+    """Wait for what a unit has in flight, and free its whole copy.
+
+    Args:
+        unit: The unit.
+        drops_gradients: Whether gradients that wait to be reduced are dropped.
+        stays_whole: Whether the copy is kept, as the unit computes in a forward that goes on.
+    """
     if not stays_whole:
         unit.install_shards()
         unit.is_kept_for_graph = False
@@ -37,5 +43,5 @@ def abandon(unit: Unit, *, drops_gradients: bool, stays_whole: bool = False) -> 
         try:
             holder = None if stays_whole else unit.hold
             flat_param.abandon(holder, drops_gradients=drops_gradients)
-        except RuntimeError as error:  # that a collective never ended may be what happened
+        except RuntimeError as error:  # the collective that failed may be why this runs
             _log.warning("while recovering: %s", error)

@@ -1,8 +1,8 @@
 """Parameters that no rank used in a backward have no gradient, as in torch.
 
 A reduction sends zeros for what this rank did not use, and no rank knows by itself whether another
-one did. So ranks ask each other, beside the landing of the last reductions, and wait for the answer
-only where something was not used here.
+one did. So ranks ask each other while the last reductions land, and a rank waits for the answer
+only if it did not use something.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 @dataclass
 class _Usage:
-    """Whether a reduced parameter had a gradient, in this backward and before it.
+    """Whether a reduced parameter has been used.
 
-    On this rank; once all have answered, whether it had one on any in this backward.
+    Attributes:
+        is_used: Whether it had a gradient in this backward, on this rank; on any rank, once all
+            have answered.
+        had_gradient: Whether it had one before this backward, on this rank.
+        micro_batch: See :class:`FlatParameter`.
     """
 
     is_used: bool
@@ -30,7 +34,7 @@ class _Usage:
 
 
 class UnusedParameters(Watcher):
-    """Takes gradients away that are zeros of nobody, and calls the users' hooks on the others."""
+    """Sets gradients that no rank had back to ``None``, and calls users' hooks on the others."""
 
     def __init__(self, any_rank: Callable[[Flags], Callable[[], Flags]]) -> None:
         self._any_rank = any_rank
@@ -50,7 +54,8 @@ class UnusedParameters(Watcher):
         """Ask the other ranks."""
         if self._usage:
             are_used = [usage.is_used for usage in self._usage.values()]
-            # One zeroed in place before it was reduced is a gradient on ranks that had it only.
+            # A gradient that was zeroed in place before its reduction is there only on ranks that
+            # had one.
             had_gradients = [usage.had_gradient for usage in self._usage.values()]
             self._answer = self._any_rank([are_used, had_gradients])
 
