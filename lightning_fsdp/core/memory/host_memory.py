@@ -1,21 +1,22 @@
-"""What the C library does with host memory that tensors have freed: it keeps it, within bounds.
+"""How much host memory that tensors have freed the C library keeps.
 
-Whole parameters are allocated and freed many times a step. What is free at the end of glibc's heap
-goes back at once, and every page of it costs a page fault when it is asked for again; so glibc is
-told to keep it. Large blocks stay outside of the heap all the same and go back when they are freed:
-inside they would leave holes that nothing else fits into, and a process that trains a model of real
-size would hold much more than its tensors.
+Whole copies are allocated and freed many times a step. By default glibc returns what is free at the
+end of its heap to the kernel at once, and every page of it costs a page fault when it is allocated
+again; so glibc is told to keep it. Large blocks stay outside the heap all the same and are returned
+when they are freed: inside they would leave holes that nothing else fits into, and a process that
+trains a model of real size would hold much more than its tensors.
 
-Each page of a large block costs a fault whenever it comes back, a good part of a step at a real
-size. So those of the core are backed by pages of 2 MiB, and are kept out of the heap when half as
-large already.
+Each page of a large block costs a fault whenever the block is allocated, a good part of a step at a
+real size. So blocks of the core are backed by pages of 2 MiB, and stay outside the heap from half
+the size on.
 
-Holes remain. Activations leave them in a backward, and the gradients that come are larger; so the
-process would hold most at its end, when neither are needed. Unused pages are given back when it is
-about to hold more than it needs at any time: as gradients come, and before those of a large unit.
+Holes remain. Activations leave them in a backward, and the gradients that follow are larger; so the
+process would hold most at the backward's end, when it needs neither. Unused pages are returned when
+it is about to hold more than it needs at any time: as gradients arrive, and before those of a large
+unit.
 
-All of it is process-wide, for glibc alone: torch has no setting for its allocator on CPU.
-:func:`leave_host_memory_alone` switches it off.
+All of this goes for the whole process, and for glibc only: torch has no setting for its allocator
+on CPU. :func:`leave_host_memory_alone` switches it off.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from lightning_fsdp.core.engine.home import Home
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Watcher
 
-# With a third of it, models of up to 100 M parameters gave back and took again the same pages in
-# every step, and the most that the process held stayed as it was.
+# With a third of this, models of up to 100 M parameters returned the same pages and took them again
+# in every step, and the peak of the process was no lower.
 SLACK_BYTES = 3 * 2**27
-"""What a process may hold beyond the most that was in use, before pages are given back."""
+"""How much a process may hold beyond the most that was in use, before pages are returned."""
 
 LOOK_AFTER_BYTES = 2**25
-"""Of gradients written, before the process is looked at again."""
+"""How many bytes of gradients are written before the process is looked at again."""
 
 LARGE_BYTES = 2**25
-"""Blocks from here on have memory of their own; the most that glibc admits."""
+"""Blocks from this size on are mapped outside the heap; the largest threshold of glibc."""
 
 OWN_BYTES = 2**24
-"""The same for what the core allocates."""
+"""The same threshold for blocks that the core allocates."""
 
 HUGE_PAGE_BYTES = 2**21
 
@@ -59,19 +60,19 @@ _keeps_freed_memory = False
 
 
 def leave_host_memory_alone() -> None:
-    """Change nothing about the C library's memory. Call it before anything is sharded.
+    """Leave the C library's memory settings alone. To be called before anything is sharded.
 
-    For programs that set ``mallopt`` themselves, or run beside other users of the heap that do.
+    For programs that set ``mallopt`` themselves, or share a process with something that does.
     """
     global _is_left_alone, _keeps_freed_memory
     _is_left_alone, _keeps_freed_memory = True, False
 
 
 class UnusedMemory(Watcher):
-    """Gives unused pages back to the kernel as gradients come, and at each step."""
+    """Returns unused pages to the kernel as gradients arrive, and at each step."""
 
     def before_gradients(self, unit: Unit) -> None:
-        """They are about to be allocated, and the whole copy, if it is not there."""
+        """Make room for a large unit's gradients, and for its whole copy if there is none."""
         coming = sum(p.shard.nbytes for p in unit.sites) * unit.communicator.world_size
         if 2 * coming > SLACK_BYTES:  # gradients and the copy are as large
             if not unit.is_whole:
@@ -79,20 +80,20 @@ class UnusedMemory(Watcher):
             return_unused_memory(slack=SLACK_BYTES - coming)
 
     def on_reduce(self, flat_param: FlatParameter, has_one: Sequence[bool]) -> None:
-        """As many bytes as the shard has are about to be written."""
+        """Count the reduced gradient that is about to be written, as large as the shard."""
         return_unused_memory(flat_param.shard.nbytes)
 
     def on_unreduced(self, flat_param: FlatParameter) -> None:
-        """The gradients of all of it were written."""
+        """Count the gradients of the whole flat parameter, which were written."""
         return_unused_memory(flat_param.layout.numel * flat_param.shard.itemsize)
 
     def on_step(self) -> None:
-        """Look at once."""
+        """Look at the process at once."""
         return_unused_memory()
 
 
 def keep_freed_memory() -> None:
-    """Large blocks are mapped on their own, and 2 GiB may be free at the end of the heap."""
+    """Tell glibc to map large blocks outside the heap, and to keep up to 2 GiB free at its end."""
     global _keeps_freed_memory  # noqa: PLW0603 (of the process)
     libc = _glibc()
     if libc is not None and not _is_left_alone:
@@ -102,14 +103,14 @@ def keep_freed_memory() -> None:
 
 
 class HostHome(Home):
-    """Memory of this host; much of it at once is mapped on its own, in huge pages."""
+    """Memory of this host; large blocks are mapped outside the heap, in huge pages."""
 
     def __init__(self, compute_device: torch.device) -> None:
         super().__init__(compute_device)
         keep_freed_memory()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``(numel,)``; the content is undefined."""
+        """Allocate ``(numel,)``; the content is undefined."""
         flat = torch.empty(0, dtype=dtype, device=self.compute_device)
         storage, num_bytes = flat.untyped_storage(), numel * dtype.itemsize
         if not _is_own(storage, num_bytes):
@@ -118,13 +119,13 @@ class HostHome(Home):
         return flat.resize_(numel)
 
     def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
-        """Small ones go where all others are, at no cost of their own."""
+        """See :meth:`Home.allocator`; small storages are resized as any other."""
         is_own = _is_own(storage, num_bytes)
         return functools.partial(_allocate_own, storage) if is_own else storage.resize_
 
 
 def _allocate_own(storage: torch.UntypedStorage, num_bytes: int) -> None:
-    """Map the bytes of an empty storage on their own, in huge pages."""
+    """Allocate an empty storage's bytes outside the heap, in huge pages."""
     libc = _glibc()
     assert libc is not None, "it keeps freed memory"
     libc.mallopt(_MMAP_THRESHOLD, OWN_BYTES)
@@ -132,7 +133,7 @@ def _allocate_own(storage: torch.UntypedStorage, num_bytes: int) -> None:
         storage.resize_(num_bytes)
     finally:
         libc.mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
-    # Pages that are the block's alone.
+    # Only huge pages that lie in the block entirely.
     begin = -(-storage.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     stop = (storage.data_ptr() + num_bytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(stop - begin), mmap.MADV_HUGEPAGE)
@@ -145,16 +146,16 @@ def _is_own(storage: torch.UntypedStorage, num_bytes: int) -> bool:
 def return_unused_memory(
     written: int | None = None, slack: int = SLACK_BYTES, *, all_of_it: bool = False
 ) -> None:
-    """Give unused pages back to the kernel, if the process has too many.
+    """Return unused pages to the kernel, if the process holds too many.
 
-    That is ``slack`` bytes beyond the most that was in use at any such moment: pages that the next
-    step is going to need are seldom given back.
+    That is ``slack`` bytes more than the most that was in use right after such a return, so that
+    pages that the next step needs are seldom returned.
 
     Args:
-        written: Bytes that were just written, of gradients or to a file; looks each
-            ``LOOK_AFTER_BYTES`` of them. None looks at once.
-        slack: Bytes.
-        all_of_it: However few: what happened is rare.
+        written: Bytes that were just written, of gradients or to a file. The process is looked at
+            after every ``LOOK_AFTER_BYTES`` of them; with ``None``, at once.
+        slack: In bytes.
+        all_of_it: Return them however few they are, after something rare.
     """
     global _written, _most_in_use  # noqa: PLW0603 (of the process, as what they tell)
     _written += LOOK_AFTER_BYTES if written is None else written

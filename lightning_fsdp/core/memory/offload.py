@@ -1,17 +1,18 @@
-"""Where shards live, and the one way between there and the device that computes.
+"""Shards on the host, and all copies between there and the device that computes.
 
-Offloaded, a shard lives on the host, and with it the reduced gradient and the optimizer's state:
+The reduced gradients and the optimizer's state are on the host as well:
 
     host                                                         device that computes
     shard ---- cast ----> staging (pinned) ------ copy ------>   this rank's slot of the whole copy
     gradient of the shard (pinned)  <------ copy, event ------   reduced gradient
 
-All that crosses passes :class:`OffloadedHome`, and is counted there.
+All data between the two passes through :class:`OffloadedHome`, and is counted there.
 
-Copies from and to pinned memory are queued on the compute stream, and the host goes on. It must not
-read or write what they do: a gather reads a staging buffer, not the shard that the optimizer
-writes, and a gradient is handed out after its event. Memory of pinned buffers that are dropped is
-not reused before copies queued on it have run; torch's allocator sees to that.
+Copies from and to pinned memory are queued on the compute stream, and the host goes on meanwhile.
+It must not touch memory that they still read or write: so a gather reads a staging buffer, not the
+shard that the optimizer writes, and a gradient is handed out after its event. Memory of pinned
+buffers that are dropped is not reused before the copies queued on it have run; torch's allocator
+sees to that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class OffloadedHome(Home):
 
     Args:
         there: The memory of the device that computes.
-        policy: Whether the host's is pinned.
+        policy: Whether the host's memory is pinned.
     """
 
     def __init__(self, there: Home, policy: CPUOffloadPolicy) -> None:
@@ -45,19 +46,19 @@ class OffloadedHome(Home):
         self._pins = policy.pin_memory
 
     def new_shard(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, ``(numel,)``, on the host."""
+        """Allocate zeros, ``(numel,)``, on the host."""
         return torch.zeros(numel, dtype=dtype, device=_HOST, pin_memory=self._pins)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """On the device that computes."""
+        """Allocate ``(numel,)`` on the device that computes."""
         return self._there.empty(numel, dtype)
 
     def allocator(self, storage: torch.UntypedStorage, num_bytes: int) -> Callable[[int], object]:
-        """On the device that computes."""
+        """See :meth:`Home.allocator`; of the device that computes."""
         return self._there.allocator(storage, num_bytes)
 
     def to_device(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the device; casts before, so that no byte too many travels."""
+        """Copy to the device; cast on the host, as the compute dtype usually is the narrower."""
         if self._pins or source.dtype != target.dtype:
             staging = torch.empty_like(
                 source, dtype=target.dtype, device=_HOST, pin_memory=self._pins
@@ -67,7 +68,7 @@ class OffloadedHome(Home):
         target.copy_(source, non_blocking=self._pins)
 
     def to_host(self, source: Tensor, *, may_pin: bool = True) -> Pending:
-        """Start the copy of a tensor to the host."""
+        """Start the copy of a tensor to the host; see :meth:`Home.to_host`."""
         pins = self._pins and may_pin
         landing = torch.empty_like(source, device=_HOST, pin_memory=pins)
         self.traffic["to_host"].add(source.nbytes)
@@ -84,6 +85,6 @@ class OffloadedHome(Home):
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event:
-    """An event that is over when all that is queued now on the device's stream has run."""
+    """An event that is reached when all work queued on the device's stream so far has run."""
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
     return event
