@@ -1,4 +1,4 @@
-"""A flat slice of somebody else's tensor, written and read as the core's own are."""
+"""A flat slice of a tensor that is not the core's, written and read as the core's own are."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ aten = torch.ops.aten
 
 
 class FlatPiece(FlatChunks, Tensor):
-    """A flat slice on its way into a checkpoint or out of it, over memory of somebody else.
+    """A flat slice for ``torch.distributed.checkpoint``, over memory that belongs to the caller.
 
     Args:
-        local: ``(n,)``, this rank's elements; may be empty. Written to by a load.
-        shape: Of the whole.
-        start: The first of the elements in the whole.
+        local: ``(n,)``, this rank's elements; may be empty. A load writes to it.
+        shape: Shape of the whole tensor.
+        start: First of the elements in the whole, in row-major order.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Whole state out of shards and back, one flat parameter at a time. Collective: every rank calls.
+"""Full state dicts out of shards and back, one tensor at a time. Collective: every rank calls.
 
-``module.state_dict()`` needs no communication and holds :class:`ShardedTensor` values; what is here
-turns them into plain tensors of the original names and shapes, and takes such tensors in.
+``module.state_dict()`` needs no communication and holds :class:`ShardedTensor` values. Functions
+here turn these into plain tensors of the original names and shapes, and load such tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 def full_state_dict(
     module: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Tensor]:
-    """The state dict that the module would have had without sharding.
+    """The state dict that the module would have had without sharding. Collective.
 
     Holds the result and one gathered parameter at a time.
 
@@ -51,7 +51,7 @@ def load_full_state_dict(
 
     Args:
         module: Any module with sharded parameters inside.
-        state: The same on every rank.
+        state: Name to tensor, the same on every rank.
         strict: As in ``nn.Module.load_state_dict``.
 
     Returns:
@@ -61,9 +61,12 @@ def load_full_state_dict(
 
 
 def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
-    """A sharded tensor in its original shape, a copy of a plain one, or what else it is.
+    """Gather a sharded tensor in its original shape, or copy a plain one. Collective.
 
-    Collective.
+    Args:
+        value: A tensor; anything else is returned as it is.
+        to_host: Put the result on the host.
+        rank0_only: Ranks other than 0 (of all that train together) get one on the meta device.
     """
     if not isinstance(value, Tensor):
         return value
@@ -72,11 +75,11 @@ def whole_of(value: Any, *, to_host: bool, rank0_only: bool) -> Any:
     else:
         whole = value.full_tensor(rank0_only=rank0_only)
         if rank0_only and value.spec.communicator.mesh_rank != 0:
-            return whole.to("meta")  # the first rank of another replica has got it, too
+            return whole.to("meta")  # the first rank of another replica has received it as well
     return whole.cpu() if to_host else whole
 
 
 def mesh_rank_of(parameters: Iterable[Tensor]) -> int:
-    """This process among all that train these together; 0 where none is sharded."""
+    """Rank of this process among all that train these together; 0 where none is sharded."""
     sharded = (parameter for parameter in parameters if isinstance(parameter, ShardedTensor))
     return next((parameter.spec.communicator.mesh_rank for parameter in sharded), 0)

@@ -1,24 +1,25 @@
 """Meta device -> real values, one unit at a time, from the model's own initialisers.
 
-A model built under ``torch.device("meta")`` has shapes and no values. Every rank computes all of
-them in the same order from the same random numbers and keeps its slice of each, so that the values
-do not depend on the number of ranks. Per unit, on the host:
+A model built under ``torch.device("meta")`` has shapes and no values. Every rank computes all
+values in the same order from the same random numbers, and keeps its slice of each, so that they do
+not depend on the number of ranks. Per unit, on the host:
 
     1. its parameters and the buffers beside them are put in place, filled with a mark
     2. initialisers run, children first: ``reset_parameters()`` of its modules and of those that
        enclose them; then ``_init_weights(module)`` of the nearest enclosing model that has one
-       (transformers' models do, and call it after their constructor in this order, too); then
-       what peft's layers have for LoRA, whose product is to be zero
-    3. where the mark is still found nothing was computed: an error that names it, never noise
+       (transformers' models do, and call it in this order after their constructor, too); then
+       that of peft's layers for LoRA, whose product is to be zero
+    3. where the mark is still found, nothing was computed: an error names it, rather than letting
+       noise pass for values
     4. each parameter is handed over whole, and freed
 
 Everything else is shielded meanwhile: other units, what was real before, and all but the first
 place of a tied parameter are on the meta device then, where writing has no effect. So an
 initialiser that reaches below its module (GPT-2 scales the projections of its blocks) may run once
-per unit, and tied weights are initialised once. When all is done, or failed, the model is exactly
-what it was: whoever called puts the values in.
+per unit, and tied weights are initialised once. When all is done, or has failed, the model is
+exactly what it was: the caller puts the values in.
 
-What a constructor does to its tensors outside of these methods cannot be repeated, and is not.
+What a constructor does to its tensors outside these methods cannot be repeated, and is not.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def materialize(
     Args:
         root: The module that is being sharded.
         groups: Per unit, its parameters and where they are registered. Those on the meta device
-            are real together; the rest is not touched.
+            are real at the same time; the others are not touched.
         keep: Called once per parameter on the meta device, with the parameter and its whole value
             of the same shape and dtype on the host, which is freed after the call.
 
@@ -81,18 +82,18 @@ def materialize(
 
 
 _Batch = list[tuple[Site, Tensor]]
-"""What is real at one time: parameters and buffers, each with its one place."""
+"""What is real at one time: parameters and buffers, each with the first of its places."""
 
 
 class _Tree:
     """A module tree whose tensors can be replaced for a while.
 
     Attributes:
-        names: Of its modules.
-        position: Of each module among all, children first.
-        models: Per module, the nearest enclosing one with ``_init_weights(module)``.
-        buffers: What was computed, by what was on the meta device.
-        digest: Of samples of all that was computed.
+        names: Name by module.
+        position: By module, its position among all, children first.
+        models: By module, the nearest enclosing one with ``_init_weights(module)``.
+        buffers: The computed buffer, by the meta one that it replaces.
+        digest: Hash of samples of everything computed.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -106,9 +107,10 @@ class _Tree:
         self.digest = hashlib.blake2b(digest_size=8)
 
     def plan(self, groups: Sequence[Mapping[Tensor, Sequence[Site]]]) -> list[_Batch]:
-        """Which tensors are real together; batches in the order of a constructor.
+        """Which tensors are real at the same time; batches in the order of a constructor.
 
-        Those of a group are, each in the first of its places, and buffers with what is beside them.
+        A batch is a group's parameters, each in the first of its places, and the buffers beside
+        them.
         """
         batch_at: dict[tuple[nn.Module, str], _Batch] = {}
         for group in groups:
@@ -117,7 +119,7 @@ class _Tree:
         batches: dict[int, _Batch] = {}
         seen: set[Tensor] = set()
         for module, (parameters, buffers) in self._original.items():
-            batch = []  # of buffers that have no such parameter beside them
+            batch = []  # for buffers that have no parameter on the meta device beside them
             for name, tensor in (*parameters.items(), *buffers.items()):
                 if tensor is None or not tensor.is_meta or tensor in seen:
                     continue
@@ -185,7 +187,7 @@ class _Tree:
             fresh = marked(meta)
             if self._is_parameter(site):
                 fresh = nn.Parameter(fresh, requires_grad=meta.requires_grad)
-                fresh.__dict__.update(meta.__dict__)  # marks that an initialiser may look for
+                fresh.__dict__.update(meta.__dict__)  # attributes that an initialiser may read
                 site.put(fresh)
             else:
                 site.module._buffers[site.name] = fresh
@@ -258,7 +260,7 @@ class _Tree:
         return self.names[module] or type(module).__name__
 
     def _shield(self, tensor: Tensor | None) -> Any:
-        """A tensor on the meta device in the place of ``tensor``."""
+        """A tensor on the meta device to take the place of ``tensor``."""
         if tensor is None or nn.parameter.is_lazy(tensor):
             return tensor
         if tensor not in self._shields:
@@ -280,7 +282,7 @@ def _put(module: nn.Module, parameters: Mapping[str, Any], buffers: Mapping[str,
 
 
 def _takes(function: Any, num_arguments: int) -> bool:
-    """Whether it is a method that can be called with so many arguments."""
+    """Whether ``function`` can be called with that many arguments."""
     try:
         inspect.signature(function).bind(*[None] * num_arguments)
     except (TypeError, ValueError):
@@ -289,7 +291,7 @@ def _takes(function: Any, num_arguments: int) -> bool:
 
 
 def marked(meta: Tensor) -> Tensor:
-    """A tensor like ``meta`` on the host that shows where it was not written to."""
+    """A tensor of the shape and dtype of ``meta``, on the host, filled with marks."""
     if meta.is_floating_point() or meta.is_complex():
         return torch.full(meta.shape, float("nan"), dtype=meta.dtype, device="cpu")
     filled = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
@@ -298,7 +300,7 @@ def marked(meta: Tensor) -> Tensor:
 
 
 def is_marked(value: Tensor) -> bool:
-    """Whether a part of a tensor was not written to."""
+    """Whether a part of a tensor still has its mark."""
     if value.numel() == 0:
         return False
     if value.is_complex():
@@ -306,10 +308,10 @@ def is_marked(value: Tensor) -> bool:
     if value.is_floating_point():
         if value.element_size() == 1:
             value = value.float()
-        return bool(value.max().isnan())  # NaN wins over every number; no mask as large as value
+        return bool(value.max().isnan())  # the maximum is NaN if any is; needs no mask in memory
     is_mark = value.contiguous().view(-1).view(torch.uint8) == MARK
     by_element = is_mark.view(-1, value.element_size()).all(dim=1)
-    # Of a short integer, the mark is a value like any other; not of a bool.
+    # For a short integer the mark is a value like any other, but not for a bool.
     is_ambiguous = value.dtype != torch.bool and value.element_size() < 4
     return bool(by_element.all() if is_ambiguous else by_element.any())
 

@@ -243,8 +243,9 @@ def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
     """Change the main dtype of shard, parameters and reduced gradients; the objects stay.
 
     Args:
-        flat_param: Nobody holds its whole copy, and no gradient waits to be reduced.
-        dtype: The one to be.
+        flat_param: A flat parameter whose whole copy nobody holds, without gradients that wait to
+            be reduced.
+        dtype: The new main dtype.
     """
     shard = flat_param.home.new_shard(flat_param.shard.numel(), dtype).copy_(flat_param.shard)
     for parameter in cast(Sequence[ShardedTensor], flat_param.parameters):
