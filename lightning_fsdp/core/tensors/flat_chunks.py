@@ -8,7 +8,7 @@ each contiguous in the slice; (4, 10) and [7, 36) are three:
     row 2   b b b b b b b b b b
     row 3   c c c c c c . . . .      c   offsets (3, 0)   sizes (1, 6)
 
-Names in the checkpoint are whole tensors, so whoever reads may cut them in any other way.
+A name in the checkpoint stands for a whole tensor, so a reader may cut it in any other way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_fsdp.core.engine.layout import FlatSlice
 
 @dataclass(frozen=True)
 class Box:
-    """A part of an n-d tensor: ``sizes`` elements from ``offsets`` on, per dim."""
+    """A part of an n-d tensor: per dimension, ``sizes`` elements from ``offsets`` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,7 +36,7 @@ class FlatChunks:
     """Mixed into tensors of which this rank holds a flat slice: torch's protocol for checkpoints.
 
     Attributes:
-        dtype: Of the tensor; as all tensors have it.
+        dtype: The tensor's.
         flat_slice: Which elements of the whole this rank holds.
     """
 
@@ -86,15 +86,15 @@ class FlatChunks:
 
     def _boxes(self) -> Iterator[Box]:
         piece = self.flat_slice
-        if math.prod(piece.shape) == 0:  # nobody holds an element, but it is to be there
+        if math.prod(piece.shape) == 0:  # no rank holds an element, yet the name has to be saved
             yield Box((0,) * len(piece.shape), piece.shape)
         yield from boxes(piece.shape, piece.start, piece.stop)
 
 
 def note_writing(tensors: Iterable[Tensor]) -> None:
-    """Say that tensors were written to, box by box: also on a rank that has no box of them.
+    """Count a write to tensors that a checkpoint has filled, also on ranks without a box of them.
 
-    All ranks then gather anew, or none.
+    A stale whole copy is gathered again, which all ranks have to do, or none.
     """
     local = [tensor.to_local() for tensor in tensors if isinstance(tensor, FlatChunks)]
     torch.autograd.graph.increment_version(local)
@@ -106,7 +106,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     For (4, 10) and [7, 36): the end of row 0, rows 1 and 2 whole, the beginning of row 3.
 
     Args:
-        shape: Of the tensor, any number of dims.
+        shape: Shape of the tensor, any number of dimensions.
         start: First element.
         stop: Past-the-last element.
 
@@ -119,7 +119,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         return
     while start < stop:
         offsets = tuple(start // n % size for n, size in zip(row_numels, shape, strict=True))
-        # Rows of the outermost dimension of which a whole one begins here.
+        # The outermost dimension of which a whole row begins here, and ends before ``stop``.
         dim, numel = next(
             (dim, n) for dim, n in enumerate(row_numels) if start % n == 0 and start + n <= stop
         )

@@ -4,8 +4,8 @@ A :class:`ShardedTensor` stands for a whole tensor of which this rank owns the e
 ``[start, stop)`` in row-major order. Sharded parameters, their gradients, their optimizer state and
 the values of ``state_dict()`` are of this one class. What the engine needs of it is in ``Sharded``.
 
-What an operation does with them hangs on it from outside (:data:`handlers`); one that nothing
-handles raises, and names the cure.
+What an operation does with them is looked up in a table (:data:`handlers`), which other files fill;
+an operation without a handler raises, and names a cure.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ _GRAD: Any = Tensor.grad  # the property
 
 
 def spec_of_leaf(tensor: Tensor) -> ShardSpec | None:
-    """Whose whole copy this is, inside of a forward or kept from one; ``None`` of other tensors."""
+    """The parameter that a leaf, held by a module or kept since, belongs to; else ``None``."""
     spec = None if isinstance(tensor, Sharded) else tensor.__dict__.get("spec")  # see guards.py
     return spec if isinstance(spec, ShardSpec) else None
 
 
 def flat_param_of(tensor: Tensor) -> FlatParameter | None:
-    """That a parameter is a part of; ``None`` of all else, be it over its memory, or its copy."""
+    """The flat parameter of a sharded parameter; ``None`` for anything else.
+
+    Gradients, copies and ``detach()`` share a parameter's spec, and are no part of it.
+    """
     if not isinstance(tensor, Sharded):
         return None
     flat_param: FlatParameter | None = tensor.spec.flat_param()
@@ -49,7 +52,7 @@ def flat_param_of(tensor: Tensor) -> FlatParameter | None:
 
 
 def _without_values(what: str) -> Any:
-    """A method that is refused: this rank holds a slice; ``full_tensor()`` takes all ranks."""
+    """A method that raises, as this rank holds only a slice, and gathering takes all ranks."""
 
     def refuse(self: ShardedTensor, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
@@ -70,9 +73,9 @@ class ShardedTensor(Sharded, FlatChunks):
     are those of the whole tensor. ``torch.distributed.checkpoint`` saves and loads it in place.
     """
 
-    # Of a parameter: see register_post_accumulate_grad_hook.
+    # A parameter's: see register_post_accumulate_grad_hook.
     gradient_hooks: OrderedDict[int, Callable[..., Any]] | None = None
-    # What detach() and .data gave, over its memory.
+    # What detach() and .data returned, over the same memory.
     _aliases: weakref.WeakSet[ShardedTensor] | None = None
 
     __torch_function__ = torch_internals.disabled_torch_function  # type: ignore[assignment]
@@ -85,13 +88,16 @@ class ShardedTensor(Sharded, FlatChunks):
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The same for what tied names, ``detach()`` and ``.data`` give, and for no copy of it."""
+        """Equal for tied names, ``detach()`` and ``.data`` of one tensor, and different for copies.
+
+        For dictionaries, as ``id()`` is another one for each of these.
+        """
         memory = self._local.untyped_storage().data_ptr()  # a copy without elements has none
         return id(self.spec), memory or id(self)
 
     @property
     def micro_batches(self) -> dict[int, ShardedTensor]:
-        """Of a gradient: what each micro-batch added, where they are kept apart."""
+        """What each micro-batch added to a gradient, by number, where these are kept apart."""
         kept: dict[int, ShardedTensor] = self.__dict__.setdefault("_micro_batches", {})
         return kept
 
@@ -103,12 +109,15 @@ class ShardedTensor(Sharded, FlatChunks):
     def full_tensor(self, *, rank0_only: bool = False) -> Tensor:
         """The whole tensor in its original shape, a fresh copy. Collective: every rank calls it.
 
-        On the host where shards are offloaded. Each element moves once, from its owner to all, and
-        nothing beside the result is held.
+        Each element is sent once, from the rank that has it to all, and nothing but the result is
+        allocated.
 
         Args:
-            rank0_only: Ranks of the sharding group other than 0 get one without values, on the
-                meta device, and less moves. The same on every rank.
+            rank0_only: Send to rank 0 of the sharding group only; others get a tensor on the meta
+                device. The same on every rank.
+
+        Returns:
+            Original shape and dtype, on the device of the shards: on the host where offloaded.
         """
         spec, communicator = self.spec, self.spec.communicator
         layout, slot, home = spec.layout, spec.slot, spec.home
@@ -125,24 +134,24 @@ class ShardedTensor(Sharded, FlatChunks):
         return home.to_host(whole, may_pin=False).wait().view(slot.shape)
 
     def _set_grad(self, value: Any) -> None:
-        """Of a whole plain tensor this rank's slice is taken, sharing memory, as by ``copy_``.
+        """Set ``.grad``; of a whole plain tensor this rank's slice is taken, sharing its memory.
 
-        It is to be the same on every rank. Anything else is up to torch.
+        The whole tensor has to be the same on every rank. Anything else is up to torch.
         """
         is_plain = isinstance(value, Tensor) and not isinstance(value, Sharded)
         if is_plain and value.shape == self.shape:
             value = ShardedTensor(self.spec.slice_of(value), self.spec)
         _GRAD.__set__(self, value)
 
-    # Read by torch's own function, without a call in Python.
+    # Reading is torch's own function: ``.grad`` is read often, and costs no call in Python.
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
 
     @property
     def data(self) -> Tensor:
-        """The same slice outside the graph; assigning copies into it, shape and dtype kept.
+        """The same slice, outside the graph. Assigning copies values into it.
 
-        What was taken before keeps the old values then, as in torch: ``kept = p.data; p.data = ...;
-        p.data = kept`` restores them.
+        What ``.data`` returned before keeps the old values then, as in torch: ``kept = p.data;
+        p.data = ...; p.data = kept`` restores them.
 
         Raises:
             RuntimeError: What is assigned has another shape, dtype or device.
@@ -160,7 +169,7 @@ class ShardedTensor(Sharded, FlatChunks):
             )
         with torch.no_grad():
             if not isinstance(self, torch.nn.Parameter):
-                self._local = self._local.clone()  # the parameter, which it was taken of, stays
+                self._local = self._local.clone()  # leaves the parameter that it was taken from
             elif self._aliases:
                 old = self._local.clone()
                 for alias in self._aliases:
@@ -169,7 +178,7 @@ class ShardedTensor(Sharded, FlatChunks):
             self.copy_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As ``Tensor.requires_grad_``; it holds at once, inside of a forward as well."""
+        """As ``Tensor.requires_grad_``; it takes effect at once, also inside a forward."""
         super().requires_grad_(requires_grad)
         if (flat_param := flat_param_of(self)) is not None:
             flat_param.leaves[self.spec.index].requires_grad = requires_grad
@@ -178,14 +187,19 @@ class ShardedTensor(Sharded, FlatChunks):
     requires_grad = property(Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """``tensor[mask] = scalar``; other indices name places in the whole tensor."""
+        """Set ``tensor[mask] = scalar``; other indices are refused, as they mean the whole tensor.
+
+        Raises:
+            RuntimeError: The index is not a sharded mask of the same shape, or the value is a
+                tensor.
+        """
         is_mask = isinstance(index, ShardedTensor) and index.dtype == torch.bool
         if not is_mask or index.spec.slice != self.spec.slice or isinstance(value, Tensor):
             refuse("tensor[index] = value", (self,), {})
         self._local[index.to_local()] = value
 
     def register_hook(self, hook: Callable[..., Any]) -> NoReturn:
-        """Refused: this tensor is outside the graph; torch would register and never call."""
+        """Refused: this tensor is outside the graph, so a hook would never be called."""
         raise NotImplementedError(
             f"parameter {self.spec.name!r}: register_hook would never be called, because the graph "
             "holds the gathered copy, not this sharded parameter. Use gradients(module).on_local "
@@ -195,15 +209,18 @@ class ShardedTensor(Sharded, FlatChunks):
     def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Call ``hook(parameter)`` when its reduced gradient is in ``.grad``, in each backward.
 
-        That is at the backward's end, when nobody computes with the weights any more: an optimizer
-        may step there. Not called by a backward that does not reduce, nor where no rank used the
-        parameter.
+        That is at the backward's end, when nothing computes with the weights any more, so an
+        optimizer may step there. It is not called by a backward that does not reduce, or if no rank
+        used the parameter.
+
+        Returns:
+            A handle that removes the hook.
         """
         if self.gradient_hooks is None:
             self.gradient_hooks = OrderedDict()
         return register(hook, self.gradient_hooks)
 
-    # Refused: torch would take the address of memory that is not there, and the process might end.
+    # Refused: torch would take the address of memory that does not exist, which may crash.
     numpy, tolist, apply_, storage = map(_without_values, ("numpy", "tolist", "apply_", "storage"))
     share_memory_, __array__, __dlpack__ = map(_without_values, ("share_memory", "numpy", "DLPack"))
 
@@ -233,9 +250,9 @@ class ShardedTensor(Sharded, FlatChunks):
 
 
 def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> ShardedTensor:
-    """A sharded tensor that is an ``nn.Parameter``, over ``local``, which it aliases."""
+    """A sharded tensor that is an ``nn.Parameter``, over the memory of ``local``, ``(n,)``."""
     sharded = ShardedTensor(local, spec, requires_grad=requires_grad)
-    sharded._is_param = True  # what nn.Parameter's isinstance asks
+    sharded._is_param = True  # what isinstance(tensor, nn.Parameter) looks at
     return sharded
 
 
@@ -260,7 +277,7 @@ def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
 
 
 def register(hook: Hook, *tables: dict[int, Hook]) -> RemovableHandle:
-    """Put a hook into tables; the handle takes it out of all of them again."""
+    """Put a hook into tables; the handle that is returned removes it from all of them."""
     handle = RemovableHandle(OrderedDict(), extra_dict=list(tables))
     for table in tables:
         table[handle.id] = hook
@@ -268,14 +285,14 @@ def register(hook: Hook, *tables: dict[int, Hook]) -> RemovableHandle:
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs an operation: gets it, its arguments and its keyword arguments."""
+"""Runs an operation; called with the operation, its arguments and its keyword arguments."""
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str = "") -> NoReturn:
-    """The handler of what has no meaning on slices.
+    """The handler of operations that have no meaning on slices.
 
     Raises:
-        RuntimeError: Always; it names the parameter, the rank and the cure.
+        RuntimeError: Always; it names the parameter, the rank and a cure.
     """
     sharded = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     spec = sharded.spec
@@ -290,7 +307,7 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
 
 
 class _Handlers(dict[Any, Handler]):
-    """By operation; ``choose`` names the handler of each that has none yet."""
+    """Handlers by operation; ``choose`` selects one for an operation at its first call."""
 
     choose: Callable[[Any], Handler] | None = None
 

@@ -6,16 +6,16 @@ operation                                      what it does
 pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
-a gradient scaler's look for inf               see ``grad_scaler.py``
+a gradient scaler's search for inf             see ``grad_scaler.py``
 random draws in place, ``sum``, ``norm``, ...  see ``whole_values.py``; collective
-what torch composes of others (``negative``)   runs as these
+what torch composes of others (``negative``)   runs as these do
 everything else (``linear``, views)            raises, and names the cure
 =============================================  ================================================
 
 Note: versions
-Handlers run below autograd, where torch does not count in-place writes any more. A whole copy
-kept by ZeRO-2 is stale once its shard was written to, and it learns that from the shard's version
-counter; so every handler that writes counts for itself.
+Handlers run below autograd, where torch no longer counts in-place writes. A whole copy kept by
+ZeRO-2 is stale once its shard was written to, which is seen by the shard's version counter; so
+every handler that writes has to count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     source = args[0]
     if source._aliases is None:
         source._aliases = weakref.WeakSet()
-    with torch.inference_mode(False):  # where torch lets it share the version counter of its source
+    with torch.inference_mode(False):  # so that torch lets it share its source's version counter
         alias = ShardedTensor(source._local, source.spec)
     alias._aliases = source._aliases
     source._aliases.add(alias)
@@ -49,7 +49,8 @@ def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _create_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # ``new_*`` takes dtype and device of this tensor; a size equal to its own is meant to match it.
+    # ``new_*`` takes only dtype and device from this tensor. A size equal to its own is taken to
+    # mean a tensor like it, which is then sharded.
     source, size = args[0], tuple(args[1])
     if size != tuple(source.shape):
         return func(source._local, size, *args[2:], **kwargs)
@@ -84,22 +85,23 @@ def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_parts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What torch composes of other operations, as these; in inference mode it does so too late."""
+    """Run what torch composes of other operations as these; inference mode would do so too late."""
     result = func.decompose(*args, **kwargs)
     return refuse(func, args, kwargs) if result is NotImplemented else result
 
 
 def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for tensor in tensors_in(args):
-        if isinstance(tensor, ShardedTensor):  # zeroed as a gradient: its parts go with it
+        if isinstance(tensor, ShardedTensor):  # a gradient: what micro-batches added goes with it
             tensor.micro_batches.clear()
     handler = _elementwise_over_lists if isinstance(args[0], (list, tuple)) else _pointwise
     return handler(func, args, kwargs)
 
 
 def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``_foreach_*`` and ``_fused_*``: lists of tensors, the n-th of each belonging together."""
-    likes = next(arg for arg in args if isinstance(arg, (list, tuple)))  # after the base of a power
+    """``_foreach_*`` and ``_fused_*``: lists of tensors, whose n-th elements belong together."""
+    # The first list; a scalar may come before it (``_foreach_pow``).
+    likes = next(arg for arg in args if isinstance(arg, (list, tuple)))
 
     def local_of(arg: Any) -> Any:
         if not isinstance(arg, (list, tuple)) or not any(isinstance(t, Tensor) for t in arg):
@@ -124,15 +126,18 @@ def _elementwise_over_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def slices_beside(likes: Sequence[Any], tensors: Sequence[Any], what: Any) -> list[Any]:
-    """Of each tensor, the part that belongs to the slice of the parameter in the same place.
+    """The part of each tensor that belongs to the slice of the parameter in the same place.
 
     Args:
         likes: Parameters, sharded or plain.
-        tensors: As many of theirs: gradients, state, the parameters themselves. Whole ones are cut;
-            what has no dimensions, or is no tensor, is returned.
+        tensors: As many: their gradients, state, or the parameters themselves. Whole tensors are
+            cut; those without dimensions, and what is not a tensor, are returned as they are.
         what: The operation, for errors.
+
+    Raises:
+        RuntimeError: A tensor has another shape, or another slice.
     """
-    # The short way, for what an optimizer's step asks many times: all sharded, with the same specs.
+    # A short cut for what an optimizer's step asks many times: all sharded, with the same specs.
     are_sharded = {ShardedTensor} == set(map(type, tensors)) == set(map(type, likes))
     if are_sharded and list(map(_spec_of, tensors)) == list(map(_spec_of, likes)):
         return list(map(_slice_of, tensors))
@@ -179,6 +184,6 @@ def choose(func: Any) -> Handler:
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
         return _elementwise_over_lists
-    # Of what draws, each rank would draw the numbers of the first elements.
+    # Not what draws: each rank would draw the numbers of the whole's first elements.
     is_drawn = torch.Tag.nondeterministic_seeded in func.tags
     return _pointwise if torch.Tag.pointwise in func.tags and not is_drawn else _in_parts

@@ -1,7 +1,7 @@
 """What stands in ``.grad`` while a gradient waits to be reduced: this rank's own, or a replica's.
 
-It can be dropped or zeroed, as ``zero_grad`` does, and read by nobody: an optimizer's step, a norm
-or a value taken from it would differ between the ranks.
+It can be dropped or zeroed, as ``zero_grad`` does. Everything else is refused: an optimizer's step,
+a norm or a value taken from it would differ between the ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 aten = torch.ops.aten
 
-UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # of a gradient scaler
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # a gradient scaler's operation
 
 
 class UnreducedGradient(ShardedTensor, LocalGradient):
-    """Owns what waits of a parameter's gradients, which goes when this is dropped."""
+    """Owns the gradients of a parameter that wait, which are dropped with it."""
 
     _parameter: weakref.ref[Sharded]
 
@@ -33,9 +33,9 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
         return stand_in
 
     def clear(self) -> None:
-        """Forget the gradient, as ``zero_`` does: ``.grad`` is then zeros.
+        """Drop the gradient, for ``zero_``: ``.grad`` is then a reduced gradient of zeros.
 
-        Other ranks may have had none. They get zeros with the next reduction, or before a step.
+        Other ranks may have had none; they get zeros with the next reduction, or before a step.
         """
         if self.prior is not None:
             self.prior.zero_()
@@ -56,7 +56,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
             return args[0] if func is aten.zero_.default else None
         if func in (aten.detach.default, aten.alias.default):
             return args[0]
-        if func is UNSCALE:  # takes gradients of all kinds, and refuses those that wait
+        if func is UNSCALE:  # its handler gets all gradients in a list, and refuses those that wait
             return super().__torch_dispatch__(func, types, args, kwargs)
         stand_in = next(t for t in tensors_in((args, kwargs)) if isinstance(t, UnreducedGradient))
         raise stand_in.refusal(str(func))
@@ -86,7 +86,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
 
 
 def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
-    """The error for an attempt to use a gradient, which waits on some rank, for ``what``."""
+    """The error for using a gradient that waits, on this rank or another, for ``what``."""
     got = "one rank's own, which was not reduced over the ranks"
     cure = "set_requires_gradient_sync(True) (or outside no_sync())"
     if is_of_replica:

@@ -1,7 +1,7 @@
-"""Operations on sharded tensors that are about the whole, where ranks can tell it from slices.
+"""Operations on sharded tensors that are about the whole value, computed from all ranks' slices.
 
 ========================================  ==========================================================
-operation                                 what it does; collective, all ranks call it alike
+operation                                 what it does; collective, so every rank calls it
 ========================================  ==========================================================
 ``normal_``, ``uniform_`` and the others  the values that one process would draw for the whole
 ``any``, ``all``, ``max``, ``sum``,       one answer for the whole, the same on every rank
@@ -10,7 +10,7 @@ operation                                 what it does; collective, all ranks ca
 
 So ``torch.nn.init`` and ``reset_parameters()`` work after sharding, as far as they draw or fill a
 tensor as a whole, and ``isnan().any()``, ``torch.nn.utils.clip_grad_norm_`` and
-``torch.testing.assert_close`` tell the truth. An answer has no graph.
+``torch.testing.assert_close`` are right. Results have no graph.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_GRAPH = (
 
 
 def support_operations() -> None:
-    """Let these operations, and those on slices, work on sharded tensors. May be called again."""
+    """Fill the table of handlers, with those of ``slices.py`` too. May be called repeatedly."""
     handlers.choose = choose
     handlers.update(dict.fromkeys(_DRAWS, _draw))
     handlers.update(dict.fromkeys((*_PREDICATES, *_EXTREMES), _one_answer))
@@ -60,14 +60,14 @@ def support_operations() -> None:
 def one_stream_of_numbers(
     communicator: Communicator, generator: torch.Generator | None = None
 ) -> Iterator[None]:
-    """Draw what the first rank would draw, on every rank. Collective.
+    """Let every rank draw what the first rank draws. Collective.
 
-    Afterwards the generator of a rank that stood where the first rank's did stands where those
-    draws left it, as in one process. A rank that was seeded differently gets its own back.
+    Afterwards a generator that was in the same state as the first rank's has moved on with these
+    draws, as in one process. On a rank that was seeded differently it has its old state again.
 
     Args:
         communicator: The ranks that draw.
-        generator: What they draw from; default: torch's own on the host.
+        generator: The generator that they draw from; default: torch's own on the host.
     """
     source = torch.default_generator if generator is None else generator
     mine = source.get_state()
@@ -84,7 +84,7 @@ def one_stream_of_numbers(
 
 
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Draw the whole on every rank, and keep this rank's slice; as large as the whole meanwhile."""
+    """Draw the whole tensor on every rank, which takes its memory meanwhile, and keep the slice."""
     target: ShardedTensor = args[0]
     generator = kwargs.get("generator")
     if generator is None and target.device.type == "cuda":
@@ -96,7 +96,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _one_answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The answer for the slices' answers is the one for the whole."""
+    """Apply an operation to the results on slices, which gives that of the whole: any, max."""
     tensor = _to_read(func, args, kwargs)
     return cast(Tensor, func(_of_ranks(tensor, func(_some_of(tensor)), func)))
 
@@ -125,7 +125,7 @@ def _norms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
 def _spread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     tensor = _to_read(func, args, kwargs)
     dtype = func(tensor.to_local().new_zeros(2)).dtype  # torch refuses whole numbers
-    # A mean that is rounded to 16 bits may be as far off as values are spread.
+    # In fp64: a mean rounded to 16 bits may be off by as much as the values are spread.
     wide = ShardedTensor(tensor.to_local().double(), tensor.spec)
     num_free = max(wide.numel() - (1 if (c := kwargs.get("correction")) is None else c), 0)
     variance = (wide - wide.mean()).square().sum() / num_free
@@ -136,22 +136,22 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if args[0].shape != args[1].shape:
         return False
     like = next(tensor for tensor in args if isinstance(tensor, ShardedTensor))
-    # In one dimension, as slices are, also where the whole has none.
+    # Flattened, as slices are 1-D, but a plain tensor beside one may be 0-d.
     ours = [slices_beside([like], [tensor], func)[0].reshape(-1) for tensor in args]
     return bool(_of_ranks(like, torch.tensor(func(*ours), device=like.device), func).all())
 
 
 def _to_read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """The tensor of which a value is asked for.
+    """The tensor that an operation reads.
 
     Raises:
-        RuntimeError: It is to have a graph, or is asked for per row or column.
+        RuntimeError: The result would need a graph, or is asked for per dimension.
     """
     tensor: ShardedTensor = args[0]
     given = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     if given.get("dim") or given.get("keepdim"):
         refuse(func, args, kwargs)
-    # Its gradient would go to this rank's slice alone, where the other ranks have another one.
+    # Its gradient would reach only this rank's slice, from only this rank's loss.
     if tensor.requires_grad and torch.is_grad_enabled() and func not in _PREDICATES:
         refuse(func, args, kwargs, _NO_GRAPH)
     return tensor
@@ -164,7 +164,7 @@ def _some_of(tensor: ShardedTensor) -> Tensor:
 
 
 def _of_ranks(tensor: ShardedTensor, mine: Tensor, func: Any) -> Tensor:
-    """Each rank's ``mine``, 0-d, of those that have elements; ``(n,)``, where the tensor is."""
+    """``mine``, 0-d, of each rank that has elements: ``(n,)`` on the tensor's device."""
     spec, communicator = tensor.spec, tensor.spec.communicator
     what = f"{func._schema.name.removeprefix('aten::')} of {spec.name!r}"
     rows = all_gather_slices(communicator, mine.view(1).to(communicator.device), what)
