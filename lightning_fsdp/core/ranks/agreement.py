@@ -1,9 +1,9 @@
 """What ranks agree on, on the host, before data moves.
 
-On most backends a collective that ranks enter with different intentions mixes up tensors in silence
-or aborts the process. So ranks tell each other first what they are about to do, in a gloo group of
-their own beside those that move data. It spans every rank that trains the model together, replicas
-included.
+On most backends a collective that ranks enter with different intentions silently mixes up tensors
+or aborts the process. So ranks first tell each other what they are about to do, in a gloo group
+that is separate from those that move data. It spans all ranks that train the model together,
+replicas included.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HOST = torch.device("cpu")  # whatever the user's default device is
 
 _Result = TypeVar("_Result")
 
-_without_others = {"fake"}  # torch's own backend
+_without_others = {"fake"}  # torch's backend for tests
 
 
 def expect_no_others(backend: str) -> None:
-    """Agree with nobody in groups of a backend whose other ranks do not exist.
+    """Do not agree in groups of a backend whose other ranks do not exist.
 
     Args:
-        backend: Its name; to be said before it opens a group.
+        backend: Its name. To be called before it opens a group.
     """
     _without_others.add(backend)
 
@@ -45,12 +45,12 @@ _MAX_TRAILS = 20_000  # events remembered; a model whose order never repeats sta
 
 @dataclass
 class Trail:
-    """The collectives that ranks have started, whichever of their models these belong to.
+    """The sequence of collectives that this rank has started, of all of its models.
 
     Attributes:
-        events: Hash of those since a pass began, and of whose pass was before.
-        model: Whose pass it is.
-        continuations: The trail that last followed a trail.
+        events: Hash of the events since a pass began, and of the model whose pass was before.
+        model: The model whose pass it is.
+        continuations: By hash of a sequence, the hash of the one that last continued it.
     """
 
     events: int = 0
@@ -59,11 +59,15 @@ class Trail:
 
 
 class RecordedOrder(Watcher):
-    """Lets ranks start the same collectives in the same order, of one model or of several.
+    """Makes ranks start the same collectives in the same order, of one model or of several.
 
     Every gather and reduction is an event on a trail. Ranks agree on it, before data moves, unless
     it is what followed the last time; then it costs a look-up. A rank that does something else asks
-    the others to agree, moves no data, and is named when the group's timeout is over.
+    the others to agree, moves no data, and raises when the group's timeout is over.
+
+    Args:
+        control: The ranks that agree, and their trail.
+        model: Name of the model, the same on all ranks.
     """
 
     def __init__(self, control: ControlGroup, model: str) -> None:
@@ -75,20 +79,20 @@ class RecordedOrder(Watcher):
         self._begins = True
 
     def before_collective(self, event: str, unit_name: str) -> None:
-        """Agree on it, unless that is known.
+        """Agree on an event, unless it followed the same events the last time.
 
         Raises:
             RuntimeError: Ranks are about to do different things.
         """
         trail = self._control.trail
-        if self._begins:  # not before: a pass without an event may be that of one rank alone
+        if self._begins:  # here, not in on_pass: only one rank may have a pass without an event
             self._begins = False
-            # Models that take turns so have places of their own.
+            # Models that take turns have different trails by this.
             trail.events, trail.model = hash(trail.model), self._model
         before = trail.events
         trail.events = hash((before, event, unit_name, self._model))
-        # Only the last event that followed is remembered, and that is the same on all ranks. Were
-        # two remembered, one rank could do the one and another rank the other, and none would ask.
+        # Only the event that followed last is remembered, which is the same on all ranks. If two
+        # were, one rank could do the first and another rank the second, and neither would ask.
         if trail.continuations.get(before) == trail.events:
             return
         self._control.agree("order of units", f"{event} unit {unit_name!r} ({self._model})")
@@ -97,7 +101,7 @@ class RecordedOrder(Watcher):
         trail.continuations[before] = trail.events
 
     def on_failure(self, *_: object, **__: object) -> None:
-        """So does the first event after a failure."""
+        """The first event after a failure begins a trail, too."""
         self._begins = True
 
 
@@ -107,20 +111,20 @@ class ControlGroup:
     The group is referred to weakly: ``destroy_process_group`` ends it.
 
     Attributes:
-        ranks: Of the default group, ascending.
+        ranks: Their numbers in the default group, ascending.
         rank: This process among them.
-        world_size: How many they are.
-        has_others: Whether there is another rank, which there is not in a simulated group.
-        trail: What they have started, in order.
+        world_size: Number of ranks.
+        has_others: Whether other ranks exist, which they do not in a simulated group.
+        trail: What the ranks have started, in order.
     """
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, *, data_backend: str) -> None:
         """Open the group. Collective over ``ranks``.
 
         Args:
-            ranks: Of the default group, this one included.
-            timeout: How long a rank may be waited for.
-            data_backend: Of the group that moves data.
+            ranks: Numbers in the default group, this rank's included.
+            timeout: How long to wait for a rank.
+            data_backend: Backend of the group that moves data.
         """
         self.ranks = tuple(sorted(ranks))
         self.rank = self.ranks.index(dist.get_rank())
@@ -135,19 +139,19 @@ class ControlGroup:
             self._group = weakref.ref(group)
 
     def model_names(self) -> Iterator[str]:
-        """Names of a module that all ranks are about to shard, and of its copies."""
+        """Yield a name for a module that all ranks are about to shard, then for its copies."""
         name = f"sharded module {next(self._numbers)}"
         yield name
         yield from (f"{name}, copy {number}" for number in itertools.count(1))
 
     def any_rank(self, is_set: Flags) -> Callable[[], Flags]:
-        """Ask which flags are set on any rank.
+        """Ask which flags are set on any rank. Collective, and asynchronous.
 
         Args:
             is_set: ``(n,)`` or ``(m, n)``; the same shape on every rank.
 
         Returns:
-            A function that waits for the answer, of that shape. Not calling it costs no wait.
+            A function that waits for the answer, of that shape. It need not be called.
         """
         if self._group is None:
             return lambda: is_set
@@ -160,7 +164,7 @@ class ControlGroup:
         return lambda: pending.wait().tolist()
 
     def share(self, tensor: torch.Tensor) -> None:
-        """Overwrite ``tensor``, any shape, on the host, with that of rank 0. Collective."""
+        """Overwrite ``tensor``, any shape, on the host, with that of the first rank. Collective."""
         if self._group is not None:
             group = alive(self._group)
             what = self._about_to("initial values", "take what rank 0 draws from")
@@ -170,7 +174,13 @@ class ControlGroup:
     def collect(
         self, mine: Any, occasion: str = "optimizer state", intention: str = "tell which there is"
     ) -> list[Any]:
-        """What every rank brings, in their order. Collective."""
+        """Gather ``mine``, any picklable object, of every rank, in order of ranks. Collective.
+
+        Args:
+            mine: This rank's.
+            occasion: What ranks are doing, for the message if it fails.
+            intention: What this is for, likewise.
+        """
         every = [mine] * self.world_size
         if self._group is not None:
             group = alive(self._group)
@@ -211,15 +221,15 @@ class ControlGroup:
         )
 
     def agree_on(self, occasion: str, attempt: Callable[[], tuple[_Result, str]]) -> _Result:
-        """The result of an attempt, once every rank has made the same statement about its own.
+        """Return an attempt's result once every rank has made the same statement about its own.
 
         Args:
             occasion: What ranks are about to do, for the message.
-            attempt: Gives a result, and the statement.
+            attempt: Returns a result, and the statement.
 
         Raises:
             RuntimeError: As :meth:`agree`.
-            Exception: What the attempt has raised, where it did so on every rank.
+            Exception: What the attempt has raised, if it raised the same on every rank.
         """
         error: Exception | None = None
         try:
@@ -242,10 +252,10 @@ class ControlGroup:
 
 
 def ranks_by_statement(statements: Mapping[int, str]) -> dict[str, str]:
-    """Who makes each statement, in words: "rank 0", "ranks 1, 2".
+    """By statement, the ranks that make it, in words: "rank 0", "ranks 1, 2".
 
     Args:
-        statements: By rank.
+        statements: Statement by rank.
     """
     ranks_of: dict[str, list[str]] = {}
     for rank, statement in statements.items():

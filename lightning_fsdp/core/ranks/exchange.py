@@ -1,4 +1,4 @@
-"""Parts of whatever length, of each rank: to all others, to one, or another to each."""
+"""Parts of any length: from all ranks to all, or from each to all, or to rank 0."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def exchange(
     incoming: Sequence[Sequence[Tensor]],
     what: str,
 ) -> None:
-    """All-to-all. Synchronous; counted as ``all_to_all``.
+    """All-to-all. Synchronous; counted as ``all_to_all``. Collective.
 
     Args:
-        communicator: Of the ranks.
-        outgoing: For each rank, parts ``(n,)``, of one dtype and device; none for this rank itself.
-        incoming: From each rank, where its parts go, likewise.
+        communicator: The ranks that take part.
+        outgoing: By receiver, parts ``(n,)``, of one dtype and device; none for this rank itself.
+        incoming: By sender, the memory that its parts go to, likewise.
         what: The operation, for the message if it fails.
 
     Raises:
@@ -36,7 +36,7 @@ def exchange(
     if isinstance(communicator, OneHostCommunicator) and communicator.lines is not None:
         communicator.exchange(outgoing, incoming, what)
         return
-    # As bytes: gloo does not know every dtype.
+    # As bytes: gloo does not support every dtype.
     none = torch.empty(0, dtype=torch.uint8, device=communicator.device)
     packed = torch.cat([none, *(p.view(torch.uint8).to(none.device) for p in sent)])
     arrived = none.new_empty(_num_bytes(received))
@@ -55,14 +55,16 @@ def _num_bytes(parts: Iterable[Tensor]) -> int:
 def move_each(
     communicator: Communicator, parts: Mapping[int, Tensor], what: str, *, rank0_only: bool
 ) -> None:
-    """The parts of some ranks to all ranks, or to rank 0 of the group, in place. Synchronous.
+    """Send each rank's part to all ranks, or to rank 0 of the group, in place. Synchronous.
+
+    Collective.
 
     Args:
-        communicator: Of the ranks.
-        parts: ``(n,)`` by rank; this rank's has its values. Of the same ranks everywhere; if only
-            rank 0 gets them, the others need their own alone.
+        communicator: The ranks that take part.
+        parts: ``(n,)`` by sender: this rank's holds its values, the others are written. Senders are
+            the same on every rank; with ``rank0_only``, ranks other than 0 pass only their own.
         what: The operation, for the message if it fails.
-        rank0_only: Whether only that one gets them.
+        rank0_only: Whether only rank 0 receives.
 
     Raises:
         RuntimeError: Another rank did not take part within the group's timeout.
@@ -70,7 +72,7 @@ def move_each(
     group, me, tag = communicator.group, communicator.rank, tag_of(what, reduces=False)
     with collective(f"{what} {communicator.where}", "every rank"):
         for rank, part in parts.items():
-            data = part.view(torch.uint8)  # gloo does not know every dtype
+            data = part.view(torch.uint8)  # gloo does not support every dtype
             if not part.numel() or communicator.world_size == 1 or (rank0_only and rank == 0):
                 continue
             if not rank0_only:

@@ -1,14 +1,15 @@
-"""Opens groups: which ranks hold shards, which hold replicas, and where all of them agree.
+"""Opens groups: which ranks hold shards, which hold replicas, and in which all of them agree.
 
-On a 2-D mesh the columns hold shards and the rows hold replicas (HSDP). Gathers and reductions stay
-in a row; then every shard of gradients is averaged down its column, by an all-reduce:
+On a 2-D mesh each row of ranks holds a replica, cut into shards, and the ranks of a column hold the
+same shard (HSDP). Gathers and reductions stay in a row; then every shard of gradients is averaged
+down its column, by an all-reduce:
 
                  shard 0   shard 1
     replica 0    rank 0    rank 1    gather, reduce within
     replica 1    rank 2    rank 3    a row
                  average down a column
 
-Where optimizer state is over all ranks, ``hosts.py`` says what rows and columns do.
+With ``state_over="all"`` rows and columns do something else, which ``hosts.py`` describes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_fsdp.core.ranks.one_host import OneHostCommunicator
 from lightning_fsdp.core.ranks.replicas import average_over
 
 Comm = Literal["auto", "pairs", "direct"]
-"""Over gloo, how data moves: in pairs, or directly from the memory of ranks of one host."""
+"""How data moves over gloo: in pairs, or directly from the memory of ranks of one host."""
 
 StateOver = Literal["replica", "all"]
 """Over which ranks of a 2-D mesh shards and optimizer state are spread."""
@@ -44,14 +45,14 @@ def communicator_of(
     in_pairs: bool | None = None,
     state_over: StateOver = "replica",
 ) -> Communicator:
-    """The communicator of a group or a mesh, made at the first request. Collective over it.
+    """The communicator of a group or a mesh, made at the first request. Collective.
 
     Args:
         over: A group that moves data, or a mesh, 1-D or 2-D: parameters are sharded over its last
-            dimension and replicated over the first; one replica is the same as none.
-        comm: How. There is one for ``"pairs"``, and one for the other two.
-        in_pairs: Whether ranks send to each other in pairs; by default, as the backend wants it,
-            and on one host by its memory.
+            dimension and replicated over the first; with one replica it is as without replicas.
+        comm: How data moves. There is one communicator for ``"pairs"``, and one for the other two.
+        in_pairs: Whether ranks send to each other in pairs; default: whatever suits the backend,
+            and on one host through its memory.
         state_over: ``"all"``: shards are spread over both dimensions, and gathered over the last.
 
     Raises:
@@ -59,17 +60,19 @@ def communicator_of(
     """
     if isinstance(over, DeviceMesh):
         group, device_type = over.get_group(over.ndim - 1), over.device_type
-        mesh = over if over.ndim > 1 and over.size(0) > 1 else None  # the group is a row of it
+        mesh = over if over.ndim > 1 and over.size(0) > 1 else None  # whose row the group is
     else:
         group, device_type, mesh = over, torch_internals.device_type_of(over), None
     name = None if mesh is None else mesh.get_group(0).group_name
     of_group = _communicators.setdefault(group, {})
     is_over_all = mesh is not None and state_over == "all"
     key = name, device_type, comm == "pairs", is_over_all
-    if key not in of_group:  # a plan shards later under fake tensors, and could not read a mesh
+    # Kept from the first request on: a memory plan asks again under fake tensors, where the ranks
+    # of a mesh cannot be read.
+    if key not in of_group:
         if mesh is not None:
             check_order(mesh)
-        # Ranks that choose differently agree in one.
+        # One control group for all choices, so that ranks that chose differently find out.
         others = [other for (of, *_), other in of_group.items() if of == name]
         control = _controls[others[0]] if others else _new_control(group, mesh)
         device = torch.device(device_type)
@@ -94,7 +97,7 @@ def communicator_of(
 
 
 def check_comm(communicator: Communicator, comm: Comm) -> None:
-    """Refuse a choice that is none, or that a group does not have.
+    """Refuse a ``comm`` that does not exist, or that the group does not support.
 
     Raises:
         ValueError: It is not offered.
@@ -112,7 +115,7 @@ def check_comm(communicator: Communicator, comm: Comm) -> None:
 
 
 def check_state_over(mesh: DeviceMesh | None, state_over: StateOver) -> None:
-    """Refuse a choice that is none, or that a mesh does not have.
+    """Refuse a ``state_over`` that does not exist, or that the mesh does not support.
 
     Raises:
         ValueError: It is not offered.
@@ -135,11 +138,11 @@ def connect(communicator: Communicator, comm: Comm = "auto") -> None:
     """Let ranks of one host read each other's memory, if they can. Collective.
 
     Args:
-        communicator: All its ranks have agreed that they use it.
+        communicator: A communicator that all of its ranks have agreed to use.
         comm: What the user has chosen.
 
     Raises:
-        RuntimeError: They cannot, on all ranks, and the user wants nothing else.
+        RuntimeError: They cannot, and ``comm`` is ``"direct"``; raised on all ranks.
     """
     if isinstance(communicator, HostsCommunicator):
         communicator.open(_group_of_all(communicator))
@@ -160,7 +163,7 @@ def connect(communicator: Communicator, comm: Comm = "auto") -> None:
 
 
 def way_of(communicator: Communicator) -> str:
-    """How it moves data: ``direct``, ``pairs``, or by the collectives of a backend, by its name."""
+    """How a communicator moves data: ``direct``, ``pairs``, or the name of its backend."""
     communicator = _parts(communicator)[0]
     if isinstance(communicator, OneHostCommunicator):
         return "direct" if communicator.lines else "pairs"
@@ -168,18 +171,18 @@ def way_of(communicator: Communicator) -> str:
 
 
 def control_of(communicator: Communicator) -> ControlGroup:
-    """All ranks that train together, replicas included, and what they agree on."""
+    """The control group of all ranks that train together, replicas included."""
     return _controls[communicator]
 
 
 def spans_same_ranks(one: Communicator, other: Communicator) -> bool:
-    """Whether both have the same shards at the same places, and the same replicas."""
+    """Whether two communicators have the same shards at the same places, and the same replicas."""
     of_one, of_other = ((c.ranks, c.places, control_of(c).ranks) for c in (one, other))
     return of_one == of_other
 
 
 def describe(communicator: Communicator) -> str:
-    """Shards, replicas and ranks in one line."""
+    """Shards, replicas and ranks of a communicator in one line."""
     num_replicas = communicator.mesh_size // communicator.world_size
     replicas = f"{num_replicas} replicas of " if num_replicas > 1 else ""
     ranks = list(control_of(communicator).ranks)
@@ -189,10 +192,12 @@ def describe(communicator: Communicator) -> str:
 
 
 def all_gather_slices(communicator: Communicator, mine: Tensor, what: str) -> Tensor:
-    """Every rank's ``mine`` of shape ``(n,)`` as rows of ``(world_size, n)``. Synchronous.
+    """Gather ``mine`` of every rank, ``(n,)``, as rows of ``(world_size, n)``. Synchronous.
+
+    Collective.
 
     Args:
-        communicator: Of the ranks.
+        communicator: The ranks that take part.
         mine: ``(n,)``, the same ``n`` on every rank.
         what: The operation, for the message if it fails.
 
@@ -225,19 +230,19 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def _places(mesh: DeviceMesh) -> dict[int, int]:
-    """By rank, ascending, the place of its shard: those of a column are neighbours."""
+    """By rank, ascending, the place of its shard: shards of a column are neighbours."""
     places = _numbers(mesh, 1) * mesh.size(0) + _numbers(mesh, 0)
     return dict(sorted(zip(mesh.mesh.flatten().tolist(), places.flatten().tolist(), strict=True)))
 
 
 def _numbers(mesh: DeviceMesh, dim: int) -> Tensor:
-    """Of each rank, as in the mesh, its number in the group of its row (1) or of its column (0)."""
+    """Shaped as the mesh: each rank's number in the group of its row (1) or its column (0)."""
     # Groups have their ranks in ascending order, whatever the order in the mesh.
     return mesh.mesh.argsort(dim).argsort(dim)
 
 
 def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:
-    """A group of all its ranks that moves data as its rows do. Collective at the first request."""
+    """A group of all ranks, with the backend of the rows. Collective at the first request."""
     if communicator.group is not communicator.row.group:
         return communicator.group
     default, group = dist.group.WORLD, communicator.row.group
@@ -253,12 +258,12 @@ def _group_of_all(communicator: HostsCommunicator) -> dist.ProcessGroup:
 
 
 def _backend_of(communicator: Communicator, group: dist.ProcessGroup | None = None) -> str:
-    """Of a communicator's own group, or of another one that could take its place."""
+    """The backend of a communicator's group, or of another group that could take its place."""
     return torch_internals.backend_of(group or communicator.group, communicator.device.type)
 
 
 def _parts(communicator: Communicator) -> tuple[Communicator, ...]:
-    """Those of rows and of columns, or the only one."""
+    """The communicators of row and column that one is made of, or itself."""
     if isinstance(communicator, HostsCommunicator):
         return communicator.row, communicator.column
     return (communicator,)
@@ -275,7 +280,7 @@ def _new_control(group: dist.ProcessGroup, mesh: DeviceMesh | None) -> ControlGr
 def _kind_of(
     group: dist.ProcessGroup, device_type: str, in_pairs: bool | None
 ) -> type[Communicator]:
-    """What its backend wants, if it is not said."""
+    """The class of communicator that ``in_pairs`` asks for, or that suits the backend."""
     if in_pairs is not None:
         return pairs.PairCommunicator if in_pairs else NarrowCommunicator
     of_host, world_size = torch_internals.backend_of(group, "cpu"), dist.get_world_size(group)
@@ -283,8 +288,8 @@ def _kind_of(
     return OneHostCommunicator if is_small_gloo else NarrowCommunicator
 
 
-# By sharding group, then by the name of the group of replicas, the devices' type, whether it is for
-# pairs alone, and whether state is over all ranks of a mesh.
+# By sharding group, then by name of the group of replicas, device type, whether it only sends in
+# pairs, and whether state is over all ranks of a mesh.
 _communicators: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str | None, str, bool, bool], Communicator]
 ] = weakref.WeakKeyDictionary()
