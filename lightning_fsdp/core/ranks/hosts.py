@@ -1,4 +1,4 @@
-"""Shards over all ranks of a 2-D mesh, gathers within a host: Megatron's HFSDP.
+"""Shards over all ranks of a 2-D mesh, gathers within a host: ZeRO++'s hpZ, Megatron's HFSDP.
 
 The ranks of a host are a row of the mesh. A gather moves data between them alone, from the part of
 the whole copy that each keeps. What a row reduces, a column reduces further. Drawn for two hosts of
@@ -14,13 +14,14 @@ two ranks, and a region of four shards:
     gradients       row         reduce-scatter: the mean over the host, as long as a kept part
                     column      reduce-scatter: the mean over all ranks, as long as a shard
 
-So neighbouring shards are those of a column, and a shard's place is not the number of its rank. A
-kept part is the second copy within the host that ZeRO++ calls hpZ: the backward reads it, too.
+So the shards of a column are neighbours, and a shard's place is not the number of its rank. The
+kept parts are the second copy of the weights within the host that ZeRO++ calls hpZ; gathers of the
+backward read them, too.
 
 Note: when parts are filled
-A part is as old as the last gather between the hosts, which is when the shard's version changed:
-once per optimizer step. What ranks write to shards, all write or none does; where they do not, the
-order of gathers that they agree on is broken.
+A part is as old as the last gather between hosts. There is one when the shard has changed, which is
+once per optimizer step. Either all ranks write to their shards or none does; otherwise they start
+different gathers, which the agreement on their order reports.
 
 Source: ZeRO++ (arXiv 2306.10209), hpZ.
 """
@@ -42,16 +43,16 @@ from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, P
 from lightning_fsdp.core.engine.layout import FlatLayout, Slot
 
 BETWEEN_HOSTS = "_between_hosts"
-"""Ends the kinds of traffic that columns move."""
+"""Suffix of the kinds of traffic that columns move."""
 
 
 class HostsCommunicator(Communicator):
     """The collectives of all ranks of a 2-D mesh.
 
     Args:
-        row: The ranks of this host.
-        column: Those of the other hosts at this one's place.
-        places: Of the shards of all ranks, which are those of the default group, ascending.
+        row: Between the ranks of this host.
+        column: Between the ranks of all hosts that have this rank's place in theirs.
+        places: By rank, as a number in the default group and ascending, the place of its shard.
     """
 
     keeps_parts = True
@@ -69,15 +70,15 @@ class HostsCommunicator(Communicator):
         self.after_reduction = (("average", functools.partial(_reduce_in_column, column)),)
 
     def open(self, group: dist.ProcessGroup) -> None:
-        """Use a group of all ranks, in their order, for what neither rows nor columns do."""
+        """Use a group of all ranks for collectives that go over neither rows nor columns."""
         self._group = weakref.ref(group)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
-        """Between the hosts, then within this one."""
+        """Gather between the hosts, then within this one."""
         return self._gather_through(self._part_of(whole), whole, unit_name)
 
     def regather(self, whole: Tensor, unit_name: str, is_new: bool) -> Pending:
-        """Within this host; where the shard is new, between the hosts before that."""
+        """Gather within this host; if the shard has changed, between the hosts first."""
         part = self._part_of(whole)
         if whole not in self._kept:
             with torch.inference_mode(False):  # else it could never be written to in training
@@ -88,13 +89,17 @@ class HostsCommunicator(Communicator):
         return self._gather_through(part, whole, unit_name, self._kept[whole])
 
     def reduce(self, region: LocalRegion) -> Pending:
-        """The mean over this host; what follows is the one over all ranks."""
+        """Reduce to the mean over this host; the stage that follows takes that over all hosts.
+
+        Returns:
+            The collective; its result, ``(shard_numel * hosts,)``, lies where the kept part does.
+        """
         numel = region.layout.shard_numel * self.column.world_size
         layout = FlatLayout(region.layout.slots, numel, self.row.world_size)
         return self.row.reduce(dataclasses.replace(region, layout=layout))
 
     def break_off(self) -> None:
-        """In the row and in the column."""
+        """Give up gathers in the row and in the column."""
         self.row.break_off()
         self.column.break_off()
 
@@ -117,12 +122,12 @@ class HostsCommunicator(Communicator):
         return gather
 
     def _part_of(self, whole: Tensor) -> Tensor:
-        """What this rank keeps of a whole copy, ``(numel / row.world_size,)``, sharing memory."""
+        """The part of a whole copy that this rank keeps, ``(numel / row.world_size,)``: a view."""
         return whole.view(self.row.world_size, -1)[self.row.rank]
 
 
 def kept_of(communicator: Communicator, whole: Tensor) -> list[Tensor]:
-    """What this rank keeps of a whole copy while that is freed; nothing before its first gather."""
+    """What this rank keeps of a whole copy that is freed; empty before its first gather."""
     kept = communicator._kept if isinstance(communicator, HostsCommunicator) else {}
     return [kept[whole]] if whole in kept else []
 

@@ -1,9 +1,8 @@
-"""Gradients that are narrower than the dtype of their sum travel as they are, by one collective.
+"""Gradients that are narrower than the dtype of their sum are sent as they are, by an all-to-all.
 
 Every rank gets all ranks' parts of its shard, and widens them as it adds them up. A reduce-scatter,
-which sums on the way, would send them widened: twice the bytes for bf16 summed in fp32, and for the
-same values. fp16 travels so too where it is also the dtype of the mean, since the sum may be too
-large for it.
+which sums on the way, would have to send them widened: twice the bytes for bf16 summed in fp32, and
+the same values. fp16 is sent so even if the mean is to be fp16 as well, since the sum may overflow.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ class NarrowCommunicator(Communicator):
 
 
 def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mean over the first dimension, ``(n,)`` of ``dtype``; summed in it, or in a wider one."""
+    """The mean over the first dimension, ``(n,)`` of ``dtype``; fp16 is summed in fp32."""
     num_rows, numel = rows.shape
     sum_dtype = torch.float32 if may_overflow(dtype) else dtype
     mean = rows.new_empty(numel, dtype=sum_dtype)
-    # On CUDA the sum widens as it reads. On CPU torch makes a wide copy of all that it sums.
+    # On CUDA the sum widens as it reads. On CPU torch first makes a wide copy of all it sums, hence
+    # the blocks.
     step = numel if rows.is_cuda else max(_BLOCK_NUMEL // num_rows, 1)
     for start in range(0, numel, step):
         block = slice(start, start + step)
@@ -47,5 +47,5 @@ def _mean_of(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def may_overflow(dtype: torch.dtype) -> bool:
-    """Whether a sum over ranks may leave the range of a dtype that holds their mean."""
+    """Whether a sum over ranks may overflow in a dtype that can hold the mean."""
     return dtype == torch.float16

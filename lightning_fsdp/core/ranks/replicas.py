@@ -1,7 +1,7 @@
 """HSDP: gradients that were reduced within a replica are averaged over the replicas, now or later.
 
-Later, where micro-batches are asked to stay in the replica (``set_requires_all_reduce(False)``):
-their means add up in the shards, which wait in ``.grad``, until a reduction takes them along.
+Later, after ``set_requires_all_reduce(False)``: the means of several micro-batches add up in this
+rank's slices, which wait in ``.grad``, until a reduction includes them.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def average_over(column: Communicator, row: Communicator) -> None:
     """Let the mean over replicas follow each reduction.
 
     Args:
-        column: The ranks that hold the same shard as this one.
-        row: Those that hold one replica.
+        column: Between the ranks that hold the same shard as this one.
+        row: Between the ranks that hold one replica; its reductions get the stage.
     """
     column.traffic = row.traffic
     row.after_reduction = (("average", functools.partial(_average, column)),)
 
 
 def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
-    """All-reduce: the mean over replicas of a shard, which may be overwritten.
+    """All-reduce: the mean over replicas of ``shard``, ``(n,)``, which may be overwritten.
 
     Every replica gets the same bits.
     """
@@ -45,25 +45,30 @@ def _average(column: Communicator, shard: Tensor, unit_name: str) -> Pending:
 
 
 class ReplicatedFlatParameter(FlatParameter):
-    """A flat parameter whose shard other ranks have as well, or neighbours together.
+    """A flat parameter whose reductions are followed by a mean over replicas, or over hosts.
 
     Attributes:
-        waits_for_mean: Whether the last reduction left out the mean over replicas.
+        waits_for_mean: Whether the last reduction left that mean out.
     """
 
     def take_in(self, shard: Tensor) -> None:
-        """See :meth:`FlatParameter.take_in`; nothing waits in the replica."""
+        """See :meth:`FlatParameter.take_in`; nothing waits for the mean over replicas."""
         super().take_in(shard)
         self.waits_for_mean = False
-        self._used: list[bool] = []  # by slot, in a reduction in flight that stays there
+        # Per slot, whether this rank has a gradient in a reduction in flight that leaves it out.
+        self._used: list[bool] = []
 
     @property
     def may_wait(self) -> bool:
-        """Whether ranks may have gradients that wait, and for no later one."""
+        """Whether ranks may have gradients that wait for the next reduction."""
         return self.sends_sums or (self.waits_for_mean and not self.stays_in_replica)
 
     def reduce(self) -> list[bool]:
-        """Start the reduction, over the replicas too unless it stays in this one."""
+        """Start the reduction, with the mean over replicas unless it stays in this one.
+
+        Returns:
+            See :meth:`FlatParameter.reduce`.
+        """
         has_one = super().reduce()
         assert self._reduction is not None, "it was started"
         self.waits_for_mean = self.stays_in_replica
@@ -98,7 +103,7 @@ class ReplicatedFlatParameter(FlatParameter):
         super().abandon(holder, drops_gradients=drops_gradients)
 
     def _take_along(self, reduction: Pending, has_one: list[bool]) -> None:
-        """Let a reduction add what had stayed here, before the mean over replicas begins."""
+        """Let a reduction add what has waited here, before the mean over replicas starts."""
         taken, finish = self._take_of_replica(has_one), reduction.finish
 
         def joined() -> Tensor:
@@ -110,7 +115,7 @@ class ReplicatedFlatParameter(FlatParameter):
         reduction.finish = joined
 
     def _take_of_replica(self, has_one: list[bool]) -> dict[int, Tensor]:
-        """What waits here, by slot; ``has_one`` is set where this rank had a gradient."""
+        """Take out what waits here, by slot; sets ``has_one`` where this rank had a gradient."""
         taken = {}
         for slot, parameter in enumerate(self.parameters):
             local = local_gradient_of(parameter)
