@@ -1,7 +1,7 @@
 """Lines between processes of one host: messages that say when memory may be read, and was read.
 
-Each rank has a pipe, to which all ranks write and which it alone reads. A rank posts where its data
-for each of the others lies. Once all have posted, each copies what is for it from there and tells
+Each rank has a pipe, to which all ranks write and which only it reads. A rank posts where its data
+for each of the others is. Once all have posted, each copies what is for it from there and tells
 the others; when all have read, the exchange is over:
 
     sender                               receiver
@@ -9,25 +9,25 @@ the others; when all have read, the exchange is over:
     (nothing of it changes)
     everything may change          <---  acknowledge: key
 
-Messages are received, and data is read, in a thread that sleeps unless a message comes, so ranks do
-not wait for each other to wait. A key is a tag and how often it was used before, so what has one
-tag is matched in the order in which it was started.
+Messages are received, and data is read, in a thread that sleeps until a message comes, so a rank's
+data can be read before that rank waits. A key is a tag and the number of earlier uses of that tag,
+so exchanges with the same tag are matched in the order in which they were started.
 
 Note: lifetimes
-Data stays as it is until the sender's ``wait()`` has returned, and that needs the acknowledgement.
-A rank that gives up after the timeout breaks its seal, random bytes that all ranks know, before its
-data can change, and so does one whose gather was interrupted. A read counts only if the seals are
+Data stays as it is until the sender's ``wait()`` has returned, and that needs acknowledgements. A
+rank that gives up after the timeout breaks its seal, random bytes that all ranks know, before its
+data can change; so does one whose gather was interrupted. A read counts only if the seals are
 whole after it: then the data was as it was posted. An interrupted reduction needs nothing of the
-kind: what it reads is referred to here, and nobody else has it.
+kind: its data is referred to here, and by nobody else.
 
 Note: order of memory
-What was written before a message was sent is seen by whoever received it, and what is written after
-a seal was broken by nobody who still finds it whole: on every architecture, since the kernel's
-locks are between the two. No word is shared without one.
+Whoever received a message sees what was written before it was sent, and whoever finds a seal whole
+has seen nothing that was written after it was broken. This holds on every architecture, since the
+kernel takes locks between the two; no memory is shared without one.
 
 Note: ends
-The kernel tells when a process has ended, however it ended. What it has written to the pipe before
-is received first.
+The kernel tells when a process has ended, whatever the reason. What that process wrote to the pipe
+before is received first.
 """
 
 from __future__ import annotations
@@ -55,27 +55,28 @@ from lightning_fsdp.core.engine.communicator import Works
 from lightning_fsdp.core.ranks.pairs import Parts
 from lightning_fsdp.core.ranks.process_memory import PeerLost, Place, Process, host_of_this_process
 
-# Kind; sender; key, or the rank that was waited for in vain; of a post, its table.
+# Kind; sender; key (two words), or the rank that was waited for in vain; table of a post (two).
 _MESSAGE = struct.Struct("<BBQQQQ")
 _POST, _ACKNOWLEDGE, _GIVE_UP = 0, 1, 2
 
-# Of a rank at a time. Each has at most one post and one acknowledgement under way to each other
-# rank, whose pipe holds some 1,900 messages: those of 8 ranks. So nobody waits to write.
+# Exchanges that a rank has under way at a time. Each has at most one post and one acknowledgement
+# under way to each other rank, whose pipe holds some 1,900 messages: enough for 8 ranks, so that no
+# write has to wait.
 _MAX_STARTED, _PIPE_BYTES = 64, 2**16
 
 
 Places = dict[int, list[Place]]
-"""By peer, in the order in which it posted them."""
+"""By peer, the places of its data, in the order in which it posted them."""
 
 Take = Callable[[Places], None]
-"""Reads what peers have for this rank from the places where it lies."""
+"""Reads what peers have for this rank from where it lies."""
 
 Key = tuple[int, int]
 """Tag, and number among the exchanges of this tag."""
 
 
 class Refused(Exception):  # noqa: N818 (it is none where ranks may choose)
-    """Why ranks cannot read each other's memory, the same on all of them."""
+    """Ranks cannot read each other's memory; raised with the same reason on all of them."""
 
 
 @dataclass(eq=False)
@@ -83,11 +84,12 @@ class Exchange:
     """What one collective moves between this rank and all others.
 
     Attributes:
-        sizes: By peer, of what it has for this rank, in bytes.
-        take: Called in the thread of the lines.
+        sizes: By peer, the sizes of what it has for this rank, in bytes.
+        take: Reads it; called in the thread of the lines.
         posts: By rank that has posted, its table of places.
-        unread_by: The ranks that do not have all that is for them yet, this one included.
-        kept: What peers read, and tables of its places; nobody else may refer to these.
+        unread_by: The ranks, this one included, that have not read all that is for them.
+        kept: What peers read, and the tables of its places, kept alive; nobody else may refer to
+            these.
     """
 
     sizes: Mapping[int, list[int]]
@@ -98,16 +100,16 @@ class Exchange:
 
 
 class Lines:
-    """Those of one rank to all of its group, itself included. Collective.
+    """The lines of one rank to all of its group, itself included. Collective.
 
-    Each rank tells the others of its process, tries to read theirs, and tells them whether it
-    could. What one of them cannot do, none does.
+    Each rank tells the others about its process, tries to read theirs, and tells them whether it
+    could. If one of them could not, none does.
 
     Args:
-        group: Whose timeout is that of an exchange.
+        group: The ranks; its timeout is that of an exchange.
 
     Raises:
-        Refused: They cannot, on all ranks.
+        Refused: They cannot read each other's memory; on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,29 +123,32 @@ class Lines:
             self._pipes, self._ends = list[FileIO](), list[FileIO]()
             _on_all(group, lambda: self._reach(opened))
             self._opened = opened.pop_all()
-        # Of C, or an interrupt could come when it is locked and before a ``with`` would unlock it.
+        # Locked by C code: in a lock written in Python, an interrupt could come after it is locked
+        # and before ``with`` is sure to unlock it.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._reading = threading.Lock()
         self._num_started: Counter[int] = Counter()  # by tag
-        self._started: dict[Key, Exchange] = {}  # and not over
-        self._posts: defaultdict[Key, dict[int, Place]] = defaultdict(dict)  # and not read yet
-        self._lost: dict[int, str] = {}  # by rank, why nothing more is to be had of it
+        self._started: dict[Key, Exchange] = {}  # those not over yet
+        self._posts: defaultdict[Key, dict[int, Place]] = defaultdict(dict)  # those not read yet
+        self._lost: dict[int, str] = {}  # by rank, why it takes part no more, in order
         self._why_ended: str | None = None
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
 
     def start(self, tag: int, outgoing: Parts, sizes: Mapping[int, list[int]], take: Take) -> Works:
-        """Start an exchange; ranks start what has one tag in one order.
+        """Start an exchange. Ranks start those of one tag in the same order.
 
         Args:
-            tag: Of the collective, the same on all ranks.
-            outgoing: What each peer gets, each ``(n,)``; stays as it is until the exchange is over.
+            tag: Tag of the collective, the same on all ranks.
+            outgoing: What each peer gets, each ``(n,)``; must not change until the exchange is
+                over.
             sizes: See :class:`Exchange`.
-            take: Likewise.
+            take: See :class:`Exchange`.
 
         Returns:
-            By peer, what waits for the end of the exchange, or raises where it failed for this one.
+            For each peer, a function that waits for the end of the exchange; it raises if the
+            exchange failed because of that peer.
         """
         ranks = set(range(len(self._processes)))
         with self._lock:
@@ -162,26 +167,27 @@ class Lines:
         return [(functools.partial(self._wait, exchange, peer), f"rank {peer}") for peer in sizes]
 
     def hang_up(self, why: str, missed: int | None = None) -> None:
-        """End all lines. When this returns nothing here is written any more by a read.
+        """End all lines. When this returns, no read writes to memory of this process any more.
 
         Args:
-            why: What messages say.
-            missed: The peer that was waited for in vain; all ranks are to name the same.
+            why: The reason, for messages.
+            missed: The peer that was waited for in vain, so that all ranks name the same one.
         """
         self._end(why, self._rank if missed is None else missed)
         with self._reading if os.getpid() == self._pid else contextlib.nullcontext():
-            pass  # what was being read here has ended
+            pass  # a read that was under way has ended
 
     def close(self) -> None:
-        """Hang up, and give back thread and descriptors."""
+        """Hang up, and end the thread, which closes the descriptors."""
         self._end("its process group was destroyed", self._rank)
         if threading.current_thread() is not self._thread:
-            # The garbage collector may call this where a lock is held that the thread waits for.
+            # With a timeout: the garbage collector may call this while a lock is held that the
+            # thread waits for.
             self._thread.join(timeout=1.0)
 
     def _end(self, why: str, missed: int) -> None:
-        """Let no peer count what it reads from now on, and tell the threads of all ranks."""
-        if os.getpid() != self._pid:  # a forked child, with copies of all
+        """Break the seal, so that no peer counts what it reads from now on, and tell all ranks."""
+        if os.getpid() != self._pid:  # a forked child, which has copies of all this
             return
         self._why_ended = self._why_ended or why
         ctypes.memset(self._seal, 0, len(self._seal))
@@ -189,13 +195,13 @@ class Lines:
             self._send(self._rank - step, _GIVE_UP, missed, 0, 0, 0)
 
     def _wait(self, exchange: Exchange, peer: int) -> None:
-        """Return when an exchange is over, or failed for another peer, whose part says so.
+        """Return when an exchange is over, or failed because of a peer other than this one.
 
         Raises:
             RuntimeError: The peer has ended, gave up, or did not take part within the timeout.
         """
 
-        def needed(rank: int) -> bool:  # it has something to do, or its data is to be read
+        def needed(rank: int) -> bool:  # it has yet to read, or this rank has
             return rank != self._rank and not unread_by.isdisjoint((rank, self._rank))
 
         def ended() -> bool:
@@ -206,14 +212,14 @@ class Lines:
             self._changed.wait_for(ended, self._timeout_s)
             if not unread_by:
                 return
-            # Who is lost; else who did not post; else who did not read.
+            # Name a rank that is lost, else one that did not post, else one that did not read.
             if not any(map(needed, self._lost)):
                 late = min(sorted(exchange.sizes), key=lambda p: (p in posts, p not in unread_by))
                 self._lose(late, f"nothing came within {self._timeout_s:g} s")
             missed = next(filter(needed, self._lost))
-            given_up, self._started = self._started, {}  # or the next part would find another
+            given_up, self._started = self._started, {}  # so that no more of them end meanwhile
         self.hang_up(f"this rank gave up when it waited for rank {missed}", missed)
-        given_up.clear()  # no sooner: until then peers count what they read
+        given_up.clear()  # frees their data, which peers may read until the seal is broken
         if peer == missed:
             what = "it to read what is here" if peer in posts else "its data"
             raise RuntimeError(
@@ -230,19 +236,21 @@ class Lines:
         if fcntl(pipe[0], F_GETPIPE_SZ) < _PIPE_BYTES:
             raise OSError("pipes are short, as this user has more than pipe-user-pages-soft")
         seal = ctypes.addressof(self._seal), self._seal.raw
-        # Where /proc shows another namespace this is another process, which has no such seal.
+        # If /proc belongs to another pid namespace, this number is another process there, which has
+        # no such seal.
         self._pid = int(Path("/proc/self").readlink().name)
         return Process(self._rank, self._pid, host_of_this_process(), pipe[0], *seal)
 
     def _reach(self, opened: contextlib.ExitStack) -> None:
-        """Try whether all can be read, and open what leads to them.
+        """Try to read every process, and open its pipe and a descriptor that tells its end.
 
         Raises:
             OSError: The kernel does not permit it.
         """
         for process in self._processes:
             process.check()
-            # Open for reading as well, no write ends this process (SIGPIPE) where a peer has ended.
+            # Opened for reading as well, so that a write after the peer has ended does not end this
+            # process (SIGPIPE).
             pipe = os.open(f"/proc/{process.pid}/fd/{process.inbox}", os.O_RDWR | os.O_NONBLOCK)
             self._pipes.append(opened.enter_context(FileIO(pipe, "w")))
             self._ends.append(opened.enter_context(FileIO(os.pidfd_open(process.pid))))
@@ -264,12 +272,12 @@ class Lines:
                     self._lose(key.data, "it has ended")
         except BaseException as error:  # noqa: BLE001 (whatever it is, who waits must hear of it)
             self._end(f"the thread that reads has failed with {error!r}", self._rank)
-        with self._lock, self._opened:  # or a write could meet what has its number next
-            self._started.clear()  # nobody takes these any more, and they keep gradients
-            self._lose(self._rank, "")  # for whoever waits; it is known why
+        with self._lock, self._opened:  # locked: a write could hit a new file of the same number
+            self._started.clear()  # nobody takes these any more, and they keep gradients alive
+            self._lose(self._rank, "")  # wakes whoever waits; the reason is known
 
     def _receive(self, kind: int, rank: int, tag: int, number: int, *table: int) -> None:
-        """Take in one message."""
+        """Handle one message."""
         key = tag, number
         with self._lock:
             if kind == _POST:
@@ -289,10 +297,10 @@ class Lines:
             self._take(key)
 
     def _take(self, key: Key) -> None:
-        """Read what all have posted, and say so to all."""
+        """Read what all ranks have posted, and acknowledge it to all."""
         with self._reading:
             posts, exchange = self._posts.pop(key), self._started.get(key)
-            # After the end the memory to write into may be gone.
+            # After the lines have ended, the memory to write to may be freed.
             if exchange is None or self._why_ended is not None:
                 return
             try:
@@ -302,7 +310,8 @@ class Lines:
                 for rank in range(len(self._processes)):
                     self._send(rank, _ACKNOWLEDGE, *key, 0, 0)
             except PeerLost as lost:
-                # Who has ended or given up is heard of, with whom it missed: all name that one.
+                # A peer that has ended or given up is heard of in another way, which also tells
+                # the rank that it missed, so that all name the same one.
                 with contextlib.suppress(PeerLost):
                     self._processes[lost.peer].check()
                     self._lose(lost.peer, lost.why)
@@ -310,8 +319,8 @@ class Lines:
     # -- in either ---------------------------------------------------------------------------------
 
     def _send(self, rank: int, kind: int, *words: int) -> None:
-        # Where a rank has ended, messages stay in its pipe.
-        with self._lock, contextlib.suppress(ValueError):  # these lines are closed
+        # If the rank has ended, messages stay in its pipe.
+        with self._lock, contextlib.suppress(ValueError):  # raised if these lines are closed
             os.write(self._pipes[rank].fileno(), _MESSAGE.pack(kind, self._rank, *words))
 
     def _lose(self, rank: int, why: str) -> None:
@@ -321,7 +330,7 @@ class Lines:
 
 
 def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
-    """What a step gives, by rank. Collective.
+    """Run a step on all ranks, and return its results by rank. Collective.
 
     Raises:
         Refused: It has failed on one of them.
@@ -329,7 +338,7 @@ def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
     every: list[Any] = [None] * dist.get_world_size(group)
     try:
         mine = step()
-    except (OSError, AttributeError) as error:  # some have no name where this is not Linux
+    except (OSError, AttributeError) as error:  # AttributeError: a name that only Linux has
         mine = f"rank {dist.get_rank(group)}: {error}"
     dist.all_gather_object(every, mine, group=group)
     if refusals := [each for each in every if isinstance(each, str)]:
@@ -338,10 +347,10 @@ def _on_all(group: dist.ProcessGroup, step: Callable[[], Any]) -> list[Any]:
 
 
 def _places(table: Place, sizes: list[int]) -> list[Place]:
-    """What a peer has posted.
+    """Read a peer's table of places.
 
     Raises:
-        PeerLost: It has other sizes, or cannot be read.
+        PeerLost: The sizes in it differ from ``sizes``, in bytes, or it cannot be read.
     """
     numbers = array("Q", bytes(16 * len(sizes)))
     if table.nbytes == len(numbers) * numbers.itemsize:

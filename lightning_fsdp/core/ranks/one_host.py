@@ -1,8 +1,8 @@
-"""Over gloo, where all ranks are on one host: each reads what it is to get from the others' memory.
+"""Over gloo, if all ranks are on one host: each reads what is for it from the others' memory.
 
 gloo sends between processes of one machine over TCP, which copies twice in the kernel. Here a rank
-copies once, from where the data lies to where it is to be. What is exchanged, and in which order it
-is added up, is that of the pairs, so the bits are too.
+copies once, from where the data is to where it is needed. What is exchanged, and the order in which
+it is added up, are those of the pairs, and so are the bits.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from lightning_fsdp.core.ranks.pairs import Parts, Piece
 
 _log = logging.getLogger(__name__)
 
-_BLOCK_NUMEL = 2**18  # read and added up at a time: what caches hold
+_BLOCK_NUMEL = 2**18  # read and added up at a time, so that it is still in a cache
 
 
 class OneHostCommunicator(pairs.PairCommunicator):
-    """Every rank reads what each other rank has for it; in pairs, where not all of them can.
+    """Every rank reads what every other rank has for it; they send in pairs if not all of them can.
 
     Attributes:
-        refusal: Why they do not, the same on all ranks; ``None`` before they have tried, empty
-            where they do.
-        lines: By which they do.
+        refusal: Why they send instead, the same on all ranks; empty if they read; ``None`` before
+            they have tried.
+        lines: The lines to the other ranks, if they read.
     """
 
     refusal: str | None = None
     lines: Lines | None = None
 
     def connect(self, *, may_read: bool = True) -> None:
-        """Find out whether all ranks can, and say so in the log; nothing the next times.
+        """Find out whether all ranks can read, and log it; only the first call does anything.
 
-        Collective over the group; ranks have agreed that they use it.
+        Collective over the group, whose ranks have agreed to use it.
 
         Args:
             may_read: Whether the user permits it.
@@ -64,7 +64,7 @@ class OneHostCommunicator(pairs.PairCommunicator):
             _log.info("ranks %s of %d %s", list(self.ranks), self.mesh_size, way)
 
     def gather(self, whole: Tensor, unit_name: str) -> Pending:
-        """As everywhere; what is interrupted in between breaks it off."""
+        """See :meth:`Communicator.gather`; an interrupt during the start breaks it off."""
         try:
             return super().gather(whole, unit_name)
         except BaseException:  # or the memory would be freed while peers read it
@@ -72,19 +72,19 @@ class OneHostCommunicator(pairs.PairCommunicator):
             raise
 
     def break_off(self) -> None:
-        """Let no peer take for true what it reads from now on: all lines end."""
+        """End all lines, so that no peer trusts what it reads from now on."""
         if self.lines is not None:
             self.lines.hang_up("this rank was interrupted")
 
     def exchange(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]], what: str
     ) -> None:
-        """All-to-all of parts that lie where they are; see ``exchange.py``. Synchronous."""
+        """All-to-all of parts, without packing them; see ``exchange.py``. Synchronous."""
         to, into = ({p: parts[p] for p in self._peers()} for parts in (outgoing, incoming))
         where = f"{what} {self.where}"
         try:
             tag = pairs.tag_of(f"all_to_all {what}", reduces=False)
-            Pending(where, self._exchange(where, to, into, tag), Tensor).join()  # of no result
+            Pending(where, self._exchange(where, to, into, tag), Tensor).join()  # has no result
         except BaseException:  # what peers still read may change from now on
             self.break_off()
             raise
@@ -94,7 +94,7 @@ class OneHostCommunicator(pairs.PairCommunicator):
             return super()._reduce(region, what)
         keeps, mine, to = self._cut(region)
         shard = region.empty(region.layout.shard_numel, region.dtype)
-        like = {peer: [piece.data for piece in mine] for peer in to}  # as many and as long
+        like = {peer: [piece.data for piece in mine] for peer in to}  # peers' parts are as long
         tag = pairs.tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         take = functools.partial(_take_mean, mine, self.rank, shard, region.sent_dtype)
         return Pending(what, self._exchange(what, to, like, tag, take), lambda: shard, keeps=keeps)
@@ -105,11 +105,12 @@ class OneHostCommunicator(pairs.PairCommunicator):
         if self.lines is None:
             return super()._exchange(what, to, into, tag)
         assert self.group is not None, "it raises where the group is gone"
-        pairs.send_and_receive(self._shown, what, to, into, tag)  # for whoever counts or traces
+        # On a group that does nothing, for profilers and others that count or trace.
+        pairs.send_and_receive(self._shown, what, to, into, tag)
         sizes = {peer: [part.nbytes for part in parts] for peer, parts in into.items()}
         try:
             return self.lines.start(tag, to, sizes, take or functools.partial(_take, into))
-        except BaseException:  # or peers would wait for what was not posted
+        except BaseException:  # else peers would wait for what was not posted
             self.break_off()
             raise
 
@@ -133,9 +134,9 @@ def _take_mean(
             own = piece.data[start : start + _BLOCK_NUMEL]
             block = shard.narrow(0, piece.start + start, own.numel())
             rows = dict(zip(places, scratch[:, : own.numel()], strict=True))
-            if sent_dtype == shard.dtype:  # the sum is made in the first row
+            if sent_dtype == shard.dtype:  # the sum is made in the first row: let that be the shard
                 rows[min(rows)] = block
             for peer, row in rows.items():
                 places[peer][index].read(row.data_ptr(), row.nbytes, start * row.itemsize)
             result = pairs.mean(rows, [Piece(0, own.numel(), own)], rank, shard.dtype)
-            block.copy_(result)  # nothing where the result is the block
+            block.copy_(result)  # which does nothing if the result is the block

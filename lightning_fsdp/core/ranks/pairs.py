@@ -1,8 +1,8 @@
 """Over gloo, up to 8 ranks: sends and receives per pair, and a sum in rank order.
 
-gloo's ring algorithms cost two to three times the pairs at these sizes. Nothing is packed that is
-large: gradients are sent from where autograd made them. The sum in rank order gives the same bits
-whichever rank owns a shard.
+gloo's ring algorithms take two to three times as long at these sizes. Large gradients are not
+packed but sent from where autograd made them. The sum in rank order gives the same bits whichever
+rank owns a shard.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from lightning_fsdp.core.engine.layout import FlatLayout, complement
 from lightning_fsdp.core.ranks.narrow import may_overflow
 
 MAX_PAIRWISE_WORLD_SIZE = 8
-_LARGE_NUMEL = 2**14  # a message of its own costs about as much as copying so many elements
+_LARGE_NUMEL = 2**14  # a message costs about as much as copying this many elements
 
 Parts = Mapping[int, Sequence[Tensor]]
-"""By peer, what it gets or gives, each ``(n,)``."""
+"""By peer, what it gets or what it gives, each ``(n,)``."""
 
 
 def exchanges_in_pairs(backend: str, world_size: int) -> bool:
-    """Whether ranks of such a group send to each other in pairs."""
+    """Whether ranks of a group with this backend and size send to each other in pairs."""
     return backend == "gloo" and world_size <= MAX_PAIRWISE_WORLD_SIZE
 
 
@@ -42,8 +42,8 @@ class Piece(NamedTuple):
     """Elements ``[start, stop)`` of a region (or of a shard).
 
     Attributes:
-        start: The first one.
-        stop: Past the last one.
+        start: First element.
+        stop: Past-the-last element.
         data: ``(stop - start,)``.
     """
 
@@ -53,7 +53,7 @@ class Piece(NamedTuple):
 
 
 class PairCommunicator(Communicator):
-    """Every rank sends each other rank what that one is to have."""
+    """Every rank sends to every other rank what is for it."""
 
     def _gather(self, whole: Tensor, what: str, unit_name: str) -> Works:
         slots = whole.view(self.world_size, -1)
@@ -74,7 +74,7 @@ class PairCommunicator(Communicator):
         return Pending(what, works, finish, keeps=keeps)
 
     def _cut(self, region: LocalRegion) -> tuple[list[Tensor], list[Piece], Parts]:
-        """The memory of what travels of a region, what of it is for this rank, and for peers."""
+        """Pack a region: what to keep alive meanwhile, this rank's pieces, and the peers' parts."""
         layout, numel = region.layout, region.layout.shard_numel
         pieces = [
             Piece(*layout.extent(slots), region.pack(slots))
@@ -96,7 +96,11 @@ class PairCommunicator(Communicator):
 def send_and_receive(
     group: dist.ProcessGroup, what: str, to: Parts, into: Parts, tag: int
 ) -> Works:
-    """Start sends to every peer and receives from it, each ``(n,)``, in the same order."""
+    """Start sends to every peer and receives from it, each ``(n,)``, in the same order.
+
+    Returns:
+        What waits for each, with its peer.
+    """
 
     def start(peer: int) -> list[dist.Work]:
         with collective(what, f"rank {peer}"):
@@ -104,14 +108,21 @@ def send_and_receive(
                 group.send([data], peer, tag) for data in to[peer]
             ]
 
-    # No variable has one before all are started: see FlatParameter.wait_for_unshard.
+    # No variable holds a handle before all are started: see FlatParameter.wait_for_unshard.
     return [(work.wait, f"rank {peer}") for peer in into for work in start(peer)]
 
 
 def mean(
     received: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
 ) -> Tensor:
-    """The mean over ranks, ``(n,)``, of the rows received, which it takes, and of own pieces."""
+    """The mean over ranks, ``(n,)`` of ``dtype``.
+
+    Args:
+        received: By peer, its part of this rank's shard, ``(n,)``; taken out, to free it.
+        mine: This rank's own pieces of it; between them lies padding.
+        rank: This rank.
+        dtype: Of the result, and of the sum; where that overflows in fp16, it is made in fp32.
+    """
     if not may_overflow(dtype):
         return _mean_in_rank_order(received, mine, rank, dtype)
     wide = _mean_in_rank_order(dict(received), mine, rank, torch.float32).to(dtype)
@@ -122,8 +133,8 @@ def mean(
 def _mean_in_rank_order(
     rows: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
 ) -> Tensor:
-    # a + b and b + a have the same bits, so the first two terms may change places: the sum begins
-    # with a row that was received, in whose memory it is made.
+    # a + b and b + a have the same bits, so the first two terms may change places: the sum starts
+    # with a row that was received, so that it can be made in that row's memory.
     first, world_size = min(rows), len(rows) + 1
     shard = rows.pop(first).to(dtype)
     for peer in range(world_size):
@@ -148,11 +159,10 @@ def cut_out(pieces: Sequence[Piece], start: int, numel: int) -> list[Piece]:
 
 @functools.cache
 def tag_of(name: str, *, reduces: bool) -> int:
-    """A tag of its own for each name and operation; odd for reductions.
+    """A tag for each name and operation; odd for reductions.
 
-    Messages between two ranks that they enter with different intentions then never meet: they end
-    in the group's timeout, and move nothing into the wrong place. It keeps them apart from the
-    user's own, too.
+    Messages of two ranks that are about to do different things then never match: they end in the
+    group's timeout, and write nothing into the wrong place. Nor do they match the user's own.
     """
     digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 2 << 1 | reduces
@@ -162,11 +172,11 @@ def cut_into_runs(layout: FlatLayout, min_numel: int) -> list[range]:
     """Cut the slots of a layout into runs of neighbours: large ones alone, small ones together.
 
     Args:
-        layout: Of a region.
-        min_numel: Elements from which on a slot is a run of its own.
+        layout: Layout of a region.
+        min_numel: Number of elements from which a slot is a run by itself.
 
     Returns:
-        Indices of slots, per run, in order.
+        The indices of each run's slots, in order.
     """
     is_large = [slot.numel >= min_numel for slot in layout.slots]
     firsts = [i for i, large in enumerate(is_large) if large or i == 0 or is_large[i - 1]]

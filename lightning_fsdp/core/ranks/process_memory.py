@@ -1,8 +1,8 @@
-"""Memory of another process of this host, read in one copy, where the kernel permits it.
+"""Reads the memory of another process of this host, in one copy, where the kernel permits it.
 
-``process_vm_readv`` asks for the same permission as a debugger. Yama (``ptrace_scope``) and the
-seccomp filters of containers may refuse it to processes of one user. Nothing here widens who may
-read this process.
+``process_vm_readv`` needs the same permission as a debugger. Yama (``ptrace_scope``) and the
+seccomp filters of containers may refuse it, even between processes of one user. Nothing here widens
+who may read this process.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Process(NamedTuple):
     """What a rank tells the others of its process.
 
     Attributes:
-        rank: The rank.
-        pid: The process.
-        host: Equal on ranks of one host.
-        inbox: Descriptor there of the pipe that messages for it are written to.
-        seal_address: Where its seal lies.
-        seal: Random bytes, which lie there as long as what it posts may be read.
+        rank: Its rank.
+        pid: Its process id.
+        host: Equal on ranks of one host; see :func:`host_of_this_process`.
+        inbox: Its file descriptor of the pipe that messages for it are written to.
+        seal_address: Address of its seal.
+        seal: Random bytes, which stay at that address as long as what it has posted may be read.
     """
 
     rank: int
@@ -46,10 +46,10 @@ class Process(NamedTuple):
     seal: bytes
 
     def check(self) -> None:
-        """Return if its seal is whole; what was read before was then as it was posted.
+        """Return if its seal is whole; then what was read before was as it was posted.
 
         Raises:
-            PeerLost: It is not, or the kernel does not permit to look.
+            PeerLost: The seal is broken, or cannot be read.
         """
         found = ctypes.create_string_buffer(len(self.seal))
         Place(self, self.seal_address, len(found)).read(ctypes.addressof(found), len(found))
@@ -58,12 +58,12 @@ class Process(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Memory of a process.
+    """A stretch of a process's memory.
 
     Attributes:
-        owner: Whose.
-        address: First byte.
-        nbytes: How many.
+        owner: The process.
+        address: Address of the first byte.
+        nbytes: Number of bytes.
     """
 
     owner: Process
@@ -71,9 +71,9 @@ class Place(NamedTuple):
     nbytes: int
 
     def read(self, into: int, nbytes: int, start: int = 0) -> None:
-        """Copy ``nbytes``, from ``start`` on, to an address of this process.
+        """Copy ``nbytes``, from byte ``start`` on, to the address ``into`` of this process.
 
-        Other threads run meanwhile.
+        Other threads run meanwhile, as the GIL is released.
 
         Raises:
             PeerLost: The peer has ended, has no such memory, or the kernel refuses.
@@ -89,10 +89,10 @@ class Place(NamedTuple):
 
 
 def host_of_this_process() -> tuple[str, ...]:
-    """Equal for two processes that may read each other: boot, and namespaces of pids and network.
+    """What is equal for two processes that may read each other: boot id, pid and network namespace.
 
-    Containers of one machine count as hosts of their own, and so do network namespaces, which stand
-    for hosts where a slow network is tried out.
+    So containers of one machine count as different hosts, and so do network namespaces, by which a
+    slow network is tried out on one machine.
 
     Raises:
         OSError: There is no Linux ``/proc``.
@@ -103,12 +103,12 @@ def host_of_this_process() -> tuple[str, ...]:
 
 @functools.cache
 def _process_vm_readv() -> Callable[..., int]:
-    """Of the C library.
+    """The C library's function.
 
     Raises:
-        AttributeError: It has none.
+        AttributeError: It has no such function.
     """
-    # ``CDLL`` lets go of the GIL while it calls, and keeps errno per thread.
+    # ``CDLL`` releases the GIL during calls, and keeps errno per thread.
     function = ctypes.CDLL(None, use_errno=True).process_vm_readv
     function.argtypes = (ctypes.c_int, *(ctypes.c_void_p, ctypes.c_ulong) * 2, ctypes.c_ulong)
     function.restype = ctypes.c_ssize_t
