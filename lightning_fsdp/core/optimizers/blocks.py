@@ -1,15 +1,15 @@
 """Tensors that are stepped in blocks: a fused weight as q, k and v, or head by head.
 
-A group of an optimizer over whole tensors may say ``"blocks": [(512, 512), (128, 512)]`` of each of
-its parameters, or ``"blocks": {"*.qkv.weight": [...]}`` of those with such names. Blocks lie one
-after another along one dimension, and have all of the others:
+A group of an optimizer over whole tensors may have ``"blocks": [(512, 512), (128, 512)]`` for all
+of its parameters, or ``"blocks": {"*.qkv.weight": [...]}`` for those with such names. Blocks lie
+one after another along one dimension, and span all others:
 
     [ q ]                       shapes (512, 512), (128, 512), (128, 512) of (768, 512)
     [ k ]   or   [ q | k | v ]  shapes (768, 768) three times of (768, 2304)
     [ v ]
 
-State of a block that has its shape is kept as that of the whole, so that it is the same as without
-blocks; other state is under ``"blocks"``, one dict each.
+State that has the shape of its block is kept joined, in the shape of the whole, as it would be
+without blocks; other state is kept under ``"blocks"``, a dict for each block.
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ import torch
 from torch import Tensor
 
 BLOCKS_GROUP = "blocks"
-"""An option of a parameter group, and the name of what is not of the whole in the state."""
+"""The option of a parameter group; also the key of state that is kept by block."""
 
 
 class Blocks(NamedTuple):
-    """Their shapes, and along which dimension of the whole they lie one after another."""
+    """The blocks' shapes, and the dimension of the whole along which they lie."""
 
     shapes: list[tuple[int, ...]]
     dim: int
 
 
 def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Blocks | None:
-    """Of a parameter, as its group says; ``None`` if it says nothing.
+    """The blocks of a parameter that its group asks for; ``None`` if it asks for none.
+
+    Args:
+        group: The parameter group.
+        name: The parameter's name.
+        shape: The parameter's shape.
 
     Raises:
-        ValueError: The shapes are not those of blocks of the parameter.
+        ValueError: Blocks of these shapes do not make up the parameter.
     """
     said = group.get(BLOCKS_GROUP)
     if isinstance(said, Mapping):
@@ -58,10 +63,10 @@ def blocks_in(group: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Bl
 
 
 def check_names(group: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Check that ``"blocks"`` by names names parameters of its group.
+    """Check that every pattern in a group's ``"blocks"`` matches one of its parameters' names.
 
     Raises:
-        ValueError: A pattern fits none of the names.
+        ValueError: A pattern matches none of the names.
     """
     said = group.get(BLOCKS_GROUP)
     for pattern in said if isinstance(said, Mapping) else ():
@@ -82,12 +87,15 @@ def blocks_of(whole: Tensor, blocks: Blocks | None) -> Sequence[Tensor]:
 def cut_state(
     values: Mapping[str, Any], shape: tuple[int, ...], blocks: Blocks
 ) -> list[dict[str, Any]]:
-    """State of each block.
+    """The state of each block, from that of the whole.
 
     Args:
-        values: Of the whole.
-        shape: Of the whole.
-        blocks: Of the whole.
+        values: State of the whole, by key.
+        shape: Shape of the whole.
+        blocks: Its blocks.
+
+    Returns:
+        A dict for each block; tensors of the block's shape share memory with the whole's.
     """
     of_blocks = [dict(each) for each in values.get(BLOCKS_GROUP, [{}] * len(blocks.shapes))]
     for name, value in values.items():
@@ -101,11 +109,11 @@ def cut_state(
 
 
 def joined_state(of_blocks: Sequence[Mapping[str, Any]], blocks: Blocks) -> dict[str, Any]:
-    """State of the whole.
+    """The state of the whole, from that of each block.
 
     Args:
-        of_blocks: Of each block; empty, of those that were not stepped.
-        blocks: Of the whole.
+        of_blocks: State of each block by key; empty for blocks that were not stepped.
+        blocks: The blocks.
     """
     values: dict[str, Any] = {}
     apart = [dict(each) for each in of_blocks]

@@ -1,6 +1,7 @@
-"""Whether somebody has written to a tensor: sums of its bits before and after.
+"""Whether a tensor was written to: sums of its bits, compared before and after.
 
-Version counters do not tell: views that torch's engines make, and ``.data``, have their own.
+Version counters do not tell: views that torch's engines make, and ``.data``, have counters of their
+own.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ Fingerprint = tuple[int, int]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW_NUMEL = 2**10
-_MOST_REST = 2 * _ROW_NUMEL  # words of the last row, and elements that are in no word
+_MOST_REST = 2 * _ROW_NUMEL  # bounds the words of an incomplete row plus elements in no word
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
-    """Of each, ``(n,)``, all on one device; what changes one element changes it. Synchronises.
+    """A fingerprint of each tensor, which differs if an element has changed. Synchronises.
 
-    Two sums of the bits as integers, one of them weighted by their places, both modulo 2**64. They
-    tell whether the same memory has changed; elsewhere the same values may have others.
+    Each is two sums of the bits taken as integers, one of them weighted by position, modulo 2**64.
+    They tell whether the same memory has changed; the same values at another address may have
+    another fingerprint.
+
+    Args:
+        tensors: Each ``(n,)``, all on one device.
     """
     if not tensors or not torch_internals.has_values(tensors[0]):
         return [(0, 0)] * len(tensors)
@@ -32,10 +37,10 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[Fingerprint]:
 
 
 def _sums(flat: Tensor) -> Tensor:
-    """Both, of int64, on the device of the tensor."""
+    """Both sums, ``(2,)`` of int64, on the device of the tensor."""
     # Several elements at once, as words of 64 bits: torch sums these ten times as fast as integers
-    # that it has to widen. Sums of rows and of columns take one vectorized pass each, and tell the
-    # places as well: that of a word is that of its row and that in its row.
+    # that it has to widen. Sums of rows and of columns take one vectorized pass each, and suffice
+    # to weight by position: that of a word is the start of its row plus its place in the row.
     bits = flat.detach().view(_INTEGERS[flat.itemsize])
     num_in_word = 8 // flat.itemsize
     first = min(-bits.storage_offset() % num_in_word, len(bits))
@@ -54,5 +59,5 @@ def _sums(flat: Tensor) -> Tensor:
 
 
 def _mixed(sums: Tensor) -> Tensor:
-    """What changes high bits of a sum changes low ones too: a weight may shift out high ones."""
+    """Mix high bits of sums into low ones, as multiplying by a weight may shift high bits out."""
     return sums + (sums >> 32) + (sums >> 16)

@@ -1,4 +1,4 @@
-"""What a gradient scaler asks of sharded gradients, answered alike on every rank.
+"""What a gradient scaler asks of sharded gradients, answered the same on every rank.
 
 fp16 loses gradients below 6e-8, so its loss is multiplied by a scale. torch's own ``GradScaler``
 divides the gradients by it again and looks for inf and NaN, one operation for all gradients of an
@@ -8,8 +8,8 @@ optimizer. Each rank sees its slices only, and that operation is where ranks agr
     scaler.step(optimizer)        every rank steps, or none
     scaler.update()               the same scale on every rank
 
-A rank whose slices are all empty takes part like the others: it has a gradient, without elements,
-of each parameter that has one elsewhere.
+A rank whose slices are all empty takes part like the others: it has an empty gradient of each
+parameter that has a gradient elsewhere.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_fsdp.core.tensors.unreduced_gradient import UNSCALE, UnreducedGra
 
 
 def support_grad_scaler() -> None:
-    """Let torch's ``GradScaler`` work on sharded gradients. May be called again."""
+    """Let torch's ``GradScaler`` work on sharded gradients. May be called repeatedly."""
     handlers[UNSCALE] = _unscale
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Divide gradients in place, and say in ``found_inf`` whether any of any rank is not finite.
+    """Divide gradients in place, and note in ``found_inf`` whether any is not finite on any rank.
 
-    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, written;
-    and the inverse of the scale, 0-d fp32. Collective over the sharding group: replicas hold the
-    same gradients, and find the same.
+    The arguments are a list of gradients, sharded and plain ones; ``found_inf``, 0-d fp32, which is
+    written; and the inverse of the scale, 0-d fp32. Collective over the sharding group: replicas
+    hold the same gradients, and find the same.
     """
     gradients, found_inf, inverse_scale = args
     for gradient in gradients:
@@ -42,7 +42,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sharded = [g for g in gradients if isinstance(g, ShardedTensor)]
     parts = [part for g in sharded for part in g.micro_batches.values()]
     locals_ = [g.to_local() if isinstance(g, ShardedTensor) else g for g in [*gradients, *parts]]
-    if found_inf.is_pinned():  # of offloaded ones: torch has only queued the copies of both here
+    if found_inf.is_pinned():  # offloaded: torch has queued the copies of both scalars to the host
         torch.cuda.current_stream(sharded[0].spec.communicator.device).synchronize()
     func(locals_, found_inf, inverse_scale)
     torch.autograd.graph.increment_version(locals_)
@@ -50,6 +50,6 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # The largest, not the sum: fused optimizers skip the step at exactly 1.
         mine = found_inf.view(1).to(communicator.device)
         found_inf.copy_(all_gather_slices(communicator, mine, "GradScaler's search for inf").max())
-    # A scaler may keep the optimizer, which ends the count, from its step.
+    # The step would reset the count of micro-batches, but the scaler may skip it.
     for flat_param in filter(None, (gradient.spec.flat_param() for gradient in sharded)):
         flat_param.micro_batch = 0

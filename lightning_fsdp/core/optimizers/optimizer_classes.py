@@ -9,42 +9,44 @@ from torch.optim import Optimizer
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-# Every element's update depends on that element's history alone: slices train as the whole would.
+# The update of an element depends on its own history alone, so slices train as the whole would.
 ELEMENTWISE: set[type[Optimizer]] = {
     *(optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.RMSprop),
     *(optim.Rprop, optim.Adagrad, optim.Adadelta, optim.ASGD),
 }
-# Counts and factors that torch.optim keeps as tensors.
+# Names of counts and factors that torch.optim keeps as tensors in a parameter's state.
 SCALARS = {"step", "eta", "mu", "mu_product"}
 
 ELEMENTWISE_GROUP = "elementwise"
-"""An option of a parameter group of an optimizer over whole tensors: this one steps slices."""
+"""Option of a parameter group of an optimizer over whole tensors: step this group's slices."""
 
 _said_to_be: set[type[Optimizer]] = set()
 
-# In lower case: packages spell them differently. What each computes of one tensor depends on others
-# (norms and sums over all of them, a search along the whole gradient), or it steps by itself. Found
-# in pytorch_optimizer 4.1 by stepping the same tensors with one optimizer and with two.
+# In lower case, as packages spell them differently. What these compute for one tensor depends on
+# others (norms and sums over all of them, a search along the whole gradient), or they step by
+# themselves. Found in pytorch_optimizer 4.1 by stepping tensors with one optimizer and with two.
 _NEEDS_ALL_TENSORS = {
     *("lbfgs", "alig", "prodigy", "dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion"),
     *("dadaptsgd", "adagc", "adai", "adams", "asgd", "avagrad", "sam", "gsam", "wsam", "bsam"),
     *("looksam", "friendlysam", "pcgrad", "lomo", "adalomo", "adammini", "adam_mini", "demo"),
     *("distributedmuon", "adahessian", "sophiah"),
 }
-# Likewise. Their train() and eval() write to parameters with state that owners alone would have.
+# Their train() and eval() write to parameters, from state that only owners would have.
 _WRITES_OUTSIDE_OF_STEPS = {"schedulefreesgd", "schedulefreeadamw", "schedulefreeradam"}
-_OPTIONS_OVER_ALL_TENSORS = ("max_grad_norm", "pre_norm")  # likewise: of LAMB, Adan and others
+_OPTIONS_OVER_ALL_TENSORS = ("max_grad_norm", "pre_norm")  # of LAMB, Adan and others
 
 
 def elementwise_optimizer(cls: OptimizerClass) -> OptimizerClass:
-    """Say that an optimizer updates each element by that element's history alone.
+    """Declare that an optimizer updates each element from that element's own history.
 
-    It then steps slices, as torch's AdamW does: no whole tensor, and no communication. Others that
-    nothing is known of step whole tensors, each on one rank.
+    It then steps slices, as torch's AdamW does: no whole tensor, and no communication. Optimizers
+    that nothing is known about step whole tensors, each on one rank.
 
     Args:
-        cls: Of the optimizer; what is derived from it is meant as well. Returned, so that this may
-            stand above a class.
+        cls: The optimizer's class; classes derived from it are meant as well.
+
+    Returns:
+        ``cls``, so that this can be used as a decorator.
     """
     _said_to_be.add(cls)
     return cls
@@ -54,11 +56,11 @@ def steps_whole_tensors(optimizer: Optimizer, example: str) -> bool:
     """Whether an optimizer over sharded parameters steps whole tensors, each on one rank.
 
     Args:
-        optimizer: Any.
-        example: The name of a sharded parameter.
+        optimizer: Any optimizer.
+        example: Name of a sharded parameter of its, for the message.
 
     Raises:
-        NotImplementedError: Neither that nor a step over slices gives what it would give unsharded.
+        NotImplementedError: Neither this nor a step over slices gives what it gives unsharded.
     """
     classes = type(optimizer).__mro__
     why = _why_not(optimizer)
@@ -74,7 +76,7 @@ def steps_whole_tensors(optimizer: Optimizer, example: str) -> bool:
 
 
 def _why_not(optimizer: Optimizer) -> str | None:
-    """What an optimizer computes with all tensors at once, if it is known to."""
+    """Why an optimizer needs all tensors at once, in words; ``None`` if it is not known to."""
     classes = type(optimizer).__mro__
     if not _said_to_be.isdisjoint(classes):
         return None
@@ -96,5 +98,5 @@ def _why_not(optimizer: Optimizer) -> str | None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Of all its groups, in order."""
+    """The parameters of all groups of an optimizer, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

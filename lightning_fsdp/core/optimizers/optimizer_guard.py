@@ -3,8 +3,8 @@
 Two hooks on every optimizer of the process, registered at the first sharding. Before a step:
 gradients that were not reduced are refused; torch's own elementwise optimizers get plain slices to
 compute on, and others whole tensors, each on one rank. After it: whole copies kept since the
-forward (ZeRO-2) are freed, since their weights are no longer true. A step that a gradient scaler
-skips writes nothing: they stay true, and serve the next forward.
+forward (ZeRO-2) are freed, as their values are stale. A step that a gradient scaler skips writes
+nothing: the copies stay, and serve the next forward.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from lightning_fsdp.core.tensors.unreduced_gradient import (
     zero_gradient,
 )
 
-# In the order in which they came, the same on all ranks.
+# In the order of sharding, which is the same on all ranks.
 _schedules: weakref.WeakKeyDictionary[Schedule, None] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()  # models may be sharded in one thread while another one steps
 
 
 def watch(*schedules: Schedule) -> None:
-    """Let optimizer steps be checked, and free these schedules' kept copies after them."""
+    """Check optimizers' steps from now on, and free these schedules' whole copies after them."""
     with _lock:
         _register_once()
         _schedules.update(dict.fromkeys(schedules))
 
 
 def schedules() -> list[Schedule]:
-    """All that are watched now."""
+    """All schedules that are watched and alive."""
     with _lock:
         return list(_schedules)
 
 
 @functools.cache
 def _register_once() -> None:
-    # A compiled step compiles the optimizer's, not what ranks tell each other around it.
+    # A compiled step compiles what the optimizer does, not what ranks tell each other around it.
     register_optimizer_step_pre_hook(not_compiled(_before_step))
     register_optimizer_step_post_hook(not_compiled(_after_step))
     support_grad_scaler()
@@ -81,14 +81,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
         _check_gradients(sharded)
     bring_scale(optimizer, next(iter(sharded.values())).device)
     if type(optimizer) not in ELEMENTWISE:
-        return None  # also a derived class: on plain slices its own step could take a norm, unseen
+        # Nor for a derived class: its own step might take a norm, which plain slices do not refuse.
+        return None
     return (torch_internals.OptimizerOnLists(optimizer, _put_slices), *args[1:]), kwargs
 
 
 def bring_scale(optimizer: Optimizer, device: torch.device) -> None:
-    """Let a fused step find a gradient scaler's numbers where it computes.
+    """Move a gradient scaler's numbers to the device that a fused step computes on.
 
-    It would only queue their copies to the host, and read what is not there yet.
+    For offloaded parameters the step itself would only queue copies of them to the host, and read
+    these before they have arrived.
     """
     for name in ("grad_scale", "found_inf"):
         if isinstance(value := getattr(optimizer, name, None), Tensor):
@@ -114,10 +116,10 @@ def _sharded_in(optimizer: Optimizer) -> dict[int, ShardedTensor]:
 
 
 def _refuse_whole_copies(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that was built inside of a forward.
+    """Refuse an optimizer that was built inside a forward.
 
     Raises:
-        RuntimeError: Names the parameter.
+        RuntimeError: It has a leaf instead of a sharded parameter.
     """
     for parameter in itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups):
         if (spec := spec_of_leaf(parameter)) is not None:
@@ -129,10 +131,13 @@ def _refuse_whole_copies(optimizer: Optimizer) -> None:
 
 
 def _check_gradients(stepped: Collection[int]) -> None:
-    """Let the gradients of a step be the same on all ranks, after backwards without reduction.
+    """Make sure that after backwards without reduction a step has the same gradients on all ranks.
 
-    Collective if there were such backwards since the last reduction. What was zeroed on some ranks
-    before it was reduced becomes zeros on all.
+    Collective if there were such backwards since the last reduction. A gradient that was zeroed on
+    some ranks before it was reduced becomes zeros on all.
+
+    Args:
+        stepped: ``id`` of each parameter of the optimizer.
 
     Raises:
         RuntimeError: A gradient waits to be reduced, on any rank.
@@ -160,15 +165,18 @@ def _check_gradients(stepped: Collection[int]) -> None:
 def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
     """Replace the tensors of one group, parameters first, by their slices, which are plain.
 
-    Each operation on a :class:`ShardedTensor` costs its way through Python; a step has a dozen for
-    every parameter. What they write, they write to the same memory.
+    Every operation on a :class:`ShardedTensor` goes through Python, and a step has a dozen for each
+    parameter. Slices share the memory, so what is written to them is written to the tensors.
+
+    Returns:
+        Whether they were replaced.
     """
     parameters = list(lists[0])
-    # A missing entry (SGD's first momentum) is made by the math and has to come out sharded.
+    # A missing entry (SGD's first momentum) is made by the math, and has to become a sharded one.
     if group["differentiable"] or type(None) in map(type, itertools.chain(*lists[2:])):
         return False
     for tensors in lists:
-        if tensors:  # kinds of state that this group does without stay empty
+        if tensors:  # kinds of state that this group does not have stay empty
             tensors[:] = slices_beside(parameters, tensors, "optimizer step")
     return True
 
@@ -176,7 +184,8 @@ def _put_slices(group: dict[str, Any], lists: tuple[list[Any], ...]) -> bool:
 def _shard_whole_state(optimizer: Optimizer, sliced: Collection[int]) -> None:
     """Slice state that was allocated before sharding, loaded as whole tensors, or set by hand.
 
-    Only of ``sliced``, by ``id``: what has left the groups may come back to an owner.
+    Only that of ``sliced``, by ``id`` of parameters: one that has left the groups may come back,
+    and its owner then needs its state whole.
     """
     for parameter, state in optimizer.state.items():
         if id(parameter) not in sliced:

@@ -1,7 +1,7 @@
-"""State of an optimizer, whole, out of shards and back.
+"""Full state dicts of an optimizer out of shards and back.
 
-Slices of it are sharded tensors. What an optimizer over whole tensors keeps, owners have, and every
-rank is to know of it.
+Slices of state are sharded tensors. What an optimizer over whole tensors keeps is its owner's alone,
+and every rank is told of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
 def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-    """The state dict that the optimizer would have had without sharding.
+    """The state dict that the optimizer would have had without sharding. Collective.
 
     Args:
         optimizer: An optimizer over sharded parameters.
@@ -50,7 +50,9 @@ def full_optimizer_state_dict(optimizer: Optimizer, *, rank0_only: bool = False)
 
 
 def load_full_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-    """Load a plain optimizer state dict; each rank keeps its slices.
+    """Load a plain optimizer state dict; each rank keeps its slices, or what it owns.
+
+    Collective for optimizers over whole tensors.
 
     Args:
         optimizer: An optimizer over sharded parameters, with the same groups as the one saved.
@@ -69,17 +71,17 @@ def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
     """One entry of optimizer state as this rank keeps it: whole tensors become slices.
 
     Args:
-        parameter: The parameter that the state belongs to; plain ones keep their state.
+        parameter: The parameter that the state belongs to; plain ones keep their state as it is.
         key: Name of the entry.
-        value: Anything; sharded already, it is returned.
+        value: Any value; tensors of the parameter's shape are cut, unless they are sharded already.
 
     Raises:
         ValueError: It was allocated on the meta device.
     """
     if not isinstance(parameter, ShardedTensor) or not isinstance(value, Tensor):
         return value
-    if key in SCALARS:  # of any parameter, also beside one without dimensions
-        return value.clone()  # steps count in it, and the state may be the user's
+    if key in SCALARS:  # by name, as a parameter may have no dimensions either
+        return value.clone()  # steps write to it, and it may be the user's
     if isinstance(value, ShardedTensor) or value.shape != parameter.shape:
         return value
     if value.is_meta:
@@ -89,7 +91,7 @@ def slice_state(parameter: Tensor, key: str, value: Any) -> Any:
 
 
 def no_values(name: str, key: str) -> str:
-    """What to say of state that an optimizer allocated on the meta device."""
+    """The message about state that an optimizer allocated on the meta device."""
     return (
         f"optimizer state {key!r} of {name!r}: expected values, got a tensor on the meta device. "
         "Build this optimizer after sharding (Adagrad, for one, allocates when it is built)."
@@ -97,7 +99,7 @@ def no_values(name: str, key: str) -> str:
 
 
 def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
-    """By the place of a parameter that owners step whole, who does."""
+    """The pieces that owners step whole, by the parameter's number among all of the optimizer."""
     if (whole_tensors := whole_tensors_of(optimizer)) is None:
         return {}
     pieces = {id(piece.parameter): piece for piece in whole_tensors.owned()}
@@ -106,16 +108,16 @@ def owned_places(optimizer: Optimizer) -> dict[int, Piece]:
 
 
 def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """State of all ranks; each tensor that an owner has is a sharded one, all of it there.
+    """The state of all ranks, with an owner's tensors as sharded tensors that the owner has wholly.
 
-    Collective where there are owners. Numbers, and tensors without dimensions, are the owners'.
+    Collective if there are owners. Numbers, and tensors without dimensions, are the owners'.
 
     Args:
-        optimizer: Any.
-        state: This rank's, by the place of the parameter.
+        optimizer: Any optimizer.
+        state: This rank's state, by the parameter's number.
 
     Returns:
-        Likewise, in order; of what owners do not step, as it was given.
+        State by the parameter's number, in order; what owners do not step is as it was given.
     """
     owned, every = owned_places(optimizer), dict(state)
     outlines = {
@@ -136,12 +138,12 @@ def state_of_all(optimizer: Optimizer, state: Mapping[Any, Any]) -> dict[Any, An
 def state_of_rank(
     optimizer: Optimizer, state: Mapping[Any, Any], cut: Callable[[int, str, Any], Any]
 ) -> dict[Any, Any]:
-    """Of a whole state that every rank brings, what this one keeps, in memory of its own.
+    """What this rank keeps of whole state that is the same on every rank, copied.
 
     Args:
-        optimizer: Any.
-        state: By the place of the parameter; what is under other keys is the optimizer's own.
-        cut: Takes a place, key and value of what owners do not step, and gives this rank's part.
+        optimizer: Any optimizer.
+        state: By the parameter's number; what is under other keys belongs to the optimizer itself.
+        cut: Called with number, key and value of what owners do not step; returns this rank's part.
     """
     owned, kept = owned_places(optimizer), {}
     for place, values in state.items():
@@ -156,7 +158,7 @@ def state_of_rank(
 
 
 def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
-    """What an optimizer keeps on this rank: its state, and an owner's copies of cut parameters."""
+    """The tensors that an optimizer keeps here: its state, and an owner's copies of parameters."""
     yield from tensors_in(*optimizer.state.values())
     whole_tensors = whole_tensors_of(optimizer)
     for piece in [] if whole_tensors is None else whole_tensors.known():
@@ -165,10 +167,10 @@ def kept_by(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure of dicts, lists and tuples, ``function`` of everything else."""
+    """A structure of dicts, lists and tuples with ``function`` applied to everything else."""
     if isinstance(value, Mapping):
         return {key: map_leaves(function, each) for key, each in value.items()}
-    if type(value) in (list, tuple):  # no named ones
+    if type(value) in (list, tuple):  # not named tuples
         return type(value)(map_leaves(function, each) for each in value)
     return function(value)
 
@@ -178,14 +180,14 @@ def _copied_to(device: torch.device, value: Tensor) -> Tensor:
 
 
 def _outline(value: Tensor) -> Tensor:
-    """What others are told of it: shape and dtype; of a number, all."""
+    """What other ranks are told of a tensor: its shape and dtype, or a number's value."""
     if not value.dim():
         return value.cpu()
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def _all_at_owner(piece: Piece, value: Tensor) -> Tensor:
-    """As a sharded tensor of which the owner holds all; a number as it is."""
+    """A tensor of state as a sharded tensor that the owner holds all of; a number as it is."""
     if not value.dim():
         return value
     communicator, size = piece.communicator, piece.communicator.world_size

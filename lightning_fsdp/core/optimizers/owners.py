@@ -1,9 +1,9 @@
 """Which rank steps which tensor whole. Integers only, and the same on every rank.
 
-Some optimizers need whole tensors, and ranks hold slices. Each tensor gets an owner, which steps it
-for all: pieces of the gradient travel to it, and slices of what it made travel back. Owners have
-equal work. Among ranks with time left, the one that holds most of a tensor gets it, so that least
-travels. Drawn for two ranks:
+Some optimizers need whole tensors, while ranks hold slices. Each tensor gets an owner, which steps
+it for all: pieces of the gradient are sent to it, and slices of the result are sent back. Owners
+get about equal work. Among the ranks that can take more, the one that holds most of a tensor gets
+it, so that little has to travel. Drawn for two ranks:
 
     rank 0 holds   [ a: all ][ b: 3/4 ]          owns a
     rank 1 holds             [ b: 1/4 ][ c: all] owns b, c      3/4 of b travel, there and back
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _LIMITS = (1.1, 1.05, 1.02, 1.0)
-"""Times the mean work: a rank that has so much gets no tensor for holding most of it alone."""
+"""Multiples of the mean work, all tried: up to that much, a rank gets what it holds most of."""
 
 _OF_TRAVEL = 0.05
-"""The share of all elements that may travel to take a mean rank's work off the busiest one."""
+"""Exchange rate: this share of all elements may travel to save the busiest rank a mean's work."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Cut:
     """A tensor, and which of its elements each rank holds.
 
     Attributes:
-        shape: Of the whole.
-        ranges: Per rank, the first and the past-the-last element in row-major order.
+        shape: Shape of the whole.
+        ranges: Per rank, its first and past-the-last element in row-major order.
     """
 
     shape: tuple[int, ...]
@@ -38,17 +38,17 @@ class Cut:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Number of elements of the whole."""
         return math.prod(self.shape)
 
     def num_held(self, rank: int) -> int:
-        """Elements that a rank holds."""
+        """Number of elements that a rank holds."""
         start, stop = self.ranges[rank]
         return stop - start
 
     @property
     def work(self) -> int:
-        """Of a step, up to a factor: the products of an iteration of Newton and Schulz."""
+        """The work of a step, up to a factor: the products of a Newton-Schulz iteration (Muon)."""
         rows = self.shape[0] if len(self.shape) > 1 else 1
         short = min(rows, self.numel // max(rows, 1))
         return short * (2 * self.numel + short**2)
@@ -66,8 +66,8 @@ def assign(cuts: Sequence[Cut], loads: Sequence[int]) -> list[int]:
     """
     mean = (sum(loads) + sum(cut.work for cut in cuts)) / len(loads)
     numel = sum(cut.numel for cut in cuts)
-    # The largest first: small ones fill what is left. Or first those that one rank holds most of:
-    # the others, which travel wherever they go, make the work equal.
+    # Two orders are tried. The largest first, so that small ones fill what is left. Or first those
+    # that one rank holds most of, so that the others, which travel anyway, even out the work.
     held = [sorted(map(cut.num_held, range(len(loads)))) for cut in cuts]
     orders = (
         lambda i: -cuts[i].work,
@@ -94,7 +94,7 @@ class _Found(NamedTuple):
 def _in_order(
     order: Sequence[int], cuts: Sequence[Cut], loads: Sequence[int], limit: float
 ) -> _Found:
-    """Give each tensor to who holds most of it and has time left."""
+    """Give each tensor to the rank that holds most of it among those below the limit."""
     loads, owners, travels = list(loads), [0] * len(cuts), 0
     for index in order:
         cut = cuts[index]

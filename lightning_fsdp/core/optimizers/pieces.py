@@ -1,4 +1,4 @@
-"""Sharded parameters as an optimizer over whole tensors sees them: who holds and steps what."""
+"""Sharded parameters as a step over whole tensors sees them: which ranks hold and step what."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ NOBODY = -1
 
 
 class Slices:
-    """How parameters are cut: by this core. Engines over torch's FSDPs derive their own way."""
+    """How this core cuts parameters. Engines over torch's FSDPs derive classes for theirs."""
 
     def is_sharded(self, parameter: Tensor) -> bool:
-        """Others stay as they are: every rank has and steps them."""
+        """Whether a parameter is sharded; every rank has and steps the others."""
         return isinstance(parameter, ShardedTensor)
 
     def cut(self, parameter: Any) -> tuple[str, Communicator, Cut]:
-        """Its name in ``named_parameters()``, over which ranks it is cut, and who holds what."""
+        """A parameter's name, the ranks that it is cut over, and which of them holds what."""
         spec: ShardSpec = parameter.spec
         slices = [spec.layout.slice_of(spec.slot, r) for r in range(spec.layout.shard_world_size)]
         ranges = tuple((piece.start, piece.stop) for piece in slices)
         return spec.name, spec.communicator, Cut(tuple(parameter.shape), ranges)
 
     def local(self, tensor: Any) -> Tensor:
-        """``(n,)``, what this rank holds of a parameter or its gradient, sharing memory."""
+        """What this rank holds of a parameter or its gradient, ``(n,)``, sharing memory."""
         local: Tensor = tensor.to_local()
         return local
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient."""
+        """The reduced gradient of a parameter, sharded as it is; ``None`` without one."""
         return parameter.grad
 
     def sharded(self, parameter: Any, local: Tensor) -> Tensor:
-        """What stands for state of a parameter of which this rank has ``local``, ``(n,)``."""
+        """State of a parameter as a sharded tensor, of which this rank has ``local``, ``(n,)``."""
         return ShardedTensor(local, parameter.spec)
 
     def unsharded(self, value: Any) -> Any:
-        """``(n,)``, what this rank has of such state; anything else is returned."""
+        """What this rank has of a sharded tensor, ``(n,)``; any other value as it is."""
         return value.to_local() if isinstance(value, ShardedTensor) else value
 
     def check(self, parameters: Sequence[Tensor]) -> None:
-        """Raise if a gradient is not reduced. Here, whoever watches the optimizer does."""
+        """Raise if a gradient is not reduced. Not here, as ``optimizer_guard.py`` does it."""
 
 
 @dataclass(eq=False)
 class Piece:
-    """A parameter of the optimizer, sharded.
+    """A sharded parameter of an optimizer, and who steps it.
 
     Attributes:
-        parameter: The user's.
+        parameter: The user's parameter.
         name: As in ``named_parameters()``.
-        cut: Who holds what.
+        cut: Which rank holds what.
         communicator: The ranks that it is cut over.
-        owner: The rank that steps it; of a slice that each rank steps by itself, this one.
-        local: ``(n,)``, this rank's elements.
-        is_slice: Each rank steps its own.
-        blocks: Where in the whole the tensors are that are stepped; ``None``: it is one.
-        whole: The owner's, of the original shape: over ``local``, if that is all of it. Of a slice,
-            that.
-        stepped: What is stepped: the whole, or its blocks, sharing its memory.
-        seen: Of ``local``, when the whole was the same.
+        owner: The rank that steps it; where each rank steps its slice, this rank.
+        local: This rank's elements, ``(n,)``.
+        is_slice: Whether each rank steps its slice, instead of one the whole.
+        blocks: The blocks of the whole that are stepped one by one; ``None``: the whole.
+        whole: What the owner steps, original shape: a view of ``local`` if the owner holds all
+            elements, else a copy. ``None`` on other ranks. Where slices are stepped, the slice.
+        stepped: What is stepped: ``whole``, or its blocks, sharing its memory.
+        seen: Fingerprint of ``local`` when ``whole`` had the same values.
     """
 
     parameter: Tensor
@@ -86,19 +86,23 @@ class Piece:
     seen: Fingerprint | None = None
 
     def allocate(self) -> None:
-        """Let the owner have the whole."""
+        """Allocate ``whole``, on the owner."""
         flat = self.local.new_empty(self.cut.numel) if self.is_cut else self.local.detach()
         self.whole = flat.view(self.cut.shape)
         self.stepped = tuple(map(nn.Parameter, self._places()))
 
     def set_gradient(self, gradient: Tensor | None) -> None:
-        """Of what is stepped; the whole's, of the original shape."""
+        """Set ``.grad`` of what is stepped.
+
+        Args:
+            gradient: The gradient of the whole, original shape; ``None`` clears it.
+        """
         parts = [None] * len(self.stepped) if gradient is None else blocks_of(gradient, self.blocks)
         for parameter, part in zip(self.stepped, parts, strict=True):
             parameter.grad = part
 
     def settle(self) -> None:
-        """Bring what the step made back to its place, where it set ``parameter.data``."""
+        """Copy results back into ``whole`` where the step has set ``parameter.data``."""
         for parameter, place in zip(self.stepped, self._places(), strict=False):
             if has_values(place) and parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter.detach())
@@ -109,10 +113,10 @@ class Piece:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank owns it."""
+        """Whether this rank is the owner."""
         return self.owner == self.communicator.rank
 
     @property
     def is_cut(self) -> bool:
-        """Whether others than the owner hold elements."""
+        """Whether ranks other than the owner hold elements."""
         return self.cut.num_held(self.owner) < self.cut.numel

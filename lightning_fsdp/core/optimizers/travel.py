@@ -1,4 +1,4 @@
-"""Pieces of whole tensors on their way: to owners, and back to every rank."""
+"""Sends pieces of whole tensors to their owners, and slices back to every rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_fsdp.core.ranks.exchange import exchange
 from lightning_fsdp.core.ranks.groups import control_of
 
 _BUCKET_BYTES = 2**25
-"""That travel at once, per rank on average; a tensor of one owner may be larger."""
+"""How much is sent at once, per rank on average; a single tensor may be larger."""
 
 
 def grouped(pieces: Iterable[Piece]) -> dict[Communicator, list[Piece]]:
-    """By the ranks that they are cut over, in order."""
+    """Pieces by the ranks that they are cut over, in order."""
     by_group: dict[Communicator, list[Piece]] = {}
     for piece in pieces:
         by_group.setdefault(piece.communicator, []).append(piece)
@@ -26,14 +26,14 @@ def grouped(pieces: Iterable[Piece]) -> dict[Communicator, list[Piece]]:
 
 
 def collect(communicator: Communicator, mine: Any) -> list[Any]:
-    """What each rank of the sharding group brings, in their order. Collective, replicas too."""
+    """Gather ``mine`` of each rank of the sharding group, in order. Collective, with replicas."""
     control = control_of(communicator)
     every = control.collect(mine)
     return [every[control.ranks.index(rank)] for rank in communicator.ranks]
 
 
 def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Those that are cut, of one dtype, a few at a time."""
+    """Those of the pieces that are cut, a few at a time, each time of one dtype."""
     by_dtype: dict[torch.dtype, list[Piece]] = {}
     for piece in pieces:
         if not piece.is_cut:
@@ -48,16 +48,16 @@ def _buckets(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
 
 
 def to_owners(local_of: Mapping[Piece, Tensor], what: str) -> Iterator[tuple[Piece, Tensor]]:
-    """Make whole what ranks hold, at owners. Collective over the one group of the pieces.
+    """Gather what ranks hold at the owners. Collective over the group of the pieces.
 
     Args:
-        local_of: Of each piece of one group, the same ones on every rank, this rank's elements,
-            ``(n,)``.
-        what: They are, for the message if it fails.
+        local_of: By piece, all of one group and the same on every rank, this rank's elements,
+            ``(n,)``: parameters, or gradients.
+        what: What they are, for the message if it fails.
 
     Yields:
-        What this rank owns, and the whole, of the original shape; over the memory of this rank's
-        elements where they are all.
+        Each piece that this rank owns, with the whole, original shape; a view of this rank's
+        elements if it holds all of them.
     """
     for piece, local in local_of.items():
         if piece.is_here and not piece.is_cut:
@@ -74,7 +74,7 @@ def to_owners(local_of: Mapping[Piece, Tensor], what: str) -> Iterator[tuple[Pie
 
 
 def from_owners(pieces: Sequence[Piece]) -> None:
-    """Write what owners have to every rank's elements. Collective, likewise."""
+    """Write what owners have to every rank's elements. Collective over the group of the pieces."""
     for bucket in _buckets(pieces):
         communicator = bucket[0].communicator
         local_of = {piece: piece.local.detach() for piece in bucket}
@@ -88,7 +88,10 @@ def from_owners(pieces: Sequence[Piece]) -> None:
 def _by_rank(
     bucket: Sequence[Piece], local_of: Mapping[Piece, Tensor], flat: Mapping[Piece, Tensor]
 ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    """Of each other rank, what this one holds of its pieces; and what it holds of those here."""
+    """By other rank: this rank's parts of what that one owns, and its parts of what is owned here.
+
+    The first are sent to owners, and received from them; the second the other way round.
+    """
     communicator = bucket[0].communicator
     me, ranks = communicator.rank, range(communicator.world_size)
     held = [[local_of[p] for p in bucket if me != p.owner == r] for r in ranks]

@@ -1,7 +1,7 @@
 """The optimizer that steps in place of the user's: of the same class, over this rank's own tensors.
 
 It has the same attributes and options. What a step changes of these, and the state that it makes,
-is the user's again when it is over.
+is handed to the user's optimizer when the step is over.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lightning_fsdp.core.optimizers.pieces import Piece, Slices
 Options = list[dict[str, Any]]
 
 WHOLE_TENSORS = "_lightning_fsdp_whole_tensors"
-"""Attribute of an optimizer over whole tensors, which its twin is not."""
+"""Attribute that marks an optimizer over whole tensors; its twin has none."""
 
 
 class Twin:
-    """For one step.
+    """A twin for one step.
 
     Args:
-        original: The user's.
+        original: The user's optimizer.
         pieces: Its sharded parameters.
         slices: How they are cut.
 
     Attributes:
-        optimizer: What steps.
+        optimizer: The optimizer that steps.
     """
 
     def __init__(self, original: Optimizer, pieces: Sequence[Piece], slices: Slices) -> None:
@@ -53,11 +53,11 @@ class Twin:
         self._of_original, self._of_twin = _options(original), _options(self.optimizer)
 
     def take_options(self) -> None:
-        """Take what the user, in a closure, has changed of them."""
+        """Take over options that the user has changed in a closure."""
         _carry(self._original, self.optimizer, self._of_original, self._of_twin)
 
     def bring_back(self) -> None:
-        """Let the user's optimizer have what the step made."""
+        """Hand state and options that the step has made or changed to the user's optimizer."""
         pieces = {id(p): piece for piece in self._pieces.values() for p in piece.stepped}
         state = self.optimizer.state
         for key, values in state.items():
@@ -84,7 +84,7 @@ class Twin:
         return state
 
     def _parts(self, piece: Piece, values: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state of each tensor that is stepped, out of the user's."""
+        """The state of each tensor that is stepped, from the user's state of the parameter."""
         if piece.blocks is not None:
             return cut_state(values, piece.cut.shape, piece.blocks)
         if piece.is_slice:
@@ -92,7 +92,7 @@ class Twin:
         return [values]
 
     def _joined(self, piece: Piece, of_stepped: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The user's state of a parameter."""
+        """The user's state of a parameter, from that of each tensor that was stepped."""
         if piece.blocks is not None:
             return joined_state(of_stepped, piece.blocks)
         (values,) = of_stepped
@@ -108,12 +108,12 @@ class Twin:
 
 
 def _options(optimizer: Optimizer) -> Options:
-    """Attributes, and those of each group, as they are now."""
+    """Copies of the attributes, and of each group's options, as they are now."""
     return [dict(each) for each in (vars(optimizer), *optimizer.param_groups)]
 
 
 def _carry(source: Optimizer, target: Optimizer, before: Options, known: Options) -> None:
-    """Set in ``target``, and in what is known of it, what ``source`` changed since ``before``."""
+    """Set what ``source`` has changed since ``before``, in ``target`` and in ``known`` of it."""
     places = zip(before, (vars(source), *source.param_groups), strict=False)
     targets = (vars(target), *target.param_groups)
     for index, (was, now) in enumerate(places):

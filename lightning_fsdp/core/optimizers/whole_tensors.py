@@ -1,18 +1,18 @@
 """An optimizer's step over whole tensors: each is stepped by its owner, as if nothing was sharded.
 
     slices of a gradient --> owner: whole parameter, whole gradient, whole state
-                             optimizer.step(), anybody's, unchanged
+                             optimizer.step(), of any class, unchanged
     every rank's slice  <--  owner
 
-The optimizer that steps is a twin of the user's (twin.py), over this rank's own whole tensors.
-State is under the user's parameters and whole, at the owner alone.
+The optimizer that steps is a twin of the user's (twin.py), over this rank's own whole tensors. Its
+state is whole, is kept by the owner only, and is found under the user's parameters.
 
-A tensor that lies on its owner altogether is stepped in place. Of one that is cut, the owner keeps
-a whole copy, so that only gradients travel to it; where somebody else has written to slices, those
-travel as well.
+A tensor that the owner holds all of is stepped in place. Of one that is cut, the owner keeps a
+whole copy, so that only gradients are sent to it; slices are sent as well if something else has
+written to them.
 
 Groups with ``"elementwise": True`` step slices, each rank its own: for classes that treat some
-groups as AdamW would. Those with ``"blocks"`` step parts of their tensors (blocks.py).
+groups as AdamW would. Groups with ``"blocks"`` step parts of their tensors (blocks.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WholeTensors:
     """The steps of one optimizer over whole tensors.
 
     Args:
-        optimizer: The user's.
+        optimizer: The user's optimizer.
         slices: How its parameters are cut.
     """
 
@@ -61,7 +61,7 @@ class WholeTensors:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The user's."""
+        """The user's optimizer."""
         optimizer = self._optimizer()
         assert optimizer is not None, "it steps, or is asked for its state"
         return optimizer
@@ -71,14 +71,15 @@ class WholeTensors:
     def begin(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[], None]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What its step is called with, in place of the optimizer and its arguments. Collective.
-
-        ``None``, and so as it was called, where nothing is sharded any more.
+        """Prepare a step. Collective.
 
         Args:
-            args: The optimizer, and perhaps a closure.
-            kwargs: Likewise.
+            args: What the step was called with: the optimizer, and perhaps a closure.
+            kwargs: What it was called with by name.
             check: Raises on every rank if a gradient on any is not reduced. Collective.
+
+        Returns:
+            What to call it with instead; ``None``, for no change, if nothing is sharded any more.
         """
         if self._twin is not None:
             self._forget_step()
@@ -91,7 +92,7 @@ class WholeTensors:
             return (twin.optimizer, *args[1:]), kwargs
 
         def closure_then_gather() -> Any:
-            self._scatter()  # of a step before, where the closure is called again
+            self._scatter()  # what was stepped before, if the step calls its closure repeatedly
             loss = closure()
             twin.take_options()
             self._gather(check)
@@ -102,7 +103,7 @@ class WholeTensors:
         return (twin.optimizer, closure_then_gather, *args[2:]), kwargs
 
     def end(self) -> None:
-        """Bring what a step that began made to the ranks and to the user's optimizer. Collective.
+        """Bring the results of a step to the ranks, and to the user's optimizer. Collective.
 
         Raises:
             RuntimeError: Something has written to the slices of what was stepped, on any rank.
@@ -113,14 +114,14 @@ class WholeTensors:
             self._twin = None
 
     def _forget_step(self) -> None:
-        """Drop what a step that raised has left here; what it has written stays."""
+        """Drop what a step that raised has left behind; what it has written stays."""
         self._twin, self._stepped = None, []
         for piece in self._pieces.values():
             piece.set_gradient(None)
             piece.seen = None
 
     def _gather(self, check: Callable[[], None]) -> None:
-        """Let owners have whole gradients, and whole parameters that somebody has changed."""
+        """Send owners the gradients, and the parameters that something has written to."""
         pieces = self.pieces()
         check()
         self._slices.check([piece.parameter for piece in pieces])
@@ -129,7 +130,7 @@ class WholeTensors:
         for communicator, of_group in grouped(pieces).items():
             cut = [piece for piece in of_group if piece.is_cut]
             now = dict(zip(cut, fingerprints([piece.local for piece in cut]), strict=True))
-            # Who has no elements of a parameter may have no gradient of it, or one of its module's.
+            # Only ranks with elements count: one without may lack a gradient, or have an empty one.
             has_one = [gradients[p] is not None and _has_elements(p) for p in of_group]
             is_changed = [p.is_cut and p.seen != now[p] for p in of_group]
             on_any_rank = communicator.any_rank([has_one, is_changed])()
@@ -148,7 +149,7 @@ class WholeTensors:
             self._stepped += steps
 
     def _scatter(self) -> None:
-        """Let every rank have its slices of what owners have stepped."""
+        """Send every rank its slices of what owners have stepped."""
         stepped, self._stepped = self._stepped, []
         for piece in stepped:
             piece.settle()
@@ -175,18 +176,18 @@ class WholeTensors:
     # -- who owns what ---------------------------------------------------------------------------
 
     def known(self) -> list[Piece]:
-        """The pieces as they were in the last step, or when state was last asked for."""
+        """The pieces as of the last step, or of when state was last asked for."""
         return list(self._pieces.values())
 
     def pieces(self) -> list[Piece]:
-        """Of the optimizer's sharded parameters, in its order. An owner stays what it is.
+        """The pieces of the optimizer's sharded parameters, in its order; owners do not change.
 
-        Collective after they have changed.
+        Collective if the parameters have changed since the last call.
         """
         optimizer, before = self.optimizer, self._pieces
         of_groups = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         sharded = [(p, group) for p, group in of_groups if self._slices.is_sharded(p)]
-        if not sharded:  # they are whole again; state still is where it was
+        if not sharded:  # they were made whole again; their state is still at the owners
             self.follow({})
             return self.known()
         if list(before) != [id(p) for p, _ in sharded] or any(
@@ -198,17 +199,18 @@ class WholeTensors:
                 if found.keys() >= set(map(id, group["params"])):  # all of their names are known
                     check_names(group, [found[id(p)].name for p in group["params"]])
             self._give_owners(found.values())
-            self._pieces = found  # not before ranks have agreed
+            self._pieces = found  # only now, as agreeing on owners may raise
         for piece in self._pieces.values():
-            if not piece.is_here:  # of before it was sharded, or loaded by every rank
+            if not piece.is_here:  # state from before sharding, or that every rank has loaded
                 optimizer.state.pop(piece.parameter, None)
         return self.known()
 
     def follow(self, successors: Mapping[int, nn.Parameter]) -> None:
-        """Parameters are not sharded any more; only who has their state is remembered.
+        """Note that parameters are not sharded any more; remember only who has their state.
 
         Args:
-            successors: What the optimizer holds now, by the ``id`` of what it held; others stay.
+            successors: The parameters that the optimizer has now, by ``id`` of the one before;
+                others stay.
         """
         for piece in self._pieces.values():
             piece.parameter = successors.get(id(piece.parameter), piece.parameter)
@@ -216,7 +218,7 @@ class WholeTensors:
         self._pieces = {id(piece.parameter): piece for piece in self._pieces.values()}
 
     def owned(self) -> list[Piece]:
-        """Those that owners step, without the slices."""
+        """The pieces that owners step whole."""
         return [piece for piece in self.pieces() if not piece.is_slice]
 
     def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
@@ -233,7 +235,11 @@ class WholeTensors:
         return Piece(parameter, name, cut, communicator, owner, local, blocks=blocks)
 
     def _refuse_slices(self, parameter: Tensor, name: str, local: Tensor, cut: Cut) -> None:
-        """Refuse state that an optimizer has allocated beside slices."""
+        """Refuse state that an optimizer has allocated for this rank's slice.
+
+        Raises:
+            RuntimeError: There is some.
+        """
         optimizer = self.optimizer
         for key, value in optimizer.state.get(parameter, {}).items():
             if self._slices.unsharded(value) is not value or (
@@ -263,7 +269,8 @@ class WholeTensors:
             )
             have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
             for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
-                if piece.owner == NOBODY and sum(has_state) == 1:  # of a copy
+                # In a copy of an optimizer, the owner is known by its state.
+                if piece.owner == NOBODY and sum(has_state) == 1:
                     piece.owner = has_state.index(True)
             loads = [0] * communicator.world_size
             for piece in pieces:
@@ -293,19 +300,20 @@ def whole_tensors_of(optimizer: Optimizer) -> WholeTensors | None:
 
 
 def let_step_whole_tensors(optimizer: Optimizer, slices: Slices) -> WholeTensors:
-    """Let an optimizer step whole tensors from now on; whoever shards calls ``begin`` and ``end``.
+    """Let an optimizer step whole tensors from now on; the caller calls ``begin`` and ``end``.
 
     Args:
-        optimizer: Over sharded parameters.
+        optimizer: An optimizer over sharded parameters.
         slices: How they are cut.
     """
-    # On the optimizer: after a step that raised, this refers to it until the next one.
+    # An attribute, not a weak dictionary: after a step that raised, the twin refers to the
+    # optimizer, and would keep it alive.
     known = vars(optimizer)[WHOLE_TENSORS] = WholeTensors(optimizer, slices)
     return known
 
 
 def _has_elements(piece: Piece) -> bool:
-    """Whether this rank has some, or stands for those that do not exist."""
+    """Whether this rank has elements, or stands for simulated ranks, which do not exist."""
     is_alone = not control_of(piece.communicator).has_others
     return piece.local.numel() > 0 or piece.cut.numel == 0 or is_alone
 
