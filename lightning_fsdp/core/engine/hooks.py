@@ -3,9 +3,9 @@
     module call    ->  pre_forward          (forward pre-hook)
                        recompute            (likewise, inside a backward)
     inputs         ->  leave                (identity node: last in the call's backward)
-    outputs        ->  before_backward      (pre-hook of the nodes that made them)
-    kept tensors   ->  before_backward      (likewise; see safety/kept_losses.py)
-    input's grads  ->  before_backward      (likewise, if they have a graph)
+    outputs        ->  pre_backward         (pre-hook of the nodes that made them)
+    kept tensors   ->  pre_backward         (likewise; see safety/kept_losses.py)
+    input's grads  ->  pre_backward         (likewise, if they have a graph)
     module return  ->  post_forward         (forward hook, called after exceptions too)
 
 Note: outputs
@@ -188,7 +188,7 @@ _ENDING_HERE = object()  # key in a node's metadata: the hooks of calls whose ou
 
 def _enter_backward(ending: list[ModuleHooks], gradients: tuple[Tensor | None, ...]) -> None:
     for hooks in ending:
-        hooks.schedule.before_backward(hooks.unit)
+        hooks.schedule.pre_backward(hooks.unit)
 
 
 class _EndOfBackward(torch.autograd.Function):

@@ -206,7 +206,7 @@ class Schedule(Runner):
 
     # -- backward --------------------------------------------------------------------------------
 
-    def before_backward(self, unit: Unit | None) -> None:
+    def pre_backward(self, unit: Unit | None) -> None:
         """The backward reaches a unit's outputs: make it whole, start the gather of the next.
 
         A module without a unit opens the backward as well: gradients of earlier ones may wait for
@@ -243,10 +243,10 @@ class Schedule(Runner):
         backward = self._open_backward()
         left, backward.leaving = backward.leaving, None
         if left is not None and left is not unit:
-            self._finish(backward, left)
+            self._post_backward(backward, left)
         return backward
 
-    def _finish(self, backward: _Backward, unit: Unit) -> None:
+    def _post_backward(self, backward: _Backward, unit: Unit) -> None:
         """Free a unit after its backward, and reduce what no other unit has yet to add to."""
         backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
@@ -308,7 +308,7 @@ class Schedule(Runner):
         # Units whose inputs need no gradient are left here, in the order of the backward.
         for unit, has_left in list(backward.has_left.items()):
             if not has_left:
-                self._finish(backward, unit)
+                self._post_backward(backward, unit)
             elif unit.has_leaves_installed:  # it was recomputed after it was left
                 self._release(unit)
         for flat_param in list(backward.unsettled):
