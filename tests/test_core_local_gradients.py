@@ -99,7 +99,7 @@ def _see_memory(rank, world_size):
     ):
         with model.no_sync():
             TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
-        kept = [p.grad.part.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
+        kept = [p.grad.own.data_ptr() == gradient.data_ptr() for p, gradient in made.items()]
         model.zero_grad()
         TASKS["mlp"].loss(model, mlp_batch(0, 0, rank)).backward()
     return kept, {g.numel() for g in made.values() if g.untyped_storage().data_ptr() in sent}

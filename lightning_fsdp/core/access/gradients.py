@@ -63,7 +63,7 @@ class Gradient:
         if gradient is None:
             return "none"
         if isinstance(gradient, UnreducedGradient):
-            return "replica" if gradient.part is None else "local"
+            return "replica" if gradient.own is None else "local"
         return "reduced"
 
     def local(self) -> Tensor:
@@ -75,8 +75,8 @@ class Gradient:
             GradientUnavailable: There is none, or it was reduced already.
         """
         gradient = self._parameter.grad
-        if isinstance(gradient, UnreducedGradient) and gradient.part is not None:
-            return gradient.part
+        if isinstance(gradient, UnreducedGradient) and gradient.own is not None:
+            return gradient.own
         raise self._unavailable(
             "the local one",
             "see it on its way with on_local(), or keep it with no_sync() or "

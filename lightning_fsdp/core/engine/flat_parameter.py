@@ -40,7 +40,7 @@ from lightning_fsdp.config import PrecisionPolicy
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Stage
 from lightning_fsdp.core.engine.home import FlatBuffer
-from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, local_gradient_of
+from lightning_fsdp.core.engine.sharded import MakeWaiting, Sharded, let_wait, waiting_gradient
 from lightning_fsdp.core.engine.watcher import GradientWatcher, Runner
 
 
@@ -231,7 +231,7 @@ class FlatParameter:
     @property
     def has_local_gradients(self) -> bool:
         """Whether gradients wait here that were neither reduced over all ranks nor dropped."""
-        return bool(self._arrived) or any(local_gradient_of(p) is not None for p in self.parameters)
+        return bool(self._arrived) or any(waiting_gradient(p) is not None for p in self.parameters)
 
     @property
     def may_wait(self) -> bool:
@@ -283,9 +283,9 @@ class FlatParameter:
         # A reduction may be in flight, as a path through the graph may end after it began. It must
         # not be waited for here: its stages start in the same order on all ranks, and which
         # gradients arrive may differ by rank.
-        local = local_gradient_of(self.parameters[slot])
-        if local is not None and local.part is not None:  # from earlier backwards
-            local.part.add_(gradient)
+        waiting = waiting_gradient(self.parameters[slot])
+        if waiting is not None and waiting.own is not None:  # from earlier backwards
+            waiting.own.add_(gradient)
         elif slot in self._arrived:
             self._arrived[slot] = self._arrived[slot].to(self._reduce_dtype) + gradient
         else:
@@ -339,8 +339,8 @@ class FlatParameter:
     def leave_unreduced(self) -> None:
         """End a backward without communication: its gradients wait in ``.grad``, added up."""
         while self._arrived:
-            slot, part = self._arrived.popitem()
-            let_wait(self.parameters[slot], self.make_waiting).part = part.to(self._reduce_dtype)
+            slot, own = self._arrived.popitem()
+            let_wait(self.parameters[slot], self.make_waiting).own = own.to(self._reduce_dtype)
 
     def abandon(self, holder: object, *, drops_gradients: bool) -> None:
         """After an exception: wait for what is in flight, and free the whole copy.
@@ -365,11 +365,11 @@ class FlatParameter:
         """Take this rank's own gradients, by slot, out of here and out of ``.grad``."""
         gradients, self._arrived = self._arrived, {}
         for slot, parameter in enumerate(self.parameters):
-            local = local_gradient_of(parameter)
-            if local is not None and local.part is not None:
-                gradients[slot], local.part = local.part, None
-                if local.of_replica is None:  # else that goes on waiting in it
-                    parameter.grad = local.prior
+            waiting = waiting_gradient(parameter)
+            if waiting is not None and waiting.own is not None:
+                gradients[slot], waiting.own = waiting.own, None
+                if waiting.of_replica is None:  # else that goes on waiting in it
+                    parameter.grad = waiting.prior
         return gradients
 
     def _make_leaf(self, slot: int) -> nn.Parameter:
@@ -397,14 +397,14 @@ class FlatParameter:
         watchers, parameter = tuple(self.gradient_watchers.values()), self.parameters[slot]
         for watcher in watchers:
             watcher.on_reduced(self, slot, shard)
-        gradient, local = type(parameter)(shard, parameter.spec), local_gradient_of(parameter)
-        total: Any = parameter.grad if local is None else local.prior
+        gradient, waiting = type(parameter)(shard, parameter.spec), waiting_gradient(parameter)
+        total: Any = parameter.grad if waiting is None else waiting.prior
         if total is not None:
             total.add_(gradient)
-        elif local is None:
+        elif waiting is None:
             total = parameter.grad = gradient
         else:
-            total = local.prior = gradient
+            total = waiting.prior = gradient
         for watcher in watchers:
             watcher.on_added(self, slot, gradient, total)
 

@@ -4,9 +4,9 @@ The engine knows where the slice lies and what it belongs to. What a user may do
 is up to the subclass in ``tensors/sharded_tensor.py``.
 
 Note: gradients that wait
-While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`LocalGradient`:
+While a gradient waits to be reduced over all ranks, ``.grad`` holds a :class:`WaitingGradient`:
 
-    part          this rank's own, from backwards that did not communicate
+    own           this rank's own, from backwards that did not communicate
     of_replica    the mean over this rank's replica, from reductions that left out the others
 
 They are kept nowhere else: setting ``.grad`` to ``None``, or zeroing it, drops what waits.
@@ -90,26 +90,29 @@ class Sharded(Tensor):
         return sharded
 
 
-class LocalGradient(Sharded):
-    """The gradient of one parameter that waits to be reduced. It is empty when it is made."""
+class WaitingGradient(Sharded):
+    """The gradient of one parameter that waits to be reduced. It is empty when it is made.
 
-    part: Tensor | None = None  # sum of this rank's own: original shape, reduce dtype
+    To users it is the ``UnreducedGradient`` of ``tensors/unreduced_gradient.py``.
+    """
+
+    own: Tensor | None = None  # sum of this rank's own: original shape, reduce dtype
     of_replica: Tensor | None = None  # sum of means over the replica: (n,), reduce dtype
     is_used: bool = False  # whether this rank had gradients in ``of_replica``
     prior: Sharded | None  # reduced gradient of earlier micro-batches, which the rest is added to
 
 
-MakeWaiting = Callable[[Sharded], LocalGradient]
+MakeWaiting = Callable[[Sharded], WaitingGradient]
 
 
-def local_gradient_of(parameter: Sharded) -> LocalGradient | None:
+def waiting_gradient(parameter: Sharded) -> WaitingGradient | None:
     """The gradient that waits in ``.grad`` to be reduced, if one does."""
     present = parameter.grad
-    return present if isinstance(present, LocalGradient) else None
+    return present if isinstance(present, WaitingGradient) else None
 
 
-def let_wait(parameter: Sharded, make: MakeWaiting) -> LocalGradient:
+def let_wait(parameter: Sharded, make: MakeWaiting) -> WaitingGradient:
     """The gradient that waits in ``.grad``, made and put there if none does."""
-    if (local := local_gradient_of(parameter)) is None:
-        parameter.grad = local = make(parameter)
-    return local
+    if (waiting := waiting_gradient(parameter)) is None:
+        parameter.grad = waiting = make(parameter)
+    return waiting

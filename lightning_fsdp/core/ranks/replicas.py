@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, Pending, collective
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
-from lightning_fsdp.core.engine.sharded import let_wait, local_gradient_of
+from lightning_fsdp.core.engine.sharded import let_wait, waiting_gradient
 from lightning_fsdp.core.ranks.narrow import may_overflow
 
 
@@ -91,10 +91,10 @@ class ReplicatedFlatParameter(FlatParameter):
                 self.parameters, self._trained, self._used, strict=True
             ):  # what has trained stays noted
                 if has_trained:
-                    local = let_wait(parameter, self.make_waiting)
-                    part, before = parameter.spec.part_of(shard), local.of_replica
-                    local.of_replica = part if before is None else before.add_(part)
-                    local.is_used |= is_used
+                    waiting = let_wait(parameter, self.make_waiting)
+                    part, before = parameter.spec.part_of(shard), waiting.of_replica
+                    waiting.of_replica = part if before is None else before.add_(part)
+                    waiting.is_used |= is_used
 
     def abandon(self, holder: object, *, drops_gradients: bool) -> None:
         """See :meth:`FlatParameter.abandon`."""
@@ -118,8 +118,8 @@ class ReplicatedFlatParameter(FlatParameter):
         """Take out what waits here, by slot; sets ``has_one`` where this rank had a gradient."""
         taken = {}
         for slot, parameter in enumerate(self.parameters):
-            local = local_gradient_of(parameter)
-            if local is not None and local.of_replica is not None:
-                taken[slot], parameter.grad = local.of_replica, local.prior
-                has_one[slot] |= local.is_used
+            waiting = waiting_gradient(parameter)
+            if waiting is not None and waiting.of_replica is not None:
+                taken[slot], parameter.grad = waiting.of_replica, waiting.prior
+                has_one[slot] |= waiting.is_used
         return taken

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 
-from lightning_fsdp.core.engine.sharded import LocalGradient, Sharded, ShardSpec
+from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec, WaitingGradient
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default  # a gradient scaler's operation
 
 
-class UnreducedGradient(ShardedTensor, LocalGradient):
+class UnreducedGradient(ShardedTensor, WaitingGradient):
     """Owns the gradients of a parameter that wait, which are dropped with it."""
 
     _parameter: weakref.ref[Sharded]
@@ -82,7 +82,7 @@ class UnreducedGradient(ShardedTensor, LocalGradient):
 
     def refusal(self, what: str) -> RuntimeError:
         """The error for an attempt to use the gradient for ``what``."""
-        return unreduced(self.spec, what, is_of_replica=self.part is None)
+        return unreduced(self.spec, what, is_of_replica=self.own is None)
 
 
 def unreduced(spec: ShardSpec, what: str, *, is_of_replica: bool = False) -> RuntimeError:
