@@ -28,7 +28,7 @@ def see(model, parameter):
         assert gradient.to_local().shape == (NUMEL // 2,)
     return {
         "the module holds": "yours" if held is parameter else "leaf",
-        "whole copy": flat_param.copy,
+        "whole copy": flat_param.state,
         "bytes": str(flat_param.buffer.flat.untyped_storage().nbytes() // (4 * NUMEL)),
         "gradients": flat_param.gradients,
         "your `.grad`": "none" if gradient is None else "this rank's slice of the mean",

@@ -18,7 +18,7 @@ DRAWN = {("sharded", "gathering"), ("gathering", "unsharded"), ("unsharded", "sh
 
 
 class _Noted:
-    """Stands for ``FlatParameter.copy``, and notes which state follows which."""
+    """Stands for ``FlatParameter.state``, and notes which state follows which."""
 
     def __init__(self):
         self.changes = set()
@@ -28,12 +28,12 @@ class _Noted:
 
     def __set__(self, flat_param, state):
         if "copy" in flat_param.__dict__:
-            self.changes.add((flat_param.copy, state))
+            self.changes.add((flat_param.state, state))
         flat_param.__dict__["copy"] = state
 
 
 def _run(rank, world_size, plan):
-    noted = FlatParameter.copy = _Noted()
+    noted = FlatParameter.state = _Noted()
     model = shard_model(mlp(), plan)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(3):  # from the second on, gathers start ahead
@@ -65,12 +65,12 @@ def _interrupt_before_the_wait(rank, world_size):
     with pytest.raises(KeyboardInterrupt):
         flat_param.reshard("a holder")
     storage = flat_param.buffer.flat.untyped_storage()
-    states = [(flat_param.copy, storage.nbytes() > 0)]
+    states = [(flat_param.state, storage.nbytes() > 0)]
     flat_param.abandon("a holder", drops_gradients=True)
     FreedMemory._set_access = _interrupt  # while the memory is still gone
     with pytest.raises(KeyboardInterrupt):
         flat_param.unshard("a holder")
-    return [*states, (flat_param.copy, storage.nbytes() > 0)]
+    return [*states, (flat_param.state, storage.nbytes() > 0)]
 
 
 def test_memory_that_a_gather_writes_into_is_not_freed_by_an_interrupt_before_the_wait():

@@ -69,7 +69,7 @@ class FlatParameter:
             Set by the schedule, to the same on all ranks.
         micro_batch: Number of the running or next backward since the last step, counted by the
             schedule.
-        copy: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
+        state: State of the whole copy. ``sharded``: there is none, its storage has 0 bytes;
             ``gathering``: allocated, and the all-gather is in flight; ``unsharded``: readable.
         gradient_watchers: By the id of the handle that removes each.
     """
@@ -105,7 +105,7 @@ class FlatParameter:
         # This rank's slot of the buffer: the input of an in-place all-gather.
         self._own = self.buffer.flat[slice(*layout.shard_range(self.communicator.rank))]
         self.leaves = tuple(self._make_leaf(slot) for slot in range(len(self.parameters)))
-        self.copy: Literal["sharded", "gathering", "unsharded"] = "unsharded"
+        self.state: Literal["sharded", "gathering", "unsharded"] = "unsharded"
         self._gathered_version = -1
         self._gather = Pending("no gather", (), lambda: shard)
         self._free()  # the buffer was allocated for making its views
@@ -121,7 +121,7 @@ class FlatParameter:
         self._stages: list[tuple[str, Stage]] = []  # still to follow it, each with its name
 
     def __repr__(self) -> str:
-        return f"FlatParameter({self.name!r}, {self.copy}, gradients {self.gradients})"
+        return f"FlatParameter({self.name!r}, {self.state}, gradients {self.gradients})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatParameter:
         """A copy of the shard and parameters, without whole copy, gradients and hooks."""
@@ -135,7 +135,7 @@ class FlatParameter:
     def be_run_by(self, runner: Runner) -> None:
         """Let a schedule run this from now on; its watchers are told of what happens here."""
         self._runners.append(weakref.ref(runner))
-        if self.copy == "sharded":
+        if self.state == "sharded":
             runner.watchers.on_freed(self)
 
     @property
@@ -149,12 +149,12 @@ class FlatParameter:
 
     def unshard(self, holder: object) -> None:
         """Note that ``holder`` needs the whole copy, and gather it unless one is up to date."""
-        if self.copy != "sharded" and self.is_stale:
+        if self.state != "sharded" and self.is_stale:
             self._free()
         self.holders.add(holder)
-        if self.copy != "sharded":
+        if self.state != "sharded":
             return
-        self.copy = "gathering"
+        self.state = "gathering"
         try:
             self._runner.watchers.before_whole(self)
             self.buffer.allocate()
@@ -162,14 +162,14 @@ class FlatParameter:
             self._gather = self.communicator.regather(self.buffer.flat, self.name, self.is_stale)
         except BaseException:  # out of memory, or a rank is gone: as if it had not begun
             self.holders.discard(holder)
-            self.copy = "unsharded"  # so that freeing waits for nothing
+            self.state = "unsharded"  # so that freeing waits for nothing
             self._free()
             raise
         self._gathered_version = self.shard._version
 
     def wait_for_unshard(self) -> None:
         """Make the compute stream wait for the all-gather, if one is in flight."""
-        if self.copy != "gathering":
+        if self.state != "gathering":
             return
         try:
             self._gather.wait()
@@ -182,7 +182,7 @@ class FlatParameter:
             # that is freed by then. No variable may hold a handle either: the traceback of an
             # exception keeps frames alive, and their variables with them.
             self._gather.works = ()
-            self.copy = "unsharded"
+            self.state = "unsharded"
 
     def reshard(self, holder: object, *, is_stale: bool = False) -> None:
         """``holder`` is done with the whole copy; the last one to say so frees it.
@@ -193,7 +193,7 @@ class FlatParameter:
         """
         self.holders.discard(holder)
         self._gathered_version = -1 if is_stale else self._gathered_version
-        if not self.holders and self.copy != "sharded":
+        if not self.holders and self.state != "sharded":
             self._free()
 
     @property
@@ -387,8 +387,8 @@ class FlatParameter:
         try:
             self.wait_for_unshard()  # a gather in flight writes into the memory
         finally:
-            if self.copy == "unsharded":  # not if Ctrl-C came before the wait
-                self.copy = "sharded"
+            if self.state == "unsharded":  # not if Ctrl-C came before the wait
+                self.state = "sharded"
                 self.buffer.free()
                 self._runner.watchers.on_freed(self)
 

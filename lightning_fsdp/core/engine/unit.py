@@ -110,7 +110,7 @@ class Unit:
     hold: object = field(default_factory=object, init=False)
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {', '.join(f.copy for f in self.sites)})"
+        return f"Unit({self.name!r}, {', '.join(f.state for f in self.sites)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which gathers and reduces anew.
@@ -149,7 +149,7 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
         for flat_param in self.sites:
-            if flat_param.copy != "unsharded":
+            if flat_param.state != "unsharded":
                 return False
         return self.is_held
 
