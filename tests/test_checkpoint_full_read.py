@@ -84,7 +84,7 @@ def _resident_bytes():
 
 @needs_proc
 @pytest.mark.parametrize("changes", [False, True])
-def test_pages_of_a_file_go_back_as_they_are_read_unless_they_were_changed(
+def test_pages_of_a_file_go_back_as_they_are_read_and_none_that_was_changed(
     tmp_path, monkeypatch, changes
 ):
     monkeypatch.setattr(mapped, "STEP_BYTES", 16 * MIB)
@@ -102,14 +102,21 @@ def test_pages_of_a_file_go_back_as_they_are_read_unless_they_were_changed(
             changes and n == 3
         )
         added.append(_resident_bytes() - before)
-    if changes:
-        assert max(added) >= 60 * MIB
-    else:
-        assert max(added) <= 20 * MIB + NOISE
-        assert _resident_bytes() - before <= NOISE
+    assert max(added) <= 20 * MIB + NOISE
+    assert _resident_bytes() - before <= NOISE
     assert kept.sum() == MIB
     for n, values in state.items():
         assert values["exp_avg"].sum() == MIB * n + 4 * (changes and n == 3)
+
+
+def test_where_nothing_tells_of_pages_none_goes_back(monkeypatch):
+    def not_there(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "open", not_there)
+    tensor = torch.ones(MIB)
+    mapped.give_back([tensor])
+    assert tensor.sum() == MIB
 
 
 def _resume_mapped(rank, world_size, folder, path, strategy):
@@ -172,14 +179,6 @@ def _resume(rank, world_size, folder):
 
 def test_a_model_without_memory_is_loaded_once_it_is_sharded(tmp_path):
     on_trainer_ranks(_resume, 2, str(tmp_path))
-
-
-@pytest.mark.parametrize("nbytes", [MIB - 4, MIB])
-def test_for_a_small_file_the_kernel_is_not_asked_what_is_mapped(monkeypatch, nbytes):
-    asked = []
-    monkeypatch.setattr(mapped, "_unchanged_files", lambda: asked.append(None) or iter(()))
-    mapped.give_back([torch.zeros(nbytes // 4)])
-    assert len(asked) == (nbytes == MIB)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.99])

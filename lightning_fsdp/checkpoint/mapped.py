@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from typing_extensions import override
 
 STEP_BYTES = 2**28
 """What may be read before it is given back."""
 
-_WORTH_BYTES = 2**20
-"""Fewer are not given back: to be told which memory is mapped takes some 10 ms."""
+
+_OF_A_FILE = re.compile(rb"[\xa0-\xbf]+")
+"""Pages by the byte that says: in memory, not in swap, of a file or shared. The process has written
+to none of these, which would make it the process's own."""
+
+_HIGHEST = 7 if sys.byteorder == "little" else 0
+"""That byte, of the eight that the kernel tells of a page."""
 
 
 class ReadOnce(Mapping[Any, Any]):
@@ -63,32 +70,27 @@ def tensors_of(entry: Any) -> list[Tensor]:
 def give_back(tensors: Iterable[Tensor]) -> None:
     """Let the kernel take the pages of the files that tensors are mapped from.
 
-    Their values stay: they are read from the file again when they are asked for. A file that was
-    written to in memory keeps its pages, and so does memory that is no file's. Of less than 1 MiB
-    nothing is given back.
+    Their values stay: they are read from the file again when they are asked for. Pages that were
+    written to in memory are kept, and so is memory that is no file's. Where the kernel does not
+    tell which these are, nothing is given back.
     """
-    here = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-    nbytes = sum(tensor.nbytes for tensor in here)
-    if not sys.platform.startswith("linux") or nbytes < _WORTH_BYTES:
+    try:
+        page_map = Path("/proc/self/pagemap").open("rb", buffering=0)  # noqa: SIM115 (may fail)
+    except OSError:
         return
-    addresses = [tensor.data_ptr() for tensor in here]
-    for begin, stop in _unchanged_files():
-        if any(begin <= address < stop for address in addresses):
-            size = ctypes.c_size_t(stop - begin)
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), size, mmap.MADV_DONTNEED)
+    madvise = ctypes.CDLL(None).madvise
+    with page_map:
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.nbytes >= mmap.PAGESIZE:
+                for begin, nbytes in _read(tensor.untyped_storage(), page_map):
+                    madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
-def _unchanged_files() -> Iterator[tuple[int, int]]:
-    """Addresses of the mapped files of which this process has no pages of its own."""
-    area: tuple[int, int] | None = None
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        word, *words = line.split()
-        if not word.endswith(":"):  # begin-stop permissions offset device inode path
-            begin, stop = (int(address, 16) for address in word.split("-"))
-            is_file = words[3] != "0"
-            area = (begin, stop) if is_file else None
-            own = 0
-        elif word in ("Anonymous:", "Swap:"):
-            own += int(words[0])
-        elif word == "VmFlags:" and area is not None and own == 0:
-            yield area
+def _read(storage: UntypedStorage, page_map: RawIOBase) -> Iterator[tuple[int, int]]:
+    """Address and bytes of stretches of a storage's pages that were read from a file."""
+    size, begin = mmap.PAGESIZE, storage.data_ptr()
+    first, stop = begin // size, -(-(begin + storage.nbytes()) // size)
+    page_map.seek(8 * first)
+    told = page_map.read(8 * (stop - first)) or b""
+    for stretch in _OF_A_FILE.finditer(told[_HIGHEST::8]):
+        yield (first + stretch.start()) * size, len(stretch[0]) * size
