@@ -44,9 +44,6 @@ if TYPE_CHECKING:
     )
     from lightning_fsdp.core.fully_shard import shard_model as shard_model
     from lightning_fsdp.core.fully_shard import share_comm_ctx as share_comm_ctx
-    from lightning_fsdp.core.memory.host_memory import (
-        leave_host_memory_alone as leave_host_memory_alone,
-    )
     from lightning_fsdp.core.optimizers.optimizer_classes import (
         elementwise_optimizer as elementwise_optimizer,
     )
@@ -66,6 +63,7 @@ if TYPE_CHECKING:
     from lightning_fsdp.data import ResumableLoader as ResumableLoader
     from lightning_fsdp.engines.calls import call_with as call_with
     from lightning_fsdp.engines.optimizers import optimizers_follow as optimizers_follow
+    from lightning_fsdp.libc import leave_host_memory_alone as leave_host_memory_alone
     from lightning_fsdp.losses import linear_cross_entropy as linear_cross_entropy
     from lightning_fsdp.strategies.fsdp1 import FSDP1Strategy as FSDP1Strategy
     from lightning_fsdp.strategies.fsdp2 import FSDP2Strategy as FSDP2Strategy
@@ -102,7 +100,7 @@ _HOME = {
     "full_state_dict": "core.state.full_state",
     "fully_shard": "core.fully_shard",
     "gradients": "core.access.gradients",
-    "leave_host_memory_alone": "core.memory.host_memory",
+    "leave_host_memory_alone": "libc",
     "linear_cross_entropy": "losses",
     "load_adapters": "checkpoint.adapters",
     "load_full_optimizer_state_dict": "core.optimizers.optimizer_state",

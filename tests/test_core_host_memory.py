@@ -11,7 +11,7 @@ import torch
 
 import lightning_fsdp
 from benchmarks.core_step import VOCABULARY, build_model, train_one_step
-from lightning_fsdp import ZERO2, ZERO3, shard_model
+from lightning_fsdp import ZERO2, ZERO3, libc, shard_model
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.memory import host_memory
 from lightning_fsdp.core.sharded_module import units_in
@@ -23,6 +23,7 @@ MIB = 2**20
 LOOKS = """
 import os, sys
 import torch
+from lightning_fsdp import libc
 from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.home import FlatBuffer
 from lightning_fsdp.core.memory import host_memory
@@ -35,17 +36,17 @@ def resident():
 
 def holes(slack, written):
     # Every second of many blocks is freed: holes that nothing larger fits into.
-    host_memory.keep_freed_memory()
-    host_memory.return_unused_memory(slack=0)
+    libc.keep_freed_memory()
+    libc.return_unused_memory(slack=0)
     blocks = [torch.ones(2**18) for _ in range(256)]  # of 1 MiB
     del blocks[::2]
     before = resident()
-    host_memory.return_unused_memory(written, slack=slack)
+    libc.return_unused_memory(written, slack=slack)
     return before - resident(), float(sum(block.sum() for block in blocks))
 
 def large():
     # Two of these in turn: in the heap, neither fits into the hole that the other leaves.
-    host_memory.keep_freed_memory()
+    libc.keep_freed_memory()
     torch.ones(2**24)
     before, most, kept = resident(), 0, []
     for step in range(8):
@@ -61,7 +62,7 @@ def huge_bytes():
 
 def huge(is_left_alone, numel):
     if is_left_alone:
-        host_memory.leave_host_memory_alone()
+        libc.leave_host_memory_alone()
     home = host_memory.HostHome(torch.device("cpu"))
     flat = FlatBuffer(numel, torch.float32, home)
     before, seen = huge_bytes(), []
@@ -82,7 +83,7 @@ for name, *case in {looks}:
 HOLES = {  # slack, written: is it returned
     (64 * MIB, None): True,
     (512 * MIB, None): False,
-    (64 * MIB, host_memory.LOOK_AFTER_BYTES): True,
+    (64 * MIB, libc.LOOK_AFTER_BYTES): True,
     (64 * MIB, 1): False,
 }
 HUGE = {  # is the memory left alone, elements: are huge pages asked for
@@ -107,7 +108,7 @@ def found():
     return dict(zip(looks, lines, strict=True))
 
 
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(libc._glibc() is None, reason="of glibc")
 def test_what_lies_unused_is_returned_once_the_process_holds_too_much(found):
     for case, is_returned in HOLES.items():
         freed, total = found["holes", *case]
@@ -115,14 +116,14 @@ def test_what_lies_unused_is_returned_once_the_process_holds_too_much(found):
         assert (freed > 100 * MIB) == is_returned, case
 
 
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(libc._glibc() is None, reason="of glibc")
 def test_large_blocks_leave_no_holes(found):
     most, left = found[("large",)]
     assert 96 * MIB <= most <= 112 * MIB  # the largest, beside what is kept
     assert left <= 12 * MIB
 
 
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(libc._glibc() is None, reason="of glibc")
 @pytest.mark.skipif(
     not MODE.exists() or "[madvise]" not in MODE.read_text(),
     reason="of kernels that give huge pages to who asks for them",
@@ -132,14 +133,14 @@ def test_large_whole_copies_are_backed_by_huge_pages(found):
         freed, whole, freed_again, whole_again = found["huge", *case]
         assert freed == freed_again == 0, case
         numel = case[1]
-        least, most = (4 * numel - 2 * host_memory.HUGE_PAGE_BYTES, inf) if is_asked else (0, 0)
+        least, most = (4 * numel - 2 * libc.HUGE_PAGE_BYTES, inf) if is_asked else (0, 0)
         for seen in (whole, whole_again):
             assert least <= seen <= most, case
 
 
 def _written_between_looks(rank, world_size):
     written = []
-    host_memory.return_unused_memory = lambda num_bytes=None: written.append(num_bytes)
+    libc.return_unused_memory = lambda num_bytes=None: written.append(num_bytes)
     model = shard_model(mlp(), ZERO2)
     with model.no_sync():
         mlp_loss(model, mlp_batch(0, 0, rank)).backward()
@@ -158,8 +159,8 @@ def test_the_process_is_looked_at_in_a_backward_that_does_not_reduce_too():
 
 def _room_before_gradients(rank, world_size):
     rooms = []
-    host_memory.SLACK_BYTES = 0
-    host_memory.return_unused_memory = lambda written=None, slack=0: rooms.append(-slack)
+    libc.SLACK_BYTES = 0
+    libc.return_unused_memory = lambda written=None, slack=0: rooms.append(-slack)
     found = {}
     for plan in (ZERO2, ZERO3):
         model = shard_model(causal_lm(), plan)
@@ -195,28 +196,28 @@ def _page_faults_of_steps(rank, world_size):
     return (so_far[-1] - so_far[5]) / 4
 
 
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(libc._glibc() is None, reason="of glibc")
 def test_a_step_needs_no_pages_that_the_step_before_gave_back():
     """At 23 M parameters: all of the heap are some 150,000 pages."""
     assert all(faults < 5_000 for faults in run_on_ranks(_page_faults_of_steps, 2))
 
 
-@pytest.mark.skipif(host_memory._glibc() is None, reason="of glibc")
+@pytest.mark.skipif(libc._glibc() is None, reason="of glibc")
 def test_the_c_library_is_left_alone_where_that_is_asked_for(monkeypatch):
     class Libc:
         def __getattr__(self, name):
             raise AssertionError(f"{name} was called")
 
-    monkeypatch.setattr(host_memory, "_glibc", Libc)
-    monkeypatch.setattr(host_memory, "_is_left_alone", False)
-    monkeypatch.setattr(host_memory, "_keeps_freed_memory", False)
+    monkeypatch.setattr(libc, "_glibc", Libc)
+    monkeypatch.setattr(libc, "_is_left_alone", False)
+    monkeypatch.setattr(libc, "_keeps_freed_memory", False)
     with pytest.raises(AssertionError, match="mallopt was called"):
-        host_memory.keep_freed_memory()
+        libc.keep_freed_memory()
     home = object.__new__(host_memory.HostHome)
     home.compute_device = torch.device("cpu")
     with pytest.raises(AssertionError, match="mallopt was called"):
-        home.empty(host_memory.OWN_BYTES, torch.uint8)
+        home.empty(libc.OWN_BYTES, torch.uint8)
     lightning_fsdp.leave_host_memory_alone()
     home = host_memory.HostHome(torch.device("cpu"))
-    home.empty(host_memory.OWN_BYTES, torch.uint8)
-    host_memory.return_unused_memory(slack=0)
+    home.empty(libc.OWN_BYTES, torch.uint8)
+    libc.return_unused_memory(slack=0)

@@ -30,7 +30,7 @@ from lightning_fsdp.checkpoint.files import write_for_torch
 from lightning_fsdp.checkpoint.new_folder import NewFolder
 from lightning_fsdp.checkpoint.safetensors_folder import Outline, SafetensorsWriter, bytes_of
 from lightning_fsdp.checkpoint.state import TENSORS_OF, by_place
-from lightning_fsdp.core.memory.host_memory import return_unused_memory
+from lightning_fsdp.libc import return_unused_memory
 
 # What transformers keeps beside weights: of the model, and of the tokenizer.
 _BESIDE = ("config.json", "generation_config.json", "*token*.json", "vocab.*", "merges.txt")
