@@ -1,1 +1,1 @@
-"""Memory on the host: shards that live there, and what the C library keeps."""
+"""Memory on the host: shards and whole copies that live there, and when it goes back."""

@@ -1,7 +1,7 @@
 """Full state dicts of an optimizer out of shards and back.
 
-Slices of state are sharded tensors. What an optimizer over whole tensors keeps is its owner's alone,
-and every rank is told of it.
+Slices of state are sharded tensors. What an optimizer over whole tensors keeps is its owner's
+alone, and every rank is told of it.
 """
 
 from __future__ import annotations
