@@ -1,7 +1,7 @@
-"""What a user chooses: how long parameters stay whole, in which dtypes they work, where they live.
+"""What a user chooses: how long parameters stay whole, their dtypes, and where shards live.
 
-A ZeRO level is a value, not a mode: :class:`ShardingPlan` says when a whole copy is freed, and the
-core asks only that.
+A ZeRO stage is a value, not a mode: :class:`ShardingPlan` says when a whole copy is freed, and that
+is all that the core looks at.
 
 =========  ======================  =======================  ===============================
 plan       after a unit's forward  after a unit's backward  after the optimizer's step
@@ -28,8 +28,12 @@ class ShardingPlan:
     Attributes:
         reshard_after_forward: Free after the unit's forward and gather again for its backward.
             ``None`` keeps the outermost module's own parameters and frees all others.
-        reshard_after_backward: Free after the unit's backward. Where this is false, the copy lives
+        reshard_after_backward: Free after the unit's backward. If this is false, the copy is kept
             until the optimizer's step, so that accumulating micro-batches gathers nothing twice.
+
+    Raises:
+        NotImplementedError: ``reshard_after_forward`` is neither a bool nor ``None``.
+        ValueError: It is true and ``reshard_after_backward`` is not.
 
     Source: ZeRO (arXiv 1910.02054), stages 2 and 3.
     """
@@ -48,7 +52,7 @@ class ShardingPlan:
 
 
 def check_reshard_after_forward(value: object) -> None:
-    """Refuse torch's number of ranks, which would be taken for ``True``.
+    """Refuse a number of ranks, which torch's FSDP2 takes, and which would pass for ``True``.
 
     Raises:
         NotImplementedError: It is neither a bool nor ``None``.
@@ -75,7 +79,7 @@ def plan_of_stage(zero_stage: int) -> ShardingPlan:
         zero_stage: 2 or 3.
 
     Raises:
-        ValueError: Any other stage.
+        ValueError: It is another stage.
     """
     if zero_stage not in _PLAN_OF_STAGE:
         raise ValueError(
@@ -95,8 +99,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Shards, reduced gradients and optimizer state live on the host; the optimizer steps there.
 
     Attributes:
-        pin_memory: In memory that an accelerator copies from and to while the host goes on. It is
-            taken from all processes of the host; needs an accelerator.
+        pin_memory: Use pinned memory, which an accelerator copies from and to while the host goes
+            on. No other process can use it meanwhile. Needs an accelerator.
     """
 
     pin_memory: bool = True
@@ -104,7 +108,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @runtime_checkable
 class PrecisionPolicy(Protocol):
-    """What the core reads of a precision policy; torch FSDP2's own object has it as well."""
+    """What the core reads of a precision policy; the one of torch's FSDP2 has it as well."""
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -123,17 +127,21 @@ class PrecisionPolicy(Protocol):
         """See :class:`MixedPrecisionPolicy`."""
 
 
-@dataclass(frozen=True)  # by position as well, in the order of torch's
+@dataclass(frozen=True)  # also by position, in the order of torch's class
 class MixedPrecisionPolicy:
     """The dtypes of compute, reduction and outputs. Main weights keep the dtype they had.
 
     Attributes:
         param_dtype: Dtype of the gathered (compute) weights; ``None``: that of the main weights.
         reduce_dtype: Dtype in which gradients are summed over ranks and micro-batches; ``None``:
-            that of the compute weights. Gradients of one backward that are narrower travel as they
-            are and are widened on arrival: fp32 sums of bf16 gradients cost bf16 transfers.
-        output_dtype: Floating-point outputs of a unit's forward are cast to it; ``None``: left.
+            that of the compute weights. Gradients of one backward that are narrower are sent as
+            they are and widened on arrival: fp32 sums of bf16 gradients cost bf16 transfers.
+        output_dtype: Dtype that floating-point outputs of a unit's forward are cast to; ``None``:
+            they are not cast.
         cast_forward_inputs: Cast floating-point inputs of a unit's forward to ``param_dtype``.
+
+    Raises:
+        ValueError: A dtype is not a floating-point ``torch.dtype``.
     """
 
     param_dtype: torch.dtype | None = None
