@@ -14,13 +14,13 @@
 
 Note: the optimizer is built after sharding. ``configure_optimizers`` then sees parameters in their
 original shapes, because a sharded parameter shows the shape of the whole; and state that an
-optimizer allocates at once (Adagrad) is born sharded and on the right device. Built before sharding
-the result is the same, as parameters keep their identity.
+optimizer allocates when it is built (Adagrad) is sharded and on the right device from the start. An
+optimizer built before sharding works as well, as parameters keep their identity.
 
-Note: weights are loaded before sharding; those of a sharded checkpoint are only named then, by
-stand-ins without memory, and read by slices right after it. ``restore_checkpoint_after_setup``
-stays false, so that ``on_load_checkpoint`` may still rebuild the module, and the Trainer passes
-``weights_only`` on, which it drops on the other path.
+Note: weights are loaded before sharding. Those of a sharded checkpoint are only named then, by
+stand-ins without memory, and read by slices right after sharding.
+``restore_checkpoint_after_setup`` stays false, so that ``on_load_checkpoint`` may still rebuild the
+module, and so that the Trainer passes ``weights_only`` on, which it drops on the other path.
 """
 
 from __future__ import annotations
@@ -89,48 +89,48 @@ class ShardedStrategy(ProcessStrategy):
         checkpoint_io: Writes and reads checkpoint files.
         precision_plugin: Set by the Trainer from ``precision``: 32-true, bf16-true, bf16-mixed or
             16-mixed.
-        zero_stage: 2 keeps parameters whole during an optimizer step, 3 only while they compute.
-        units: Which modules are gathered at a time. ``None``: repeated blocks, embedding, head and
-            what is left are found. Class names; or a function that says yes to a module; or the
-            smallest number of parameters of a unit.
+        zero_stage: 2 keeps parameters whole until the optimizer's step, 3 only while they compute.
+        units: Which modules are gathered at a time: class names, a predicate on modules, or a
+            minimum number of parameters. ``None``: repeated blocks, embeddings, head and what is
+            left are found.
         accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
-            reduced into the shard; over replicas, the last one only, but under FSDP1.
-        checkpoint: How it saves. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
-            which each rank writes its slices. It loads either, whatever this says.
+            reduced into the shard; over replicas only the last one is, except under FSDP1.
+        checkpoint: How to save. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
+            which each rank writes its slices. Either can be loaded, whatever is chosen here.
         checkpoint_base: ``False``: checkpoints, of either kind, hold no frozen parameters; a run
-            that loads one has built its module over the same. What is or was trained and all
-            buffers are kept; so all is, where nothing is frozen.
+            that loads one has to build its module with the same frozen values. What is or was
+            trained, and all buffers, are saved; if nothing is frozen, that is everything.
         async_save: During a fit, sharded checkpoints are copied to the host and written while
             training goes on. A save waits for the one before, the end of the fit for the last one;
             a checkpoint that is replaced is removed once the next one is in place.
-        activation_checkpointing: ``True``: every unit that encloses no other is computed again in
-            the backward, and only its inputs are kept; or the names of classes to do this for.
-        shard_size: Ranks that hold one model together; each group of as many holds a replica, and
-            gradients are averaged over the replicas too (HSDP). ``"host"``: the ranks of a host.
-            ``None``: all ranks.
+        activation_checkpointing: ``True``: every unit that encloses no other is recomputed in the
+            backward, and only its inputs are kept; or the names of classes to do this for.
+        shard_size: Number of ranks that hold one model together; each further group of that many
+            holds a replica, and gradients are averaged over the replicas too (HSDP). ``"host"``:
+            the ranks of a host. ``None``: all ranks.
         device_mesh: The same as ``(replicas, shards)``, or as a ``DeviceMesh`` of these dimensions.
         state_over: ``"all"``: shards and optimizer state are spread over the ranks of all replicas,
             and each rank keeps the part of the weights that its replica gathers from.
-            ``"replica"``: over those of a replica. Of ``ScratchFSDPStrategy`` alone.
-        cpu_offload: Parameters, gradients and optimizer state live on the host, a shard on each
-            rank, and the optimizer steps there; pinned memory beside an accelerator.
+            ``"replica"``: over those of a replica. Only ``ScratchFSDPStrategy`` offers ``"all"``.
+        cpu_offload: Shards of parameters, gradients and optimizer state live on the host, and the
+            optimizer steps there; in pinned memory if there is an accelerator.
         compile: Compile every unit that encloses no other, as ``module.compile()`` does.
-        on_nonfinite: What happens where gradients hold NaN or infinity, on all ranks together and
+        on_nonfinite: What happens if gradients hold NaN or infinity, on all ranks together and
             before anything is clipped or written. ``"raise"``: an error that names where it began.
-            ``"skip"``: no step. ``None``: nothing looks.
+            ``"skip"``: the step is skipped. ``None``: gradients are not checked.
         weigh_by: Key of ``training_step``'s dictionary or of the batch with the number of tokens
             (or a tensor of numbers) that the loss is the mean of: the gradients are those of the
             mean over all tokens of the optimizer step. ``None``: ``num_tokens`` of the dictionary,
             if it is there.
         process_group_backend: ``None``: NCCL for CUDA, gloo for CPU.
         timeout: Time limit of the process group.
-        others: None are taken; those of other FSDP strategies are refused by the name to use.
+        others: Not accepted; options of other FSDP strategies are refused with the name to use.
 
     Raises:
-        NotImplementedError: An option that does not work yet.
-        ValueError: A value that no option has.
-        TypeError: A kind of value that no option has, or an option that there is not.
+        NotImplementedError: An option, or a combination of options, is not supported.
+        ValueError: An option has a value that does not exist.
+        TypeError: An option has the wrong type, or does not exist.
     """
 
     engine_class: ClassVar[type[Engine]]
@@ -239,22 +239,22 @@ class ShardedStrategy(ProcessStrategy):
 
     @property
     def num_replicas(self) -> int:
-        """How often the ranks hold each shard; once there are processes."""
+        """Number of ranks that hold the same shard; available once there are processes."""
         return self.engine.grid.num_copies
 
     @property
     def mean_loss(self) -> Tensor | None:
         """The mean over all tokens of the last optimizer step, 0-d fp32, equal on every rank.
 
-        Of a fit whose ``training_step`` gives ``num_tokens``; there from ``on_after_backward`` of
-        the step's last micro-batch on.
+        ``None`` unless ``training_step`` returns ``num_tokens``. Available from
+        ``on_after_backward`` of the step's last micro-batch on.
         """
         token_mean = self.precision_plugin.token_mean
         return None if token_mean is None else token_mean.loss
 
     @property
     def num_skipped_steps(self) -> int:
-        """Optimizer steps that ``on_nonfinite="skip"`` left out, in the last fit."""
+        """Number of optimizer steps that ``on_nonfinite="skip"`` has skipped in the last fit."""
         guard = self.precision_plugin.nonfinite
         return 0 if guard is None else guard.num_skipped
 
@@ -301,7 +301,7 @@ class ShardedStrategy(ProcessStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        # Not before it is asked for: a Trainer takes no plugin beside that of a strategy.
+        # Made when it is asked for: a Trainer takes no plugin if the strategy has one.
         if self._checkpoint_io is None:
             self._checkpoint_io = FullCheckpointIO()
         return super().checkpoint_io
@@ -328,15 +328,15 @@ class ShardedStrategy(ProcessStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        # The Trainer has said how many processes there will be; none is started for a mistake.
+        # The Trainer has set the number of processes; a mistake is found before they start.
         hosts = [host for host in range(self.num_nodes) for _ in range(self.num_processes)]
         rows_of(self._grid_choice, hosts)
         super()._configure_launcher()
 
     # -- fit, validate, test, predict: before the first batch --------------------------------------
 
-    # In setup, setup_environment and teardown tensors are made that the next fit trains, also where
-    # a user evaluates inside of torch.inference_mode().
+    # setup, setup_environment and teardown make tensors that the next fit trains. A user may
+    # evaluate inside torch.inference_mode(), whose tensors could not be trained.
 
     @override
     @torch.inference_mode(False)
@@ -345,7 +345,8 @@ class ShardedStrategy(ProcessStrategy):
         self._is_interrupted = False
         self._random_states = None
         self._checkpoints.forget_what_waits()
-        # Where an exception left it sharded, perhaps under another strategy, or another one here.
+        # An exception may have left this module sharded, perhaps under another strategy, or left
+        # another module sharded here.
         for module in dict.fromkeys((self.engine.module, self.lightning_module)):
             if module is not None:
                 (owner_of(module) or self.engine).make_whole(module)
@@ -365,8 +366,8 @@ class ShardedStrategy(ProcessStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Built for real, also with empty_init: unfilled memory is noise unless a checkpoint covers
-        # every tensor. And on the CPU: the whole module need not fit on the device.
+        # With real values, also with empty_init: uninitialised memory is noise unless a checkpoint
+        # covers every tensor. On the CPU: the whole module need not fit on the device.
         with self.precision_plugin.tensor_init_context():
             yield
 
@@ -413,8 +414,8 @@ class ShardedStrategy(ProcessStrategy):
         )
         self._checkpoints.base.note(module)
         self._lockstep = Lockstep(self.engine, self.root_device)  # configure_optimizers may load
-        # Where a sharded parameter does not show its shape, optimizers are built before (decay
-        # groups go by it).
+        # If sharded parameters do not show whole shapes, optimizers are built before sharding, as
+        # groups for weight decay are chosen by shape.
         if is_fitting and not self.engine.shows_whole_shapes:
             self.setup_optimizers(trainer)
         units = units_by_parameter(module, self.engine.units) if self._on_nonfinite else {}
@@ -454,7 +455,7 @@ class ShardedStrategy(ProcessStrategy):
             )
 
     def _let_names_wait_for_saves(self, trainer: pl.Trainer) -> None:
-        # A name whose file is still being written would be given twice, and one checkpoint be lost.
+        # Else the name of a file that is still being written is used twice, and a checkpoint lost.
         for callback in trainer.checkpoint_callbacks:
             if self._checkpoints.saves_in_background and isinstance(callback, ModelCheckpoint):
                 lightning_internals.wait_before_naming(callback, background.join_last)
@@ -469,7 +470,7 @@ class ShardedStrategy(ProcessStrategy):
     def _let_summaries_count_whole_parameters(
         self, trainer: pl.Trainer, module: pl.LightningModule
     ) -> None:
-        # With an example input the summary also runs the module, which takes more than shapes.
+        # With an example input the summary also runs the module, for which shapes are not enough.
         if module.example_input_array is not None:
             return
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -537,7 +538,8 @@ class ShardedStrategy(ProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         token_mean, module = self.precision_plugin.token_mean, self._module
         num_micro_batches = module.trainer.accumulate_grad_batches
-        # Where Lightning clears gradients: a step before may have been left without its last batch.
+        # Here, where Lightning clears gradients: the step before may have ended without its last
+        # batch.
         if token_mean is not None and module.trainer.fit_loop.batch_idx % num_micro_batches == 0:
             token_mean.begin()
         self._checkpoints.watch_base(module)
@@ -635,8 +637,8 @@ class ShardedStrategy(ProcessStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        filepath = self.broadcast(filepath)  # it may tell a metric, which may differ by rank
-        # Otherwise these are weights alone: asked for, or because a notebook's ranks have ended.
+        filepath = self.broadcast(filepath)  # it may contain a metric, which may differ by rank
+        # Otherwise only weights are saved: asked for, or because a notebook's ranks have ended.
         if "optimizer_states" in checkpoint and dist.is_initialized():
             checkpoint[_RANDOM_STATES] = random_states.collect(self.root_device)
         self._checkpoints.note_left_out(checkpoint)
@@ -681,8 +683,8 @@ class ShardedStrategy(ProcessStrategy):
         if self.precision_plugin.nonfinite is not None:
             self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:
-            background.join_last()  # a host may lack the memory for what comes
-            self.engine.broadcast_buffers()  # the same module on all ranks, statistics included
+            background.join_last()  # first, as whole modules and its copy may not fit into memory
+            self.engine.broadcast_buffers()  # so that all ranks have the same running statistics
             self.engine.make_whole(self.lightning_module)
             unit_calls.undo(self.lightning_module)
             self.lightning_module.cpu()
