@@ -64,7 +64,7 @@ class Gathers:
         """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already."""
         if unit.is_held:
             return False
-        # Another event, as it begins with another collective (between hosts).
+        # An event of its own: the gather of a stale unit then begins with one between hosts.
         is_new = unit.communicator.keeps_parts and any(f.is_stale for f in unit.flat_params)
         self._watchers.before_collective("gather anew" if is_new else "gather", unit.name)
         unit.unshard()

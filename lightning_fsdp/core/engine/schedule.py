@@ -194,6 +194,7 @@ class Schedule(Runner):
             unit.install_leaves()
 
     def _end_forward(self, unit: Unit) -> None:
+        """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
         running = self._running.pop(unit)
         unit.install_shards()
         # ZeRO-2 keeps the copy for the backward. Without gradients none follows: the copy is freed,
@@ -224,6 +225,7 @@ class Schedule(Runner):
         # With create_graph=True the backward is recorded, and its graph saves weights again. No
         # event tells when this graph is used for the last time.
         unit.is_kept_for_graph |= torch.is_grad_enabled()
+        # Also one that was prefetched, or kept after the forward: the next gather is to start.
         if not unit.is_whole or self.gathers.beside is unit:
             self.gathers.make_whole(unit, self._order_in_backward.enter(unit, is_new=is_first))
         unit.install_leaves()  # for a recomputation of modules inside the unit
@@ -251,6 +253,7 @@ class Schedule(Runner):
         backward.has_left[unit] = True
         backward.unsettled.update(dict.fromkeys(unit.sites))
         self._release(unit)
+        # A unit that shares a flat parameter and was not reached yet may still be: that one waits.
         complete = [f for f in unit.sites if all(map(backward.has_left.get, self._users[f]))]
         self._settle(backward, complete)
 
@@ -304,6 +307,7 @@ class Schedule(Runner):
         return self._backward
 
     def _close_backward(self) -> None:
+        """End the backward: finish the units that it has not left, and let all reductions land."""
         backward = self._reach(None)
         # Units whose inputs need no gradient are left here, in the order of the backward.
         for unit, has_left in list(backward.has_left.items()):
