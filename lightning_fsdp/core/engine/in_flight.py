@@ -58,7 +58,7 @@ class Gathers:
     def __init__(self, watchers: Watcher) -> None:
         self.beside: Unit | None = None
         self._watchers = watchers
-        self._is_ahead = True  # whether ``beside`` was prefetched; else it was kept
+        self._is_prefetched = True  # whether ``beside`` was; else it was kept
 
     def start(self, unit: Unit) -> bool:
         """Start a unit's gather, as all ranks do; ``False`` if it is whole or in flight already."""
@@ -75,7 +75,7 @@ class Gathers:
         self.drop(expected=unit)  # a prefetch that missed: else three would be whole
         self.start(unit)
         if then is not None and self.start(then):
-            self.beside, self._is_ahead = then, True
+            self.beside, self._is_prefetched = then, True
         unit.wait_for_unshard()
 
     def refresh(self, unit: Unit) -> None:
@@ -87,13 +87,13 @@ class Gathers:
     def keep(self, unit: Unit) -> None:
         """Leave a unit whole after its forward; free it if another one is whole beside it."""
         if self.beside is None:
-            self.beside, self._is_ahead = unit, False
+            self.beside, self._is_prefetched = unit, False
         else:
             unit.reshard()
 
-    def drop_ahead(self) -> None:
+    def drop_prefetched(self) -> None:
         """Free the unit that was prefetched; one that is kept stays."""
-        if self._is_ahead:
+        if self._is_prefetched:
             self.drop()
 
     def drop(self, expected: Unit | None = None) -> None:

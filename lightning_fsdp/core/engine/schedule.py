@@ -163,7 +163,7 @@ class Schedule(Runner):
         elif not self.calls:
             for left in list(self._running):  # units of which not all modules ran
                 self._end_forward(left)
-            self.gathers.drop_ahead()
+            self.gathers.drop_prefetched()
 
     def interrupt(self) -> None:
         """An exception after which torch calls no forward hooks (Ctrl-C) has ended a forward."""
