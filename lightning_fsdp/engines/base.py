@@ -1,10 +1,10 @@
-"""One face for every implementation of sharding: what a strategy asks, in the words of the design.
+"""One interface for every implementation of sharding: what a strategy asks of it.
 
     shard(module)  ->  no_sync, clip, hold_whole, full states in and out  ->  make_whole()
 
-An engine holds one sharded module at a time. What does not depend on how sharding is done lives
-here as well: before anything is cut, all ranks agree that they hold the same module, and start from
-the values of rank 0, so that ranks that were not seeded alike train one model and not a mixture.
+An engine holds one sharded module at a time. What does not depend on how sharding is done is here
+as well: before anything is cut, all ranks agree that they hold the same module, and start from the
+values of rank 0, so that ranks with different seeds train one model and not a mixture.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Engine(ABC):
         cpu_offload: Whether shards, reduced gradients and optimizer state live on the host.
 
     Attributes:
-        name: For messages.
-        shows_whole_shapes: Sharded parameters have the shape of the whole, so that optimizers can
-            be built after sharding.
-        offers_state_over_all: It can spread optimizer state over the ranks of all replicas.
+        name: Name of the engine, for messages.
+        shows_whole_shapes: Whether sharded parameters show the shape of the whole, so that
+            optimizers can be built after sharding.
+        offers_state_over_all: Whether it can spread optimizer state over the ranks of all replicas.
         module: The sharded module; ``None`` before :meth:`shard` and after :meth:`make_whole`.
         grid: Which ranks hold one model together; set before :meth:`shard`.
 
@@ -90,16 +90,16 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module with what its own parameters need, as if it were forward."""
+        """Call a method of the module as if it were its forward: its own parameters are whole."""
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside keep their gradients on this rank, without communication."""
+        """Let backwards inside keep their gradients on this rank, without communication."""
 
     def within_replica(self) -> AbstractContextManager[None]:
-        """Backward passes inside leave the mean over replicas to a later one.
+        """Let backwards inside leave the mean over replicas to a later one.
 
-        Nothing where there are no replicas, where the engine cannot (FSDP1), or where gradients are
+        Does nothing if there are no replicas, if the engine cannot (FSDP1), or while gradients are
         kept apart by micro-batch.
         """
         return nullcontext()
@@ -107,7 +107,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def keeps_apart(self) -> bool:
-        """Whether ``micro_batches("separate")`` keeps what each backward reduces."""
+        """Whether ``micro_batches("separate")`` keeps what each backward reduces now."""
 
     def kept_parts(self) -> Iterator[Tensor]:
         """What this rank keeps of the weights beside its shards, for gathers within a replica."""
@@ -119,7 +119,7 @@ class Engine(ABC):
 
         Args:
             parameters: As an optimizer holds them.
-            what: Asks for them.
+            what: The operation that needs them, for the message.
 
         Raises:
             RuntimeError: A gradient was not reduced yet.
@@ -147,7 +147,7 @@ class Engine(ABC):
             parameters: As an optimizer holds them.
             max_norm: The largest norm allowed.
             norm_type: Any p, ``inf`` included.
-            allows: Asked with the norm before anything is scaled.
+            allows: Called with the norm; nothing is scaled unless it returns true.
 
         Returns:
             Their norm before clipping, 0-d, the same on every rank.
@@ -159,7 +159,7 @@ class Engine(ABC):
         return norm
 
     def scale_gradients(self, factor: Tensor) -> None:
-        """Multiply all reduced gradients, also those kept by micro-batch, by a factor, 0-d."""
+        """Multiply all reduced gradients, also those kept by micro-batch, by ``factor``, 0-d."""
         if self.module is not None:
             gradients = self.reduced_gradients(self.module.parameters(), "the mean over tokens")
             scale([*gradients, *self._kept_apart()], factor)
@@ -193,11 +193,14 @@ class Engine(ABC):
 
     @abstractmethod
     def load_full_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Every rank keeps its slices of whole tensors that every rank brings."""
+        """Load whole tensors, which every rank passes; each keeps its slices."""
 
     @abstractmethod
     def gatherable_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What ``optimizer.state_dict()`` would be without sharding, likewise. Collective."""
+        """``optimizer.state_dict()`` as without sharding, a ``Gatherable`` for what is sharded.
+
+        Collective.
+        """
 
     def full_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be without sharding. Collective."""
@@ -207,13 +210,13 @@ class Engine(ABC):
     def load_full_optimizer_state_dict(
         self, optimizer: Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Every rank keeps its slices of a state that every rank brings."""
+        """Load whole state, which every rank passes; each keeps its slices."""
 
     def sharded_state(self, module: nn.Module) -> ShardedState:
         """What this rank writes to sharded checkpoints and reads from them.
 
         Args:
-            module: What :meth:`shard` was given; also before that and after :meth:`make_whole`.
+            module: The module of :meth:`shard`; also before it and after :meth:`make_whole`.
         """
         return ShardedState(module)
 
@@ -231,8 +234,8 @@ class Engine(ABC):
         """The module, for what exists only while it is sharded.
 
         Args:
-            what: Is asked for.
-            error: What to raise.
+            what: What is asked for, for the message.
+            error: The class of error to raise.
 
         Raises:
             RuntimeError: Nothing is sharded now.
@@ -246,7 +249,7 @@ class Engine(ABC):
         return self.module
 
     def with_whole_shapes(self) -> AbstractContextManager[Any]:
-        """Inside, the module shows every parameter's whole shape; its values may be missing."""
+        """Let the module show every parameter's whole shape meanwhile; values may be missing."""
         return nullcontext()
 
     def before_backward(self) -> None:
@@ -262,7 +265,7 @@ class Engine(ABC):
         return
 
     def keep_optimizer(self, optimizer: Optimizer) -> None:
-        """Called in an evaluation for the optimizers of the fit before, which are saved with it."""
+        """Called in an evaluation for optimizers of the fit before, which it may have to save."""
         return
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:
@@ -288,7 +291,7 @@ class Engine(ABC):
         """Give every rank the buffers of rank 0, as DDP does before a forward. Collective.
 
         Raises:
-            ValueError: On every rank, where forwards have left another shape on some.
+            ValueError: Forwards have left different shapes on some ranks; raised on every rank.
         """
         if self.module is not None:
             _refuse_different(
@@ -302,7 +305,7 @@ class Engine(ABC):
 
 
 def owner_of(module: nn.Module) -> Engine | None:
-    """The engine that has sharded a module: of another strategy, if that was interrupted."""
+    """The engine that has sharded a module; another strategy's, if that was interrupted."""
     owner: Engine | None = module.__dict__.get(OWNER)
     return owner
 
@@ -311,8 +314,8 @@ def agree_on_module(module: nn.Module) -> None:
     """Check that all ranks hold the same parameters and buffers. Collective.
 
     Raises:
-        ValueError: On every rank, naming the first difference from rank 0 that any rank found, or
-            a parameter without a shape, or of which a rank has a part.
+        ValueError: A rank differs from rank 0 (raised on every rank, with the first difference), a
+            parameter has no shape yet, or one is a DTensor already.
     """
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
@@ -350,9 +353,9 @@ def broadcast_from_rank0(module: nn.Module, device: torch.device) -> None:
     """Start every rank from the parameters and buffers of rank 0. Collective.
 
     Args:
-        module: Whole, plain tensors, the same on every rank but for their values. Those on the
+        module: Has whole, plain tensors, the same on every rank but for their values. Those on the
             meta device have none, and get them when the module is sharded.
-        device: Where the process group communicates; a tensor elsewhere goes through it, alone.
+        device: Where the process group communicates; tensors elsewhere are copied there one by one.
     """
     with torch.no_grad():
         for _, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -368,6 +371,6 @@ def _broadcast_in_place(tensor: Tensor, device: torch.device) -> None:
     if tensor.numel() == 0:
         return
     there = tensor.to(device).contiguous()
-    dist.broadcast(there.view(-1).view(torch.uint8), src=0)  # backends lack dtypes, as of fp8
+    dist.broadcast(there.view(-1).view(torch.uint8), src=0)  # backends lack some dtypes, as fp8
     if there is not tensor:
         tensor.copy_(there)

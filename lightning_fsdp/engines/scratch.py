@@ -89,7 +89,7 @@ class ScratchEngine(Engine):
 
     @property
     def communicator(self) -> Communicator | None:
-        """That moves data; ``None`` where nothing is sharded."""
+        """The sharded module's communicator; ``None`` if nothing is sharded."""
         hooks = None if self.module is None else hooks_of(self.module)
         return None if hooks is None else hooks.schedule.communicator
 
