@@ -207,7 +207,7 @@ class FlatParameter:
         Not every kernel that optimizers use counts its writes.
         """
         self.micro_batch = 0
-        self._gathered_version = -1 if self.trained else self._gathered_version
+        self._gathered_version = -1 if self.is_trainable else self._gathered_version
 
     def note_use(self, slots: Iterable[int]) -> None:
         """Note that a forward uses leaves; freezing or thawing one there does so for good."""
@@ -221,12 +221,20 @@ class FlatParameter:
     # -- gradients -------------------------------------------------------------------------------
 
     @property
-    def trained(self) -> list[str]:
-        """Names of the trainable parameters that a forward since the last reduction has used.
+    def is_trainable(self) -> bool:
+        """Whether a forward since the last reduction used a parameter that required a gradient.
 
         One that was frozen in the meantime keeps the gradient that it has, as in torch.
         """
-        return [p.spec.name for p, has in zip(self.parameters, self._trained, strict=True) if has]
+        return any(self._trained)
+
+    @property
+    def trained(self) -> str:
+        """Which parameters it used so, for messages; all in most steps, which takes no time."""
+        if all(self._trained):
+            return f"{self.parameters[0].spec.name!r} and all beside it"
+        used = zip(self.parameters, self._trained, strict=True)
+        return str([p.spec.name for p, has_trained in used if has_trained])
 
     @property
     def has_local_gradients(self) -> bool:

@@ -284,7 +284,7 @@ class Schedule(Runner):
             else:
                 flat_param.leave_unreduced()
                 self.watchers.on_unreduced(flat_param)
-        self._reductions.start([flat_param for flat_param in synced if flat_param.trained])
+        self._reductions.start([flat_param for flat_param in synced if flat_param.is_trainable])
 
     def _syncs_gradients(self, flat_param: FlatParameter) -> bool:
         return all(unit.syncs_gradients for unit in self._users[flat_param])
@@ -335,7 +335,7 @@ class Schedule(Runner):
 
     def _reduce_waiting(self, candidates: Iterable[FlatParameter]) -> None:
         """Reduce those of ``candidates`` (the same on all ranks) that wait on any rank."""
-        flat_params = [flat_param for flat_param in candidates if flat_param.trained]
+        flat_params = [flat_param for flat_param in candidates if flat_param.is_trainable]
         if not flat_params:
             return
         waiting = [flat_param.has_local_gradients for flat_param in flat_params]

@@ -146,7 +146,7 @@ def _check_gradients(stepped: Collection[int]) -> None:
         parameters = [
             parameter
             for flat_param in schedule.flat_params
-            if flat_param.sends_sums and flat_param.trained
+            if flat_param.sends_sums and flat_param.is_trainable
             for parameter in flat_param.parameters
             if id(parameter) in stepped
         ]
