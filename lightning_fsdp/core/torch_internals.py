@@ -1,7 +1,7 @@
 """Every private or renamed name of torch that the core uses, but for the engine's.
 
-One each, with the reason; checked against torch 2.13. A name that goes away is to be replaced here,
-or in the engine's own file, and nowhere else.
+Each is here once, with the reason; checked against torch 2.13. If a name goes away, only this file
+changes, or the engine's own.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def skip_in_compiling(function: _Function) -> _Function:
-    """Let the compiler pass over a function, as over ``nn.Module.__call__``, to what it calls."""
-    # As ``torch._dynamo.eval_frame.skip_code``, whose module takes seconds to import.
+    """Let the compiler skip a function but not what it calls, as it does ``nn.Module.__call__``."""
+    # Does what ``torch._dynamo.eval_frame.skip_code`` does, whose module takes seconds to import.
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
-    strategy = eval_frame._FrameExecStrategy(skip, default)  # of the function, of what it calls
+    strategy = eval_frame._FrameExecStrategy(skip, default)  # for the function; for what it calls
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
 def has_values(tensor: Tensor) -> bool:
-    """Whether a tensor can be looked into; no public name for those that a dry run makes."""
+    """Whether a tensor has values. No public name tells those that a dry run makes."""
     return not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
 def is_transforming() -> bool:
-    """Whether a transform of ``torch.func`` runs here (``grad``, ``vmap``). No public name."""
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``) is running. No public name."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Whether hooks of its gradient are registered on a leaf, of either kind."""
+    """Whether a parameter has hooks on its gradient: before or after it is accumulated."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure of a step, if it has one. Hooks get the optimizer first, which is not said."""
+    """The closure of a step, if it has one. As is not documented, hooks get the optimizer first."""
     return kwargs.get("closure", args[1] if len(args) > 1 else None)
 
 
 def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> None:
-    """Let ``before`` be the last hook in front of an optimizer's step, ``after`` the first behind.
+    """Make ``before`` the last hook before an optimizer's step, and ``after`` the first one after.
 
-    By public names hooks are called in the order in which they came.
+    With public names, hooks are called in the order in which they were registered.
     """
     pre_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_pre_hooks)
     post_hooks = cast(OrderedDict[int, Any], optimizer._optimizer_step_post_hooks)
@@ -82,16 +82,16 @@ def next_to_step(optimizer: Optimizer, before: StepHook, after: StepHook) -> Non
 
 
 def enter_as_sharded(module: nn.Module) -> None:
-    """Tell torch's other ways to distribute a module that this one is sharded.
+    """Tell torch's other ways of distributing a module that this one is sharded.
 
-    ``replicate()`` around it then leaves its parameters alone, and torch's own ``fully_shard`` of
-    it is refused. No public name.
+    ``replicate()`` around it then leaves its parameters alone, and torch's own ``fully_shard``
+    refuses it. No public name.
     """
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def leave_as_plain(module: nn.Module) -> None:
-    """Take :func:`enter_as_sharded` back."""
+    """Undo :func:`enter_as_sharded`."""
     registry = module.__dict__.get(REGISTRY_KEY, {})
     registry.pop("fully_shard", None)
     if not registry:
@@ -101,7 +101,7 @@ def leave_as_plain(module: nn.Module) -> None:
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has a shape and a device but no data, as under ``FakeTensorMode``.
 
-    Memory and traffic of a model of any size are planned so. No public name.
+    With such tensors, memory and traffic of a model of any size are planned. No public name.
     """
     return isinstance(tensor, FakeTensor)
 
@@ -109,16 +109,16 @@ def is_fake(tensor: Tensor) -> bool:
 def access_flags(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte] | None:
     """Three bytes of a tensor's storage: 1 in the first and third makes every access raise.
 
-    A resize, too. torch does not check that a storage was resized to nothing: most kernels then
-    follow a null pointer, and the process ends. A storage has flags that make an access raise
-    instead (fake tensors use them), but of the two that are needed here Python can set none, so
-    they are written where they lie in memory, as long as the storage is alive:
+    That includes a resize. torch does not check whether a storage was resized to 0 bytes: most
+    kernels then follow a null pointer, and the process crashes. A storage has flags that make an
+    access raise instead (fake tensors use them), but Python can set neither of the two that are
+    needed here, so they are written where they lie in memory, while the storage is alive:
 
         first     has_mutable_data_ptr_check_: the others are asked at all
         third     throw_on_immutable_data_ptr_
 
     Returns:
-        ``None`` where they are not found; then nothing is guarded.
+        ``None`` if they are not found; then nothing is guarded.
     """
     offset = None if is_fake(tensor) else _offset_of_access_flags()
     if offset is None:
@@ -128,10 +128,11 @@ def access_flags(tensor: Tensor) -> ctypes.Array[ctypes.c_ubyte] | None:
 
 @functools.cache
 def _offset_of_access_flags() -> int | None:
-    """Where a ``c10::StorageImpl`` has its flags; ``None`` if it is not as in the known versions.
+    """The offset of a ``c10::StorageImpl``'s flags; ``None`` if they are not as in known versions.
 
-    Three bytes in a row. ``_set_throw_on_mutable_data_ptr`` sets the first two, which shows where
-    they are; a storage with memory shows that the first and the third do what they should.
+    They are three bytes in a row. ``_set_throw_on_mutable_data_ptr`` sets the first two, which
+    shows where they are; an attempt on another storage shows that the first and third do what they
+    should.
     """
     with torch.inference_mode(False):
         shown, tried = torch.zeros(1, device="cpu"), torch.zeros(1, device="cpu")
@@ -157,9 +158,10 @@ def _offset_of_access_flags() -> int | None:
 def detach_flat_weights(module: nn.Module) -> None:
     """Let ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` hold their weights as other modules do.
 
-    They refer to their weights weakly, to see whether they were replaced; ``swap_tensors`` refuses
-    such tensors. They also move them into memory of their own, for cuDNN; ours would stay behind.
-    They go on to update their list of weights when one is set. No public names.
+    They refer to their weights weakly, to see whether these were replaced; such tensors cannot be
+    swapped. They also move weights into memory of their own, for cuDNN; leaves would no longer be
+    views of the whole copy. Their list of weights is still updated when one is set. No public
+    names.
     """
     if isinstance(module, nn.RNNBase):
         module.__dict__["flatten_parameters"] = _leave_where_they_are
@@ -180,14 +182,19 @@ def _leave_where_they_are() -> None:
 
 
 class OptimizerOnLists:
-    """Stands for an optimizer of ``torch.optim`` in its own ``step``: the math gets other tensors.
+    """Stands for an optimizer of ``torch.optim`` in its own ``step``, to compute on other tensors.
 
-    Those classes collect parameters, gradients and state of a group in lists (``_init_group``, no
-    public name) and then compute on the lists alone. Here the optimizer itself collects them, and
+    These classes collect parameters, gradients and state of a group in lists (``_init_group``, no
+    public name) and then compute on the lists only. Here the optimizer itself collects them, and
     ``change`` may put tensors that share their memory in their place.
+
+    Args:
+        optimizer: Whose step it is.
+        change: Called with a group and its lists, which it may change in place; returns whether it
+            did.
     """
 
-    state: Any  # the optimizer's own, or nobody's
+    state: Any  # the optimizer's own, or a dict that is dropped
 
     def __init__(
         self, optimizer: Optimizer, change: Callable[[dict[str, Any], tuple[list[Any], ...]], bool]
@@ -200,24 +207,24 @@ class OptimizerOnLists:
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         self.state = self._optimizer.state
-        # For every attribute of a subclass torch asks ``__torch_function__``, several times.
+        # Else torch calls ``__torch_function__`` for every attribute of a subclass, several times.
         with without_torch_function():
             result = self._optimizer._init_group(group, *lists)  # type: ignore[attr-defined]
         if self._change(group, lists):
-            # SGD files its lists in ``state`` once more afterwards. Their memory is there already,
-            # under the optimizer's parameters.
+            # SGD writes its lists to ``state`` once more afterwards, under the slices. They are
+            # there already, under the optimizer's parameters.
             self.state = defaultdict(dict)
         return result
 
 
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Name of the backend that moves tensors of such devices. A group may have one for each."""
+    """Name of a group's backend for devices of a type; it may have another one for each type."""
     backends = dist.get_backend_config(group).split(",")
     return dict(backend.split(":") for backend in backends).get(device_type, "none")
 
 
 def device_type_of(group: dist.ProcessGroup) -> str:
-    """Of the tensors that a group is meant for: CUDA where it has NCCL."""
+    """The type of device that a group is meant for: CUDA if it has NCCL."""
     return "cuda" if "nccl" in backend_of(group, "cuda") else "cpu"
 
 
@@ -234,13 +241,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 def likeness_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same name whose collectives do nothing.
 
-    Observers, profilers and dispatch modes see what is called on it as if it were called on the
-    group. No public name makes one.
+    To profilers, dispatch modes and other observers, calls on it look like calls on the group. No
+    public name makes one.
     """
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    fake = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # by torch's version
+    fake = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)  # depends on the version
     likeness = dist.ProcessGroup(HashStore(), rank, world_size)
     likeness._register_backend(
         torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, fake(rank, world_size)
@@ -252,9 +259,9 @@ def likeness_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def swap_tensors(ours: Tensor, theirs: Tensor) -> None:
     """Exchange the contents of two tensor objects, which keep their identity.
 
-    As ``torch.utils.swap_tensors``, which also counts who refers to them from C++, and raises for
-    one that does so for a moment only: a transport's thread that has just sent a tensor. Such a one
-    goes on to hold the old content. No public names.
+    As ``torch.utils.swap_tensors``, which also counts references from C++, and raises even for one
+    that is there for a moment only: a transport's thread that has just sent a tensor. Such a thread
+    keeps the old content. No public names.
     """
     ours.__class__, theirs.__class__ = theirs.__class__, ours.__class__
     ours.__dict__, theirs.__dict__ = theirs.__dict__, ours.__dict__
