@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with bar:
 
         def on_total(num_bytes: int) -> None:
+            bar.delay = 0  # it is shown now, and so is to be cleared
             bar.reset(total=num_bytes)
 
         def on_bytes(num_bytes: int) -> None:
