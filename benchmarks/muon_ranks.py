@@ -120,7 +120,7 @@ def flops(shape: Shape) -> float:
 def owners(model: Model, num_ranks: int) -> Cost:
     """Exactly as the core does it."""
     named = [(str(i), shape) for i, shape in enumerate(model.shapes)]
-    # The core lays every second unit out backwards.
+    # The core lays every second block out backwards.
     layouts = [plan_layout(order, num_ranks) for order in (named, named[::-1])]
     cuts = []
     for block in range(model.num_blocks):

@@ -58,12 +58,20 @@ def test_a_weight_tied_across_units_is_a_flat_param_of_its_own():
     assert [names_of(flat_param) for flat_param in shared] == [["transformer.wte.weight"]]
 
 
-def test_every_second_unit_is_laid_out_backwards():
+def test_every_second_block_is_laid_out_backwards():
     model = gpt2()
     plans = plan_units(model, find_units(model, None), set(), set())
     in_order = [names for plan in plans if (names := [plan.names[p] for p in plan.sites])]
     of_blocks = [names_of(flat_param) for flat_param in cut_flat_params(plans)[:3]]
     assert of_blocks == [in_order[0], in_order[1][::-1], in_order[2]]
+
+
+def test_a_teacher_is_laid_out_as_its_student():
+    model = nn.ModuleDict({"student": gpt2(), "teacher": gpt2().requires_grad_(False)})
+    plans = plan_units(model, find_units(model, None), set(), set())
+    names = list(map(names_of, cut_flat_params(plans)))
+    of = {who: [[n.replace(who, "", 1) for n in run if who in n] for run in names] for who in model}
+    assert list(filter(None, of["teacher"])) == list(filter(None, of["student"]))
 
 
 def test_parameters_held_directly_by_the_root_are_a_unit_of_the_root():

@@ -80,13 +80,15 @@ def plan_units(
 def cut_flat_params(plans: Sequence[UnitPlan]) -> list[FlatParameterPlan]:
     """Cut the units' parameters into flat parameters, in order; sharded ones have theirs already.
 
-    Every second unit is laid out backwards. A rank that holds the large matrices of one block then
+    Every second block is laid out backwards. A rank that holds the large matrices of one block then
     holds the small ones of the next, so that owners of whole tensors (``optimizers/owners.py``)
-    have equal work where most of each tensor lies.
+    have equal work where most of each tensor lies. Two copies of a model have the same slices: what
+    counts is a block's number in its list, not how many units there are before it.
     """
     users: dict[Tensor, list[UnitPlan]] = {}
-    for number, plan in enumerate(plans):
-        for parameter in reversed(plan.sites) if number % 2 else plan.sites:
+    for plan in plans:
+        number = next(filter(str.isdecimal, reversed(plan.name.split("."))), "0")
+        for parameter in reversed(plan.sites) if int(number) % 2 else plan.sites:
             if not isinstance(parameter, Sharded):
                 users.setdefault(parameter, []).append(plan)
     flat_params: dict[object, FlatParameterPlan] = {}

@@ -160,7 +160,7 @@ def _local_of(arg: Any, like: Any, func: Any) -> Any:
     if arg.spec is not like.spec and arg.spec.slice != like.spec.slice:
         raise RuntimeError(
             f"{func}: expected sharded tensors with the same slice, got {like!r} and {arg!r}. "
-            "Call full_tensor() on both (on every rank) and work on the whole tensors."
+            "Give the second as full_tensor() (on every rank): its slice is taken, also in place."
         )
     return arg.to_local()
 
