@@ -106,6 +106,7 @@ def _select(root: nn.Module, selector: UnitSelector) -> list[nn.Module]:
 
 
 def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module]:
+    """Find repeated layers below a module, the outermost ones; ``is_list``: it is in a list."""
     # A list or a dictionary inside a list is not a layer itself, but may hold layers.
     is_list = isinstance(module, nn.ModuleList) or (is_list and not has_forward(module))
     repeats = is_list or isinstance(module, nn.Sequential)
@@ -121,6 +122,7 @@ def _find_blocks(module: nn.Module, is_list: bool = False) -> Iterator[nn.Module
 
 
 def _select_by_size(root: nn.Module, minimum: int) -> list[nn.Module]:
+    """Modules with at least ``minimum`` parameters that no chosen module inside them has."""
     chosen: list[nn.Module] = []
 
     def visit(module: nn.Module) -> int:

@@ -184,6 +184,7 @@ def _initialise(
 
 
 def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Watcher]]:
+    """What makes the watchers of a schedule, and those of its copies: called once for each."""
     control = control_of(communicator)
     names = control.model_names()
 
@@ -204,6 +205,7 @@ def _watchers_of(communicator: Communicator, home: Home) -> Callable[[], list[Wa
 def _make_flat_param(
     plan: FlatParameterPlan, region: Region, policy: PrecisionPolicy
 ) -> FlatParameter:
+    """Turn parameters into sharded ones, as the same objects, and make their flat parameter."""
     for parameter in plan.parameters:
         if not parameter.is_meta:
             region.take(parameter, parameter)
@@ -235,6 +237,7 @@ def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None
 
 
 def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -> Unit:
+    """Make a unit of parameters that are sharded by now."""
     sites_in: dict[FlatParameter, dict[int, list[Site]]] = {}
     for parameter, sites in plan.sites.items():
         spec = cast(ShardedTensor, parameter).spec

@@ -246,6 +246,11 @@ def _shard(modules: list[Any], options: _Options, choose: _Choose) -> None:
 
 
 def _open_group(options: _Options) -> Communicator:
+    """The communicator of the mesh, or of the default group. Collective at the first request.
+
+    Raises:
+        RuntimeError: There is no process group.
+    """
     mesh = options.mesh
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -50,6 +50,14 @@ def _inside(unit: Unit, what: str) -> RuntimeError:
 
 
 def _check_conversion(unit: Unit, flat_param: FlatParameter, like: Tensor, ours: set[int]) -> None:
+    """Refuse to convert a flat parameter where that is not possible; see ``ShardedModule._apply``.
+
+    Args:
+        unit: A unit that uses it.
+        flat_param: To be converted.
+        like: Has the new dtype and device.
+        ours: ``id`` of each parameter of the module that is converted.
+    """
     where = f"unit {unit.name!r} (rank {unit.communicator.mesh_rank})"
     if like.device != flat_param.shard.device:
         raise NotImplementedError(

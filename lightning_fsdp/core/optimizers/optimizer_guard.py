@@ -66,6 +66,7 @@ def _register_once() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Check a step, and choose what it computes on; returns the arguments to call it with."""
     _refuse_whole_copies(optimizer)
     sharded = _sharded_in(optimizer)
     whole_tensors = None if type(optimizer) in ELEMENTWISE else whole_tensors_of(optimizer)

@@ -74,6 +74,7 @@ class Twin:
         return (parameter,) if piece is None else piece.stepped
 
     def _state(self) -> defaultdict[Any, Any]:
+        """The user's state, by the tensors that are stepped here."""
         state: defaultdict[Any, Any] = defaultdict(dict)
         for key, values in self._original.state.items():
             piece = self._pieces.get(id(key))

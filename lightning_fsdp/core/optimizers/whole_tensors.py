@@ -222,6 +222,7 @@ class WholeTensors:
         return [piece for piece in self.pieces() if not piece.is_slice]
 
     def _piece_of(self, parameter: Tensor, group: Mapping[str, Any], before: Piece | None) -> Piece:
+        """A parameter's piece as its group asks for it; its owner stays the one of ``before``."""
         name, communicator, cut = self._slices.cut(parameter)
         local = self._slices.local(parameter)
         if group.get(ELEMENTWISE_GROUP):

@@ -106,6 +106,14 @@ class HostsCommunicator(Communicator):
     def _gather_through(
         self, part: Tensor, whole: Tensor, unit_name: str, kept: Tensor | None = None
     ) -> Pending:
+        """Gather between hosts into ``part``; waiting for it gathers within the host.
+
+        Args:
+            part: A view of what this rank keeps of ``whole``; its shard is in its place.
+            whole: Is filled.
+            unit_name: For the message if it fails.
+            kept: Gets a copy of ``part`` once it is filled.
+        """
         gather = self.column.gather(part, unit_name)
 
         def gather_in_row() -> Tensor:

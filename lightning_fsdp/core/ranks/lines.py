@@ -228,6 +228,11 @@ class Lines:
             )
 
     def _introduce(self, opened: contextlib.ExitStack) -> Process:
+        """Open this rank's pipe, and return what the others have to know of this process.
+
+        Raises:
+            OSError: Pipes hold too little.
+        """
         pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         for descriptor in pipe:
             opened.callback(os.close, descriptor)
@@ -258,6 +263,7 @@ class Lines:
     # -- in the thread ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        """Handle messages until this rank's lines end, and notice processes that have ended."""
         inbox, poll = self._processes[self._rank].inbox, selectors.PollSelector()
         for rank, descriptor in (None, inbox), *enumerate(self._ends):
             poll.register(descriptor, selectors.EVENT_READ, rank)

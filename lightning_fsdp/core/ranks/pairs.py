@@ -133,6 +133,7 @@ def mean(
 def _mean_in_rank_order(
     rows: dict[int, Tensor], mine: Sequence[Piece], rank: int, dtype: torch.dtype
 ) -> Tensor:
+    """The mean of ``rows``, which are taken out, and own pieces, summed in ``dtype``."""
     # a + b and b + a have the same bits, so the first two terms may change places: the sum starts
     # with a row that was received, so that it can be made in that row's memory.
     first, world_size = min(rows), len(rows) + 1

@@ -33,6 +33,8 @@ _ABOUT_NO_VALUE = {
 
 
 class _FreedLeaf(nn.Parameter):
+    """A leaf without memory: whatever needs its values raises, and names the parameter."""
+
     spec: ShardSpec
 
     @classmethod
@@ -99,6 +101,11 @@ class FreedMemory(Watcher):
         self._set_access(flat_param.buffer, refused=True)
 
     def _explain_memory(self, flat_param: FlatParameter, spec: ShardSpec) -> None:
+        """Say why a leaf still has memory after the whole copy was freed.
+
+        Raises:
+            RuntimeError: It has another tensor's, which a forward has assigned to ``.data``.
+        """
         if flat_param.buffer.flat.untyped_storage().nbytes() == 0:
             raise RuntimeError(
                 f"parameter {spec.name!r} (rank {spec.communicator.mesh_rank}): expected it to be "

@@ -165,6 +165,7 @@ class _Tree:
         return site.name in self._original[site.module][0]
 
     def _visit(self, module: nn.Module, model: nn.Module | None) -> None:
+        """Note position and model of a module, and of all below it first."""
         if module in self.models:
             return
         initialiser = getattr(module, "_init_weights", None)
@@ -176,6 +177,10 @@ class _Tree:
         self.position[module] = len(self.position)
 
     def _set(self, batch: _Batch, initialising: Collection[nn.Module]) -> None:
+        """Make a batch real and marked, and shield everything else.
+
+        Modules that initialise see buffers that are real by now, in copies.
+        """
         for module, (parameters, buffers) in self._original.items():
             stand_ins: dict[str, Any] = {}
             for name, buffer in buffers.items():
@@ -193,6 +198,7 @@ class _Tree:
                 site.module._buffers[site.name] = fresh
 
     def _initialise(self, owners: Collection[nn.Module], modules: Collection[nn.Module]) -> None:
+        """Run the initialisers of ``modules``; ``owners``: those that have tensors of the batch."""
         for module in modules:
             for name in _OWN_INITIALISERS:
                 initialiser = getattr(module, name, None)

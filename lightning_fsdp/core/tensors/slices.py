@@ -33,6 +33,7 @@ from lightning_fsdp.core.tensors.sharded_tensor import Handler, ShardedTensor, r
 
 
 def _alias(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """``detach()``: over the same memory, and noted for :attr:`ShardedTensor.data`."""
     source = args[0]
     if source._aliases is None:
         source._aliases = weakref.WeakSet()
@@ -69,6 +70,7 @@ def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on slices; whole plain tensors beside them are cut."""
     like = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     written = kwargs.get("out", args[0]) if func._schema.is_mutable else like
     if not isinstance(written, ShardedTensor):
