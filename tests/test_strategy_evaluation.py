@@ -1,7 +1,9 @@
 """Evaluation around training, and what a module is after it: as with DDP, whole, ready to go on."""
 
 import copy
+import gc
 import io
+import itertools
 from unittest import mock
 
 import pytest
@@ -20,6 +22,7 @@ from tests.support.trainer import (
     on_trainer_ranks,
     outcome_of,
     seeded,
+    weights_of,
 )
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
@@ -129,6 +132,23 @@ def _goes_on(strategy, folder, rank):
 
 def test_after_an_exception_the_same_module_trains_on(tmp_path):
     assert_like_ddp(_goes_on, tmp_path)
+
+
+def _goes_on_elsewhere(rank, world_size, folder):
+    outcomes = []
+    for first, second in itertools.permutations(("scratch_fsdp", "fsdp1_zero3", "fsdp2_zero3"), 2):
+        model = seeded(_FailsOnce)
+        with pytest.raises(ValueError, match="once"):
+            make_trainer(first, folder).fit(model, make_loader())
+        gc.collect()  # nobody keeps the Trainer that has failed
+        make_trainer(second, folder).fit(model, make_loader())
+        outcomes.append(weights_of(model))
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome, outcomes[0])
+
+
+def test_after_an_exception_a_module_trains_on_under_another_engine(tmp_path):
+    on_trainer_ranks(_goes_on_elsewhere, 2, tmp_path)
 
 
 def _new_trainer_same_model(strategy, folder, rank):

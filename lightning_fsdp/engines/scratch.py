@@ -30,7 +30,7 @@ from lightning_fsdp.core.state.full_state import load_full_state_dict
 from lightning_fsdp.core.tensors.norms import global_norm, reduced_gradients
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
-from lightning_fsdp.engines.autocast import forget_main_dtype, keep_main_dtype
+from lightning_fsdp.engines.autocast import keep_main_dtype
 from lightning_fsdp.engines.base import Engine, agree_on_module, broadcast_from_rank0
 from lightning_fsdp.engines.gatherable import Gatherable, gatherable_of
 from lightning_fsdp.engines.undo import give_back
@@ -78,7 +78,6 @@ class ScratchEngine(Engine):
         self.module = None
         self._plan_of_held.clear()
         if isinstance(module, ShardedModule):
-            forget_main_dtype(module)
             give_back(module)
 
     @override

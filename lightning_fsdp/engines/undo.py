@@ -10,6 +10,7 @@ from lightning_fsdp.core.engine.hooks import detach
 from lightning_fsdp.core.safety.recovery import abandon
 from lightning_fsdp.core.sharded_module import ShardedModule, units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
+from lightning_fsdp.engines.autocast import forget_main_dtype
 
 _OWN_OF_TENSOR = ("_local", "spec", "_is_param", "gradient_hooks", "_aliases")
 
@@ -20,6 +21,7 @@ def give_back(module: nn.Module) -> None:
     Parameters stay the same objects, so that ties and optimizers hold; they end on the CPU, one at
     a time, as the whole module may be larger than the device. Gradients are dropped.
     """
+    forget_main_dtype(module)
     for unit in units_in(module):
         abandon(unit, drops_gradients=True)
     for inner in module.modules():

@@ -51,9 +51,11 @@ from typing_extensions import override
 from lightning_fsdp.checkpoint import background
 from lightning_fsdp.checkpoint.contents import NAMES
 from lightning_fsdp.core.ranks.groups import StateOver
+from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.engines.access import GradientAccess, WeightAccess
 from lightning_fsdp.engines.base import Engine, owner_of
 from lightning_fsdp.engines.rank_grid import GridChoice, open_grid, rows_of
+from lightning_fsdp.engines.undo import give_back
 from lightning_fsdp.strategies import (
     lightning_internals,
     random_states,
@@ -350,6 +352,8 @@ class ShardedStrategy(ProcessStrategy):
         for module in dict.fromkeys((self.engine.module, self.lightning_module)):
             if module is not None:
                 (owner_of(module) or self.engine).make_whole(module)
+                if isinstance(module, ShardedModule):  # by the core, and this is another engine
+                    give_back(module)
                 unit_calls.undo(module)
         self._open_grid()
 
