@@ -130,7 +130,7 @@ OFFLOADED = {"offload_policy": CPUOffloadPolicy(), "make_optimizer": sgd}
 LANDINGS = ["synchronize in offload.landed"] * 4
 NORM_OVER_THE_DEVICE = [
     "copy from pageable memory in norms.partial_norm",
-    "copy to pageable memory in grad_norm.global_norm",
+    "copy to pageable memory in norms.global_norm",
 ]
 ANSWER_OVER_THE_DEVICE = [
     "synchronize in grad_scaler._unscale",  # torch has queued copies of scale and answer
