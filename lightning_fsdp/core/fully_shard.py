@@ -67,10 +67,10 @@ def fully_shard(
     """Shard the parameters of one module as one unit; call bottom-up, as with torch's FSDP2.
 
     Parameters that inner calls have sharded already stay in their own units. What is on the meta
-    device gets initial values, one unit at a time, from the module's own initialisers:
-    ``reset_parameters()``, and ``_init_weights(module)`` of an enclosing model. Nothing is
-    broadcast, as each rank keeps its slice of its own model: build the same one on every rank.
-    Collective.
+    device gets initial values, one unit at a time and the same on every rank, from the module's own
+    initialisers: ``reset_parameters()``, and ``_init_weights(module)`` of an enclosing model. What
+    has values already is not broadcast, as each rank keeps its slice of its own model: build the
+    same one on every rank. Collective.
 
     Args:
         module: A module, or a list of modules that run one after another and form one unit.

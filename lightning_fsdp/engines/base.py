@@ -265,7 +265,7 @@ class Engine(ABC):
         return
 
     def keep_optimizer(self, optimizer: Optimizer) -> None:
-        """Called in an evaluation for optimizers of the fit before, which it may have to save."""
+        """Called in an evaluation for optimizers of the fit before, which may be saved in it."""
         return
 
     def watch_optimizer(self, optimizer: Optimizer) -> None:

@@ -97,7 +97,8 @@ class ShardedStrategy(ProcessStrategy):
             left are found.
         accumulation: ``"local"``: micro-batches communicate no gradient before the last one, and
             hold whole gradients (4 bytes per parameter in fp32). ``"sum"``: every micro-batch is
-            reduced into the shard; over replicas only the last one is, except under FSDP1.
+            reduced into the shard; the mean over replicas is taken with the last one, under FSDP1
+            with each.
         checkpoint: How to save. ``"full"``: one file of whole tensors. ``"sharded"``: a folder to
             which each rank writes its slices. Either can be loaded, whatever is chosen here.
         checkpoint_base: ``False``: checkpoints, of either kind, hold no frozen parameters; a run
@@ -687,7 +688,7 @@ class ShardedStrategy(ProcessStrategy):
         if self.precision_plugin.nonfinite is not None:
             self.precision_plugin.nonfinite.close()
         if self.lightning_module is not None and not self._is_interrupted:
-            background.join_last()  # first, as whole modules and its copy may not fit into memory
+            background.join_last()  # first: its copy and whole modules may not fit into memory
             self.engine.broadcast_buffers()  # so that all ranks have the same running statistics
             self.engine.make_whole(self.lightning_module)
             unit_calls.undo(self.lightning_module)

@@ -201,8 +201,8 @@ class Communicator:
         mesh_size: Number of processes that train the model together.
         where: ``mesh_rank`` and ``mesh_size`` in words, for messages.
         device: Device of the tensors that the group moves: the one that was current at the
-            sharding. It is not asked for again, as the current device is another one in each
-            thread.
+            sharding. It is not asked for again, as the current device may be another one in
+            each thread.
         after_reduction: Stages that follow each reduction, with their names.
         keeps_parts: Whether :meth:`regather` moves less where no shard has changed. It is the same
             on all ranks.

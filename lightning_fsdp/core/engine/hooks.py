@@ -167,8 +167,8 @@ class ModuleHooks:
         for tensor in tensors_in(*outputs):
             node = tensor.grad_fn
             nodes.add(node)
-            # An input that is returned has this call's identity node, which is the ``ctx`` that
-            # refers to these hooks; its base was made elsewhere.
+            # An input that is returned was made by this call's identity node, whose ``hooks`` are
+            # these; its base was made elsewhere.
             is_made_here = node is not None and getattr(node, "hooks", None) is not self
             if is_made_here and tensor._is_view() and tensor._base is not None:
                 nodes.add(tensor._base.grad_fn)

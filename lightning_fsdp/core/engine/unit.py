@@ -90,7 +90,8 @@ class Unit:
         needs_backward_gather: False where the backward reads no weight (plain embeddings).
         has_leaves_installed: Whether the modules hold the leaves now, not the sharded parameters.
         is_kept_for_graph: Whether the whole copy is kept until the optimizer's step, as under
-            ZeRO-2, because a graph of gradients (``create_graph=True``) may read it.
+            ZeRO-2, or until :meth:`reshard`, because a graph of gradients (``create_graph=True``)
+            may read it.
         hold: Stands for the unit in ``FlatParameter.holders``, so that these do not refer to it.
     """
 
