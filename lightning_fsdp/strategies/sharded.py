@@ -357,6 +357,8 @@ class ShardedStrategy(ProcessStrategy):
                     give_back(module)
                 unit_calls.undo(module)
         self._open_grid()
+        trainer = self._module.trainer  # a rank may raise alone from here on
+        lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
 
     def _open_grid(self) -> None:
         """Choose the ranks of each replica, once for as long as there is a process group."""
@@ -431,7 +433,6 @@ class ShardedStrategy(ProcessStrategy):
         self._let_names_wait_for_saves(trainer)
         requeue_together(trainer, self._checkpoints)
         self._end_if_told = end_together(trainer)
-        lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
         # Inference tensors cannot be trained; Lightning knows this of its own FSDP only.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False

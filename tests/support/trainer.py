@@ -201,6 +201,8 @@ def strict_warnings() -> None:
         (UserWarning, "Your `IterableDataset` has `__len__` defined"),
         (UserWarning, "Checkpoint directory .* exists and is not empty"),
         (UserWarning, "Be aware that when using `ckpt_path`"),
+        (UserWarning, ".*was called without a model"),  # with an OnExceptionCheckpoint, always
+        (UserWarning, ".*there is no last checkpoint available"),  # likewise
         (UserWarning, "Using ModelCheckpoint with manual optimization"),
         (DeprecationWarning, "`torch.jit.script_method` is deprecated"),
         (RuntimeWarning, "Guards may run slower on Python 3.13.0"),
