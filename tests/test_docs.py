@@ -65,8 +65,8 @@ def test_the_plan_prints_what_the_page_shows(arguments, shown, capsys):
 @pytest.mark.parametrize(("loss", "most"), [("plain", 35), ("chunked", 235)])
 def test_the_batches_that_pages_name_fit_and_one_more_does_not(loss, most):
     run = Run(world_size=8, loss=loss, activation_checkpointing=True)
-    with dry_run._training(config_of("gpt2-small"), run) as training:  # built once for both
-        fits, too_large = (training.plan(size).peak_bytes for size in (most, most + 1))
+    with dry_run.dry_runs(config_of("gpt2-small"), run) as plan_of:
+        fits, too_large = (plan_of(size, 1).peak_bytes for size in (most, most + 1))
     assert fits <= 24e9 < too_large
     for page in ("README.md", "docs/planning.md"):
         assert re.search(rf"\b{most}\b", PAGES[page]), page
