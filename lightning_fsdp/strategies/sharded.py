@@ -357,8 +357,11 @@ class ShardedStrategy(ProcessStrategy):
                     give_back(module)
                 unit_calls.undo(module)
         self._open_grid()
-        trainer = self._module.trainer  # a rank may raise alone from here on
-        lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer  # a rank may raise alone from here on
+            lightning_internals.collect_checkpoints_inside(
+                trainer, lambda: self._collecting(trainer)
+            )
 
     def _open_grid(self) -> None:
         """Choose the ranks of each replica, once for as long as there is a process group."""
