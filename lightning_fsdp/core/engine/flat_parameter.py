@@ -230,7 +230,10 @@ class FlatParameter:
 
     @property
     def trained(self) -> str:
-        """Which parameters it used so, for messages; all in most steps, which takes no time."""
+        """Names of the parameters that :attr:`is_trainable` is about; ranks agree on them.
+
+        Made for every reduction: if these are all parameters, as a rule, it names only the first.
+        """
         if all(self._trained):
             return f"{self.parameters[0].spec.name!r} and all beside it"
         used = zip(self.parameters, self._trained, strict=True)
