@@ -144,15 +144,14 @@ class Unit:
     @property
     def is_held(self) -> bool:
         """Whether this unit has the whole copy, or waits for its gather."""
-        return any(self.hold in flat_param.holders for flat_param in self.sites)  # of all, or none
+        for flat_param in self.sites:  # it holds all of them, or none
+            return self.hold in flat_param.holders
+        return False
 
     @property
     def is_whole(self) -> bool:
         """Whether this unit has the whole copy."""
-        for flat_param in self.sites:
-            if flat_param.state != "unsharded":
-                return False
-        return self.is_held
+        return self.is_held and all(flat_param.state == "unsharded" for flat_param in self.sites)
 
     @property
     def is_stale(self) -> bool:
