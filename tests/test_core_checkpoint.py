@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_fsdp import ZERO3, CPUOffloadPolicy, full_state_dict, shard_model
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.engines.flat_piece import FlatPiece
+from tests.support.breaking import padding_in
 from tests.support.memory import StorageTracker, bytes_of
 from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.parity import PLANS, assert_same_tensors, whole
@@ -52,10 +53,8 @@ def _load(rank, world_size, folder, plan, arguments=None):
     dcp.load(state, checkpoint_id=folder)
     assert_same_tensors(full_state_dict(model), Oddities(seed=1).state_dict(), atol=0)
     for flat_param in {flat_param for unit in units_in(model) for flat_param in unit.flat_params}:
-        shard, layout = flat_param.shard, flat_param.layout
-        for start, stop in layout.padding(*layout.shard_range(rank)):
-            offset = layout.shard_range(rank)[0]
-            assert not shard[start - offset : stop - offset].any()
+        for padding in padding_in(flat_param.shard, flat_param.layout, rank):
+            assert not padding.any()
 
     # What was read elsewhere is taken by load_state_dict as well.
     other = shard_model(Oddities(seed=3), plan, **(arguments or {}))

@@ -10,10 +10,9 @@ from lightning_fsdp.core.engine.layout import (
     SHARD_ALIGNMENT,
     FlatLayout,
     Slot,
-    complement,
     plan_layout,
 )
-from lightning_fsdp.core.ranks.pairs import cut_into_runs
+from lightning_fsdp.core.ranks.pairs import complement, cut_into_runs
 from lightning_fsdp.core.tensors.flat_chunks import Box, boxes
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
@@ -51,15 +50,6 @@ def test_a_slice_lies_in_the_shard_where_the_region_has_it(list_of_shapes, world
             offset = slot.offset + piece.start - start
             assert [e for e in shard if e and e[0] == slot.name] == expected
             assert not expected or shard[offset : offset + piece.numel] == expected
-
-
-@given(shapes, world_sizes)
-def test_padding_is_exactly_what_no_parameter_covers(list_of_shapes, world_size):
-    layout = plan(list_of_shapes, world_size)
-    covered = {slot.offset + e for slot in layout.slots for e in range(slot.numel)}
-    padding = {e for start, stop in layout.padding() for e in range(start, stop)}
-    assert covered | padding == set(range(layout.numel))
-    assert not covered & padding
 
 
 @given(shapes, world_sizes)

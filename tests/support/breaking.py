@@ -11,6 +11,8 @@ from lightning_fsdp.core import assembly
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
+from lightning_fsdp.core.engine.layout import FlatLayout
+from lightning_fsdp.core.ranks.pairs import complement
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
@@ -82,9 +84,15 @@ def after_reductions_start(change: Callable[[Tensor], object]) -> None:
 
 
 def fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:
-    first, last = flat_param.layout.shard_range(flat_param.communicator.rank)
-    for start, stop in flat_param.layout.padding(first, last):
-        shard[start - first : stop - first] = 1
+    for padding in padding_in(shard, flat_param.layout, flat_param.communicator.rank):
+        padding.fill_(1)
+
+
+def padding_in(shard: Tensor, layout: FlatLayout, rank: int) -> list[Tensor]:
+    """The parts of a rank's shard that belong to no parameter."""
+    first, last = layout.shard_range(rank)
+    used = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+    return [shard[start - first : stop - first] for start, stop in complement(used, first, last)]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

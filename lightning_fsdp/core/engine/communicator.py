@@ -131,8 +131,8 @@ class LocalRegion:
     """This rank's own gradients of one flat region: the input of a reduction.
 
     Attributes:
-        gradients: By slot, original shape, any dtype. Packing takes each out as soon as it was
-            copied, which frees it; a slot without a gradient counts as zeros.
+        gradients: By slot, original shape, any dtype. Packing takes them out and frees them; a slot
+            without a gradient counts as zeros.
         layout: Layout of the region.
         unit_name: For the message if the reduction fails.
         empty: Allocates memory on the device of the gradients.
@@ -153,22 +153,23 @@ class LocalRegion:
         Args:
             slots: A run of neighbours; default: the whole region, padding at its end included.
         """
-        layout, gradients, dtype = self.layout, self.gradients, self.sent_dtype
+        layout, gradients = self.layout, self.gradients
         start, stop = (0, layout.numel) if slots is None else layout.extent(slots)
         slots = range(len(layout.slots)) if slots is None else slots
         if len(slots) == 1 and self._can_be_sent(slots[0], stop - start):
             return gradients.pop(slots[0]).view(-1)  # read from where autograd made it
-        packed = self.empty(stop - start, dtype)
-        for padding_start, padding_stop in layout.padding(start, stop):
-            packed[padding_start - start : padding_stop - start].zero_()
+        packed, parts, position = self.empty(stop - start, self.sent_dtype), [], start
         for index in slots:
-            slot = layout.slots[index]
-            place = packed.narrow(0, slot.offset - start, slot.numel)
-            if index in gradients:
-                place.view(slot.shape).copy_(gradients.pop(index))  # freed as soon as it is copied
-            else:
-                place.zero_()
-        return packed
+            slot, gradient = layout.slots[index], gradients.pop(index, None)
+            if slot.offset > position:  # padding
+                parts.append(packed.new_zeros(slot.offset - position))
+            if gradient is None:
+                gradient = packed.new_zeros(1).expand(slot.numel)  # as many, in the memory of one
+            parts.append(gradient.reshape(-1))
+            position = slot.offset + slot.numel
+        if stop > position:
+            parts.append(packed.new_zeros(stop - position))
+        return torch.cat(parts, out=packed)  # on CUDA one kernel, not one for each
 
     @property
     def is_narrow(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 32
@@ -111,11 +111,6 @@ class FlatLayout:
         stop = min(shard_stop - slot.offset, slot.numel)
         return FlatSlice(slot.shape, start, max(start, stop))
 
-    def padding(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-        """The ranges of the region, cut to ``[start, stop)``, that belong to no parameter."""
-        used = [(slot.offset, slot.offset + slot.numel) for slot in self.slots]
-        return complement(used, start, self.numel if stop is None else stop)
-
     def extent(self, slots: range) -> tuple[int, int]:
         """First and past-the-last element of a run of neighbouring slots."""
         last = self.slots[slots[-1]]
@@ -146,19 +141,6 @@ def plan_layout(
         position += slots[-1].numel
     shard_numel = _round_up(-(-position // shard_world_size), SHARD_ALIGNMENT)
     return FlatLayout(tuple(slots), shard_numel, shard_world_size, places)
-
-
-def complement(
-    ranges: Iterable[tuple[int, int]], start: int, stop: int
-) -> Iterator[tuple[int, int]]:
-    """The gaps, none empty, that ordered and disjoint ``ranges`` leave in ``[start, stop)``."""
-    position = start
-    for used_start, used_stop in ranges:
-        if min(used_start, stop) > position:
-            yield position, min(used_start, stop)
-        position = max(position, used_stop)
-    if stop > position:
-        yield position, stop
 
 
 def _expect(is_so: bool, what: str, found: int) -> None:

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
-from lightning_fsdp.core.engine.layout import complement
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.lines import Lines, Places, Refused, Take
-from lightning_fsdp.core.ranks.pairs import Parts, Piece
+from lightning_fsdp.core.ranks.pairs import Parts, Piece, complement
 
 _log = logging.getLogger(__name__)
 

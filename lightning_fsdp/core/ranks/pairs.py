@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from lightning_fsdp.core.engine.communicator import (
     Works,
     collective,
 )
-from lightning_fsdp.core.engine.layout import FlatLayout, complement
+from lightning_fsdp.core.engine.layout import FlatLayout
 from lightning_fsdp.core.ranks.narrow import may_overflow
 
 MAX_PAIRWISE_WORLD_SIZE = 8
@@ -182,3 +182,16 @@ def cut_into_runs(layout: FlatLayout, min_numel: int) -> list[range]:
     is_large = [slot.numel >= min_numel for slot in layout.slots]
     firsts = [i for i, large in enumerate(is_large) if large or i == 0 or is_large[i - 1]]
     return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(is_large)], strict=True)]
+
+
+def complement(
+    ranges: Iterable[tuple[int, int]], start: int, stop: int
+) -> Iterator[tuple[int, int]]:
+    """The gaps, none empty, that ordered and disjoint ``ranges`` leave in ``[start, stop)``."""
+    position = start
+    for used_start, used_stop in ranges:
+        if min(used_start, stop) > position:
+            yield position, min(used_start, stop)
+        position = max(position, used_stop)
+    if stop > position:
+        yield position, stop
