@@ -6,8 +6,9 @@ One process on torch's fake backend, as rank 0 of 8: collectives return at once,
 Python, dispatch and allocation. Reported beside torch's FSDP2, interleaved round by round: medians,
 and of the ratios of all rounds median and quartiles:
 
-* *units*: forward and backward of 100 units, each a linear layer of width 8, over the time of the
-  same model unsharded; microseconds per unit and step.
+* *units*, *blocks*: forward and backward of 100 units, each a linear layer of width 8, and of 20
+  units of 12 such layers, as a block of GPT-2 has 12 parameters; over the time of the same model
+  unsharded; microseconds per unit and step.
 * *fused, foreach, loop, clipping*: a step of AdamW in its three implementations, and clipping, over
   300 parameters of 8 x 8; microseconds. *bare* is the same on plain tensors as large as a slice:
   what no engine that steps parameter by parameter can undercut.
@@ -32,7 +33,7 @@ from benchmarks.update_tables import host_table
 from lightning_fsdp import fully_shard
 from lightning_fsdp.plan.torch_internals import open_fake_group
 
-NUM_UNITS = 100
+UNITS = {"units": (100, 1), "blocks": (20, 12)}  # how many, and layers in each
 NUM_PARAMETERS = 300
 WIDTH = 8
 WORLD_SIZE = 8
@@ -40,26 +41,30 @@ WORLD_SIZE = 8
 Work = Callable[[], Any]
 
 
-def _tower(shard: Callable[..., Any] | None) -> nn.Module:
-    """Layers one after another, each a unit."""
+def _tower(shard: Callable[..., Any] | None, num_units: int, num_layers: int) -> nn.Module:
+    """Layers one after another, a few to a unit."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_UNITS)))
+
+    def unit() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
+
+    model = nn.Sequential(*(unit() for _ in range(num_units)))
     if shard is not None:
-        for layer in model:
-            shard(layer)
+        for each in model:
+            shard(each)
         shard(model)
     return model
 
 
-def _units() -> dict[str, Work]:
+def _units(*shape: int) -> dict[str, Work]:
     inputs = torch.ones(2, WIDTH, requires_grad=True)
 
     def step(model: nn.Module) -> None:
         model(inputs).sum().backward()
         model.zero_grad()
 
-    models = {"scratch": _tower(fully_shard), "fsdp2": _tower(torch_fully_shard)}
-    models["unsharded"] = _tower(None)
+    shards = {"scratch": fully_shard, "fsdp2": torch_fully_shard, "unsharded": None}
+    models = {name: _tower(shard, *shape) for name, shard in shards.items()}
     return {name: lambda model=model: step(model) for name, model in models.items()}  # type: ignore[misc]
 
 
@@ -122,16 +127,16 @@ def main() -> None:
     args = make_parser().parse(None)
     torch.set_num_threads(1)
     open_fake_group(WORLD_SIZE)
-    cases: dict[str, dict[str, Work]] = {"units": _units()}
+    cases = {name: _units(*shape) for name, shape in UNITS.items()}
     cases |= {kind: _optimizer(kind) for kind in ("fused", "foreach", "loop", "clipping")}
     gc.collect()
     gc.freeze()
     rows = []
     for case, arms in cases.items():
-        seconds = measure(arms, args.rounds, 1 if case == "units" else 10)
-        if case == "units":
-            base = statistics.median(seconds.pop("unsharded"))
-            seconds = {n: [(s - base) / NUM_UNITS for s in of_arm] for n, of_arm in seconds.items()}
+        seconds = measure(arms, args.rounds, 1 if case in UNITS else 10)
+        if case in UNITS:
+            base, num_units = statistics.median(seconds.pop("unsharded")), UNITS[case][0]
+            seconds = {n: [(s - base) / num_units for s in of_arm] for n, of_arm in seconds.items()}
         ratios = map(operator.truediv, seconds["scratch"], seconds["fsdp2"])  # of each round
         row: dict[str, Any] = {
             "case": case,
