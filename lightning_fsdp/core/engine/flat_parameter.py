@@ -142,10 +142,8 @@ class FlatParameter:
     def _runner(self) -> Runner:
         # Weak references, as schedules own this. Two models that share a weight but were sharded
         # separately have one each, and either may be deleted: the latest one alive counts.
-        for reference in reversed(self._runners):
-            if (runner := reference()) is not None:
-                return runner
-        return _NOBODY
+        alive = filter(None, map(weakref.ref.__call__, reversed(self._runners)))
+        return next(alive, _NOBODY)
 
     # -- the whole copy --------------------------------------------------------------------------
 
