@@ -6,6 +6,8 @@ own parameters.
 
 import copy
 import itertools
+import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from lightning_fsdp import (
 )
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.home import FlatBuffer
+from lightning_fsdp.core.safety import recovery
 from lightning_fsdp.core.sharded_module import units_in
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.ranks import run_on_ranks
@@ -189,21 +192,55 @@ def sharded_and_plain():
     return model, plain
 
 
-def fail_while_the_engine_keeps_its_callback(rank, world_size):
-    """As its threads for CUDA may, for a moment after the exception."""
-    model, plain = sharded_and_plain()
-    x, kept = torch.ones(2, 6), []
-    call_at_end = torch_internals.call_at_end_of_backward
+def fail_and_keep(model, x):
+    """Fail in the backward; what the engine keeps of it, as its threads for CUDA may for a moment.
+
+    Returns:
+        A list, to be cleared by whoever is the last to refer to it.
+    """
+    kept, call_at_end = [], torch_internals.call_at_end_of_backward
     torch_internals.call_at_end_of_backward = lambda call: (kept.append(call), call_at_end(call))
     handle = model.layers[0].register_forward_hook(lambda *event: Failing.apply(event[2]))
     with pytest.raises(ValueError, match="in the backward"):
         model(x).backward()
     torch_internals.call_at_end_of_backward = call_at_end
     handle.remove()
+    return kept
+
+
+def fail_while_the_engine_keeps_its_callback(rank, world_size):
+    (model, plain), x = sharded_and_plain(), torch.ones(2, 6)
+    train_alike(model, plain, x, before_the_look=fail_and_keep(model, x).clear)
+
+
+def fail_while_a_thread_of_the_engine_cleans_up(rank, world_size):
+    model, plain = sharded_and_plain()
+    x, has_begun, is_inside = torch.ones(2, 6), threading.Event(), threading.Event()
+    kept = fail_and_keep(model, x)
+
+    def abandon_when_the_forward_is_inside(*args, **kwargs):
+        has_begun.set()
+        is_inside.wait(0.5)
+        abandon(*args, **kwargs)
+
+    abandon, thread = recovery.abandon, threading.Thread(target=kept.clear)
+
+    def let_it_go_on(*args):
+        is_inside.set()
+        thread.join()
+
+    with mock.patch.object(recovery, "abandon", abandon_when_the_forward_is_inside):
+        thread.start()
+        has_begun.wait()
+        model.layers[0].register_forward_pre_hook(let_it_go_on)
+        train_alike(model, plain, x)
+
+
+def train_alike(model, plain, x, before_the_look=lambda: None):
     model.zero_grad()
     for module in (model, plain):
         module(x).backward()
-    kept.clear()
+    before_the_look()
     assert_nothing_is_whole(model)
     for name, parameter in plain.named_parameters():
         found = model.get_parameter(name).grad.full_tensor()
@@ -212,6 +249,7 @@ def fail_while_the_engine_keeps_its_callback(rank, world_size):
 
 def test_a_forward_after_a_backward_that_failed_starts_from_nothing():
     run_on_ranks(fail_while_the_engine_keeps_its_callback, 2)
+    run_on_ranks(fail_while_a_thread_of_the_engine_cleans_up, 2)
 
 
 def fail_to_gather(rank, world_size):

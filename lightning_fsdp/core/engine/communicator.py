@@ -311,8 +311,7 @@ def alive(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     Raises:
         RuntimeError: It was destroyed.
     """
-    group = reference()
-    if group is None:
+    if (group := reference()) is None:
         raise RuntimeError(
             "a sharded module: expected its process group, got none: it was destroyed. Take "
             "full_state_dict(module) before destroy_process_group(), and shard a new module after."

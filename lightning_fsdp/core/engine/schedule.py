@@ -20,6 +20,7 @@ reduction. A flat parameter that several units share is reduced with the last of
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -88,6 +89,7 @@ class Schedule(Runner):
         self.calls: list[nn.Module] = []
         self._running: dict[Unit, _Running] = {}
         self._backward: _Backward | None = None
+        self._recovering = threading.RLock()
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
         self.num_calls: Counter[tuple[Unit, bool]] = Counter()
@@ -126,8 +128,9 @@ class Schedule(Runner):
             module: The module.
         """
         if not self.calls:
-            if self._backward is not None:  # it failed, and a thread of autograd still refers to it
-                self._recover()
+            with self._recovering:  # which a thread of autograd's may be at
+                if self._backward is not None:  # it failed, and such a thread still refers to it
+                    self._recover()
             self._order_in_forward.begin()
             self.num_calls.clear()
             self.watchers.on_pass()
@@ -301,7 +304,7 @@ class Schedule(Runner):
         for unit in self._running:  # a forward of it calls backward, as a training_step may do
             unit.install_leaves()  # notes what that has thawed
         close = functools.partial(self._close_backward)
-        self._backward = _Backward(weakref.ref(close, lambda _: self._recover()))
+        self._backward = _Backward(weakref.ref(close, self._recover))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
         return self._backward
@@ -366,13 +369,20 @@ class Schedule(Runner):
             else:
                 unit.reshard()
 
-    def _recover(self) -> None:
+    def _recover(self, ending: object = None) -> None:
         """After an exception: forget what ran. A watcher ends what is in flight.
 
         A forward around a backward that failed goes on, as the user may catch the error there.
+
+        Args:
+            ending: That of the backward that failed, from the thread that was the last to refer to
+                it; the next forward may have come before.
         """
-        in_backward, self._backward = self._backward is not None, None
-        self._running = self._running if self.calls else {}
-        self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
-        goes_on = {unit: unit in self._running for unit in self.units}
-        self.watchers.on_failure(goes_on, in_backward=in_backward)
+        with self._recovering:
+            if ending is not None and (not self._backward or self._backward.ending is not ending):
+                return
+            in_backward, self._backward = self._backward is not None, None
+            self._running = self._running if self.calls else {}
+            self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
+            goes_on = {unit: unit in self._running for unit in self.units}
+            self.watchers.on_failure(goes_on, in_backward=in_backward)
