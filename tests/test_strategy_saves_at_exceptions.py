@@ -25,10 +25,17 @@ class _RaisesAloneBeforeIt(Regressor):
             raise ZeroDivisionError
 
 
+class _RaisesAloneFirst(Regressor):
+    def configure_callbacks(self):  # before the strategy looks for its process group
+        if self.global_rank == 1:
+            raise ZeroDivisionError
+        return []
+
+
 def _saves_alone(rank, world_size, strategy, kind, folder):
     as_torchrun(rank, world_size)
     callback = ModelCheckpoint(folder, save_on_exception=True, every_n_epochs=100)
-    if kind is _RaisesAloneBeforeIt:
+    if kind is not _RaisesAlone:
         callback = OnExceptionCheckpoint(folder / "saved")  # the other waits for a step
     options = {"callbacks": [callback], "enable_checkpointing": True}
     try:
@@ -45,6 +52,7 @@ def _saves_alone(rank, world_size, strategy, kind, folder):
     [
         ("scratch_fsdp_zero3", _RaisesAlone),
         ("scratch_fsdp_zero3", _RaisesAloneBeforeIt),
+        ("scratch_fsdp_zero3", _RaisesAloneFirst),
         ("fsdp1_zero3", _RaisesAlone),
         ("fsdp2_zero2", _RaisesAlone),
     ],

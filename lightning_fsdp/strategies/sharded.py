@@ -338,6 +338,12 @@ class ShardedStrategy(ProcessStrategy):
 
     # -- fit, validate, test, predict: before the first batch --------------------------------------
 
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        trainer = model.trainer  # a rank may raise alone from here on
+        lightning_internals.collect_checkpoints_inside(trainer, lambda: self._collecting(trainer))
+
     # setup, setup_environment and teardown make tensors that the next fit trains. A user may
     # evaluate inside torch.inference_mode(), whose tensors could not be trained.
 
@@ -357,11 +363,6 @@ class ShardedStrategy(ProcessStrategy):
                     give_back(module)
                 unit_calls.undo(module)
         self._open_grid()
-        if self.lightning_module is not None:
-            trainer = self.lightning_module.trainer  # a rank may raise alone from here on
-            lightning_internals.collect_checkpoints_inside(
-                trainer, lambda: self._collecting(trainer)
-            )
 
     def _open_grid(self) -> None:
         """Choose the ranks of each replica, once for as long as there is a process group."""
