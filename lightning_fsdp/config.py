@@ -13,8 +13,10 @@ plan       after a unit's forward  after a unit's backward  after the optimizer'
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -63,6 +65,25 @@ def check_reshard_after_forward(value: object) -> None:
             "copy of the weights in each host (ZeRO++'s hpZ), pass state_over='all' and a mesh of "
             "2 dimensions (replicate, shard): a rank keeps 1/shard of the weights, which all "
             "gathers read."
+        )
+
+
+_COMPUTES_LATER = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def check_computes_at_once(where: str, function: Callable[..., Any]) -> None:
+    """Refuse a function to run as a forward that computes after it has returned.
+
+    Raises:
+        TypeError: It is a generator function, or async.
+    """
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_flags & _COMPUTES_LATER:
+        raise TypeError(
+            f"{where}: expected a function that returns what it has computed, got "
+            f"{function.__name__!r}, a generator or async, which computes when its parameters are "
+            "sharded again. If it calls modules alone, leave it as it is: these gather by "
+            "themselves. Otherwise let it return a list, or pass what it calls in each step."
         )
 
 

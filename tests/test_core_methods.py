@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lightning_fsdp import (
+    call_with,
     fully_shard,
     register_forward_method,
     shard_model,
@@ -105,6 +106,35 @@ def test_registering_what_is_no_method_is_refused(name):
         assert error is not None
         assert error.type_name == "ValueError"
         assert name in error.message
+
+
+class _Later(nn.Linear):
+    """Methods that have computed nothing when they return."""
+
+    def steps(self, inputs):
+        yield self.weight @ inputs
+
+    async def answer(self, inputs):
+        return self.weight @ inputs
+
+    @torch.no_grad()
+    def decorated(self, inputs):
+        yield self.weight @ inputs
+
+
+def _compute_later(rank, world_size, name):
+    model = fully_shard(_Later(3, 3))
+    said = f"expected a function that returns what it has computed, got '{name}'"
+    with pytest.raises(TypeError, match=f"^register_forward_method: {said}"):
+        register_forward_method(model, name)
+    for module in (model, nn.Linear(3, 3)):  # a plain one that runs it may be sharded tomorrow
+        with pytest.raises(TypeError, match=f"^call_with: {said}"):
+            call_with(module, getattr(model, name), torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["steps", "answer", "decorated"])
+def test_a_generator_or_an_async_method_is_refused_when_it_is_registered(name):
+    run_on_ranks(_compute_later, 1, name)
 
 
 def _explicit_unshard(rank, world_size):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_fsdp import config
 from lightning_fsdp.config import ZERO3, MixedPrecisionPolicy, PrecisionPolicy, ShardingPlan
 from lightning_fsdp.core import grouping
 from lightning_fsdp.core.access.by_name import schedules_of
@@ -173,6 +174,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: The module is not sharded, or has no such method.
+        TypeError: It is a generator function, or async: it would compute after it has returned.
     """
     _expect_sharded(module, "register_forward_method")
     function = getattr(type(module), name, None)
@@ -181,6 +183,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             f"register_forward_method: expected a method of {type(module).__name__}, got {name!r}. "
             "Define it in the class; a function set on the object alone is not bound to it."
         )
+    config.check_computes_at_once("register_forward_method", function)
 
     @functools.wraps(function)
     def gathering(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fsdp.config import check_computes_at_once
 from lightning_fsdp.core.engine.hooks import hooks_of, unit_of
 from lightning_fsdp.core.fully_shard import call_as_forward
 from lightning_fsdp.engines import torch_internals
@@ -58,7 +59,9 @@ def call_with(
     Raises:
         RuntimeError: The module is a part of one that torch has sharded, whose forward is not
             running.
+        TypeError: The function is a generator function, or async.
     """
+    check_computes_at_once("call_with", function)
     around = _sharded_around(module)
     if around is not None:
         result: _Result = call_as_forward(around, function, *args, **kwargs)
