@@ -1,6 +1,7 @@
 """The sum over ranks divided by a number of one's own, as torch's FSDP2 does it."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_fsdp import MixedPrecisionPolicy, fully_shard, gradients
+from lightning_fsdp.core.ranks.agreement import ControlGroup
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.wrong_use import AT_ONCE_S
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
 
@@ -120,3 +123,66 @@ def _no_number(rank, world_size):
 def test_a_factor_that_is_not_positive_is_refused():
     errors = errors_on_ranks(_no_number, 1)
     assert_errors(errors, "ValueError", "set_gradient_divide_factor: expected a positive number")
+
+
+def _own_counts(rank, world_size, num_agreed, ranks):
+    """Some ranks divide by the tokens of their own, which they have not added up."""
+    model = _model()
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    for step in range(num_agreed + 1):
+        if step == num_agreed and rank in ranks:
+            for module in (model[0], model[2], model):
+                module.set_gradient_divide_factor(LENGTHS[rank])
+        elif num_agreed:
+            model.set_gradient_divide_factor(10.0 + step)
+        _sum(model, rank).backward()
+        assert step < num_agreed, "ranks have divided by other numbers"
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(("num_agreed", "ranks"), [(0, (0, 1)), (0, (1,)), (2, (0, 1))], ids=str)
+def test_ranks_that_divide_by_other_numbers_all_raise(num_agreed, ranks):
+    errors = errors_on_ranks(_own_counts, 2, num_agreed, ranks, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError", "ranks disagree", "set_gradient_divide_factor", "8.0")
+
+
+def _one_changes_alone(rank, world_size):
+    model = fully_shard(_model())
+    for step in range(3):
+        if step == 2 and rank == 1:
+            model.set_gradient_divide_factor(5.0)
+        _sum(model, rank).backward()
+        model.zero_grad()
+
+
+def test_a_rank_that_changes_its_number_alone_is_named_within_the_groups_timeout():
+    options = {"timeout_s": AT_ONCE_S + 5, "group_timeout_s": 5.0}
+    errors = errors_on_ranks(_one_changes_alone, 2, **options)
+    assert_errors(errors, "RuntimeError", "within the group's timeout", "rank 1")
+    assert "set_gradient_divide_factor (rank 1 of 2), about to: divide" in errors[1].message
+
+
+def _in_turn(rank, world_size):
+    """A number for each step, which ranks agree on once for each, and what units have of it."""
+    asked = []
+    model = fully_shard(_model())
+    fully_shard(inner := nn.Linear(5, 5))
+    agree = ControlGroup.agree
+
+    def noted(control, occasion, statement):
+        if occasion == "set_gradient_divide_factor":
+            asked.append(statement)
+        agree(control, occasion, statement)
+
+    with mock.patch.object(ControlGroup, "agree", noted):
+        for tokens in (None, 8.0, torch.tensor(8), 9.0):
+            for module in (model, inner):
+                if tokens is not None:
+                    module.set_gradient_divide_factor(tokens)
+            (_sum(model, rank) + inner(torch.ones(5)).sum()).backward()
+    return len(asked)
+
+
+def test_ranks_ask_each_other_once_for_a_new_number_only():
+    assert run_on_ranks(_in_turn, 2) == [4, 4]  # of two models, two numbers

@@ -142,8 +142,7 @@ def assemble(prepared: Prepared, communicator: Communicator, home: Home) -> None
         if hooks_of(module) is None:
             _attach(module, None, schedule)
     for module in prepared.root.modules():
-        hooks = hooks_of(module)
-        if hooks is not None:
+        if (hooks := hooks_of(module)) is not None:
             hooks.schedule, hooks.outputs_beside = schedule, losses_kept_in(module)
             hooks.before_training = functools.partial(refuse_added, plain_in(module))
     _rename(prepared.root, schedule)

@@ -217,7 +217,8 @@ class ShardedModule(nn.Module):
         gives the gradients of the mean over tokens.
 
         Args:
-            factor: A positive number, the same on every rank.
+            factor: A positive number, the same on every rank: where it is not, the next backward
+                is an error on all of them.
 
         Raises:
             ValueError: It is not a positive, finite number.
@@ -228,7 +229,7 @@ class ShardedModule(nn.Module):
             )
         for unit in self._units(recurse=False):
             for flat_param in unit.flat_params:
-                flat_param.divide_factor = factor
+                flat_param.divide_factor = float(factor)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -335,8 +336,7 @@ class ShardedModule(nn.Module):
                 copied = memo[id(self)] = type(self).__new__(type(self))
                 state = copy.deepcopy(self.__getstate__(), memo)  # type: ignore[no-untyped-call]
                 copied.__setstate__(state)
-        hooks = hooks_of(copied)
-        if hooks is None:
+        if (hooks := hooks_of(copied)) is None:
             raise NotImplementedError(
                 f"deepcopy: expected {type(self).__name__}.__deepcopy__ to copy all attributes, "
                 "got a module that is not sharded. Build a second model, shard it, and load "

@@ -122,7 +122,7 @@ class collective:  # noqa: N801 (a context manager, read as a verb)
                 f"{self._what}: expected {self._ranks} to take part within the group's timeout, "
                 "but that did not happen: it left the recorded order of units, waits elsewhere or "
                 "has ended. Look for the first error on the other ranks; make all ranks run the "
-                "same units in the same order."
+                "same units in the same order, and reduce in the same backwards (no_sync)."
             ) from error
 
 

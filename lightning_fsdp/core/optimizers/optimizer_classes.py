@@ -63,8 +63,7 @@ def steps_whole_tensors(optimizer: Optimizer, example: str) -> bool:
         NotImplementedError: Neither this nor a step over slices gives what it gives unsharded.
     """
     classes = type(optimizer).__mro__
-    why = _why_not(optimizer)
-    if why is not None:
+    if (why := _why_not(optimizer)) is not None:
         raise NotImplementedError(
             f"{type(optimizer).__name__}: expected an optimizer that updates each tensor by "
             f"itself, got one that computes with all of them at once {why}, but {example!r} is "

@@ -262,12 +262,10 @@ class WholeTensors:
         """
         name, state = type(self.optimizer).__name__, self.optimizer.state
         for communicator, pieces in grouped(found).items():
-            stepped = ", ".join(
+            steps = ", ".join(
                 f"{p.name} by slices" if p.is_slice else f"{p.name} {p.cut.shape}" for p in pieces
             )
-            control_of(communicator).agree(
-                "optimizer over whole tensors", f"{name} steps {stepped}"
-            )
+            control_of(communicator).agree("optimizer over whole tensors", f"{name} steps {steps}")
             have = collect(communicator, [bool(state.get(p.parameter)) for p in pieces])
             for piece, has_state in zip(pieces, zip(*have, strict=True), strict=True):
                 # In a copy of an optimizer, the owner is known by its state.

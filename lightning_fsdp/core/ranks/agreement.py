@@ -73,10 +73,13 @@ class RecordedOrder(Watcher):
     def __init__(self, control: ControlGroup, model: str) -> None:
         self._control, self._model = control, model
         self._begins = True
+        self._divisors: Mapping[str, float] = {}
 
-    def on_pass(self) -> None:
+    def on_pass(self, *_: object, **__: object) -> None:
         """The next event begins a trail."""
         self._begins = True
+
+    on_failure = on_pass  # likewise
 
     def before_collective(self, event: str, unit_name: str) -> None:
         """Agree on an event, unless it followed the same events the last time.
@@ -100,9 +103,16 @@ class RecordedOrder(Watcher):
             trail.continuations.clear()
         trail.continuations[before] = trail.events
 
-    def on_failure(self, *_: object, **__: object) -> None:
-        """The first event after a failure begins a trail, too."""
-        self._begins = True
+    def before_backward(self, divisors: Mapping[str, float]) -> None:
+        """Agree on the divisors once for each change of any: to compare them is to ask nobody.
+
+        Raises:
+            RuntimeError: Ranks are about to divide by different numbers.
+        """
+        if divisors != self._divisors:
+            statement = f"divide the sum of gradients by {divisors} ({self._model})"
+            self._control.agree("set_gradient_divide_factor", statement)
+            self._divisors = divisors
 
 
 class ControlGroup:

@@ -116,8 +116,7 @@ def check_modules(outermost: Sequence[nn.Module], inner: Sequence[Schedule]) -> 
                 f"{type(module).__name__}, which is already sharded. Call fully_shard once per "
                 "module."
             )
-        unit = unit_of(module)
-        if unit is not None:
+        if (unit := unit_of(module)) is not None:
             raise ValueError(
                 f"fully_shard: expected to be called bottom-up, got {type(module).__name__}, whose "
                 f"parameters already belong to unit {unit.name!r}. Shard inner modules first."
