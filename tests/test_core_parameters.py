@@ -2,6 +2,8 @@
 slice inside.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,6 +270,26 @@ def _keep_a_graph(rank, world_size):
 
 def test_the_backward_of_a_graph_from_before_sharding_is_refused():
     run_on_ranks(_keep_a_graph, 2)
+
+
+def _differentiate_outside(rank, world_size, how):
+    model = mlp()
+    model.bonus.requires_grad_(how != "thawed")
+    model = shard_model(model)
+    if how == "copied":
+        model = copy.deepcopy(model)
+    elif how == "converted":
+        model.double()
+    term = model.requires_grad_().bonus.exp() * (rank + 1)
+    with pytest.raises(RuntimeError, match=r"'bonus'.*outside of its unit's forward.*call_with"):
+        term.backward(torch.ones(term.shape, dtype=term.dtype))
+    assert model.bonus.grad is None
+
+
+@pytest.mark.parametrize("how", ["sharded", "thawed", "copied", "converted"])
+def test_a_backward_to_what_was_read_outside_of_a_forward_is_refused(how):
+    """Its gradient would be that of each rank's own loss, not the mean."""
+    run_on_ranks(_differentiate_outside, 2, how)
 
 
 def _shard_without_gradients(rank, world_size):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from lightning_fsdp.core.safety.recovery import Recovery
 from lightning_fsdp.core.safety.unused import UnusedParameters
 from lightning_fsdp.core.sharded_module import ShardedModule
 from lightning_fsdp.core.state.materialize import materialize, meta_buffers
-from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter
+from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor, make_parameter, refuse_graph
 from lightning_fsdp.core.tensors.unreduced_gradient import UnreducedGradient
 from lightning_fsdp.core.tensors.whole_values import one_stream_of_numbers, support_operations
 
@@ -211,28 +211,15 @@ def _make_flat_param(
         spec, local = region.specs[parameter], region.local_of(parameter)
         sharded = make_parameter(local, spec, parameter.requires_grad)
         sharded.__dict__.update(parameter.__dict__)  # marks that the user put on the parameter
-        _refuse_backward_of_older_graphs(parameter, spec)
+        if parameter.requires_grad:
+            # What accumulates gradients, which graphs that are alive share; a new one if none is.
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            node.register_prehook(functools.partial(refuse_graph, spec))
         torch_internals.swap_tensors(parameter, sharded)
     parameters = cast(tuple[ShardedTensor, ...], tuple(plan.parameters))
     has_replicas = bool(parameters[0].spec.communicator.after_reduction)
     kind = ReplicatedFlatParameter if has_replicas else FlatParameter
     return kind(plan.users[0].name, region.shard, parameters, policy, UnreducedGradient)
-
-
-def _refuse_backward_of_older_graphs(parameter: Tensor, spec: ShardSpec) -> None:
-    """Refuse backwards of graphs made before: nobody would see the gradient of what was whole."""
-    if not parameter.requires_grad:
-        return
-
-    def refuse(gradients: tuple[Tensor, ...]) -> NoReturn:
-        raise RuntimeError(
-            f"backward to {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a graph "
-            "made since the parameter was sharded, got one from before fully_shard. Run the "
-            "forward again."
-        )
-
-    # The node that accumulates gradients, which graphs that are alive share; a new one if none is.
-    torch.autograd.graph.get_gradient_edge(parameter).node.register_prehook(refuse)
 
 
 def _make_unit(plan: UnitPlan, prepared: Prepared, communicator: Communicator) -> Unit:

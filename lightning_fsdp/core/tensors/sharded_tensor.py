@@ -10,6 +10,7 @@ an operation without a handler raises, and names a cure.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -251,9 +252,27 @@ class ShardedTensor(Sharded, FlatChunks):
 
 def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> ShardedTensor:
     """A sharded tensor that is an ``nn.Parameter``, over the memory of ``local``, ``(n,)``."""
-    sharded = ShardedTensor(local, spec, requires_grad=requires_grad)
+    sharded = ShardedTensor(local, spec, requires_grad=True)
     sharded._is_param = True  # what isinstance(tensor, nn.Parameter) looks at
+    refuse = functools.partial(refuse_graph, spec)
+    Tensor.register_hook(sharded, refuse)  # type: ignore[no-untyped-call]
+    sharded.requires_grad = requires_grad
     return sharded
+
+
+def refuse_graph(spec: ShardSpec, *gradients: Any) -> NoReturn:
+    """What autograd calls in place of accumulating a gradient: it would not be reduced.
+
+    Raises:
+        RuntimeError: Always.
+    """
+    raise RuntimeError(
+        f"backward to {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a graph that a "
+        "forward of the sharded module made, got one from before fully_shard, or that reads the "
+        "parameter outside of its unit's forward, whose gradient would be that of this rank's loss "
+        "alone. Run the forward again; for such a term of the loss, call_with(layer, lambda: "
+        "layer.weight.abs().sum())."
+    )
 
 
 def convert(flat_param: FlatParameter, dtype: torch.dtype) -> None:
