@@ -91,6 +91,29 @@ def test_rounding_is_no_leak(tmp_path, precision, strategies):
     each_on_trainer_ranks(_watched, 2, strategies, precision, str(tmp_path), 1)
 
 
+class _WithStatistics(Regressor):
+    """A norm that computes with weights in fp32, whatever was gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        return super().forward(self.norm(x))
+
+
+def _watched_statistics(rank, world_size, strategy, folder):
+    probe = MicrobatchIsolationProbe(steps=1)
+    options = {"precision": "bf16-mixed", "callbacks": [probe], "max_epochs": 1}
+    trainer = make_trainer(_strategy(strategy), Path(folder), **options)
+    trainer.fit(seeded(_WithStatistics), make_loader())
+    assert len(probe.reports) == trainer.global_step
+
+
+def test_rounding_of_weights_that_a_norm_widens_is_no_leak(tmp_path):
+    each_on_trainer_ranks(_watched_statistics, 2, SHARDED[::2], str(tmp_path))
+
+
 def test_products_of_gradients_in_16_bits_are_taken_in_more():
     large = torch.full((100,), 3e3, dtype=torch.float16)  # its square is past what fp16 holds
     assert _dot(large, large) == 100 * 9e6

@@ -189,9 +189,11 @@ class NativeEngine(Engine):
         self._names_in = {m: [name_of[p] for p in m.parameters()] for m in module.modules()}
         for buffer in module.buffers():
             buffer.data = buffer.data.to(device)
-        keep_main_dtype(module, precision)
         self.parameters = self._shard(module, device, precision) if self.shapes else {}
         self._watch_local_gradients()
+        keep_main_dtype(
+            module, precision
+        )  # last: what is watched are weights as they were gathered
         module.__dict__[OWNER] = self
         for inner in self._names_in:
             # A bound method, so that a deep copy of the module clears itself.
