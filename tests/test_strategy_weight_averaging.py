@@ -228,6 +228,26 @@ def test_a_decay_outside_of_0_to_1_is_refused():
         ShardedEMA(1.5)
 
 
+def test_a_negative_number_of_steps_is_refused():
+    with pytest.raises(ValueError, match=r"update_every_n_steps: expected .* got -1"):
+        ShardedEMA(update_every_n_steps=-1)
+
+
+def _never_updated(rank, world_size, folder):
+    found = []
+    for callbacks in ([], [ShardedEMA(update_starting_at_step=1000)]):
+        warns = pytest.warns(UserWarning, match="ended before the first update")
+        with warns if callbacks else nullcontext():
+            trainer = make_trainer(SHARDED[0], folder, callbacks=callbacks)
+            trainer.fit(model := seeded(Regressor), make_loader())
+        found.append(weights_of(model))
+    torch.testing.assert_close(found[1], found[0], atol=0, rtol=0)
+
+
+def test_a_training_that_ends_before_the_first_update_keeps_its_weights(tmp_path):
+    on_trainer_ranks(_never_updated, 1, tmp_path)
+
+
 def _in_turn(rank, world_size, folder):
     """One callback for two models, beside one for each."""
     kept = ShardedEMA(decay=0.6)

@@ -6,7 +6,8 @@ What Lightning's ``EMAWeightAveraging`` does with whole weights, this does with 
     validation          runs with the average, buffers being those of rank 0; the weights come back
                         after it
     a checkpoint        ``state_dict`` is the average, ``current_model_state`` the weights
-    end of training     the module has the average; after an exception the weights
+    end of training     the module has the average; after an exception, and where there was no
+                        update, the weights
 
 Only a checkpoint gathers. Files are those of Lightning's callback: either goes on from the other's.
 """
@@ -40,7 +41,7 @@ class ShardedEMA(EMAWeightAveraging):
         update_starting_at_epoch: From this epoch on, also update at the end of each.
 
     Raises:
-        ValueError: ``decay`` is not between 0 and 1.
+        ValueError: ``decay`` is not between 0 and 1, or ``update_every_n_steps`` is negative.
         TypeError: When a fit begins, under a strategy that does not shard.
     """
 
@@ -56,6 +57,11 @@ class ShardedEMA(EMAWeightAveraging):
     ) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"decay: expected a number between 0 and 1, got {decay}.")
+        if update_every_n_steps < 0:  # which would be taken for 0
+            raise ValueError(
+                "update_every_n_steps: expected a number of optimizer steps, or 0 for no update "
+                f"after steps, got {update_every_n_steps}."
+            )
         super().__init__(
             decay=decay,
             use_buffers=use_buffers,
@@ -189,7 +195,14 @@ class ShardedEMA(EMAWeightAveraging):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._swap(trainer, pl_module)
+        if self._num_averaged > 0:
+            self._swap(trainer, pl_module)
+        elif trainer.global_step > self._step_of_update:
+            rank_zero_warn(
+                "ShardedEMA: the training has ended before the first update, so there is no "
+                "average, and the module keeps its weights. Let updates begin earlier "
+                "(update_starting_at_step, update_starting_at_epoch, update_every_n_steps)."
+            )
         self._average = {}
 
     # -- checkpoints -------------------------------------------------------------------------------
