@@ -199,9 +199,17 @@ MISUSES = {
         lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),
         "original shape",
     ),
-    "norm of no p": (
+    "clipping by no p": (
         lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=float("nan")),
-        "norm_type",
+        "norm_type=nan",
+    ),
+    "clipping by a count": (
+        lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=0),
+        "norm_type=0",
+    ),
+    "clipping that turns gradients round": (
+        lambda: fully_shard(mlp()).clip_grad_norm_(-1.0),
+        "max_norm=-1.0",
     ),
     "method of a plain module": (
         lambda: register_forward_method(mlp(), "forward"),

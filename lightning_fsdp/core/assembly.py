@@ -72,8 +72,7 @@ class Prepared:
                 for p in unit.sites
             )
             lines.append(f"unit {unit.name or '(root)'}: {parameters}")
-        buffers = meta_buffers(self.root)
-        if buffers:
+        if buffers := meta_buffers(self.root):
             lines.append(f"buffers on meta: {', '.join(buffers.values())}")
         return "; ".join(lines)
 

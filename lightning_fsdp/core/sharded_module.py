@@ -240,7 +240,7 @@ class ShardedModule(nn.Module):
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: Any p, ``inf`` included.
+            norm_type: Any p above 0, ``inf`` included.
             error_if_nonfinite: Raise if the norm is NaN or infinite, before anything is scaled.
 
         Returns:
@@ -250,6 +250,7 @@ class ShardedModule(nn.Module):
             NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; raised on
                 every rank, with the names of the gradients that are not.
             RuntimeError: A gradient was not reduced yet.
+            ValueError: ``max_norm`` is negative, ``norm_type`` not positive, or one of them nan.
         """
         ranks = self._hooks().schedule.communicator
         with shards_in_place(self):

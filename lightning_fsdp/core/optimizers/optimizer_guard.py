@@ -197,8 +197,7 @@ def _shard_whole_state(optimizer: Optimizer, sliced: Collection[int]) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = _sharded_in(optimizer)
-    if not stepped:
+    if not (stepped := _sharded_in(optimizer)):
         return
     for schedule in schedules():
         schedule.after_optimizer_step(set(stepped))

@@ -61,8 +61,7 @@ class Twin:
         pieces = {id(p): piece for piece in self._pieces.values() for p in piece.stepped}
         state = self.optimizer.state
         for key, values in state.items():
-            piece = pieces.get(id(key))
-            if piece is None:
+            if (piece := pieces.get(id(key))) is None:
                 self._original.state[key] = values
             elif key is piece.stepped[0]:
                 of_stepped = [state.get(p, {}) for p in piece.stepped]
@@ -77,8 +76,7 @@ class Twin:
         """The user's state, by the tensors that are stepped here."""
         state: defaultdict[Any, Any] = defaultdict(dict)
         for key, values in self._original.state.items():
-            piece = self._pieces.get(id(key))
-            if piece is None:
+            if (piece := self._pieces.get(id(key))) is None:
                 state[key] = values
             elif piece.stepped:
                 state.update(zip(piece.stepped, self._parts(piece, values), strict=True))

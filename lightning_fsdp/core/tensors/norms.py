@@ -32,7 +32,7 @@ def clip_grad_norm_(
     Args:
         parameters: Sharded and plain ones; those without a gradient do not count.
         max_norm: The largest norm allowed.
-        norm_type: Any p, ``inf`` included.
+        norm_type: Any p above 0, ``inf`` included.
         communicator: The sharding group; ``None`` where nothing is sharded.
         error_if_nonfinite: Raise instead of scaling by a norm that is NaN or infinite.
 
@@ -42,8 +42,13 @@ def clip_grad_norm_(
     Raises:
         NonfiniteGradient: ``error_if_nonfinite`` is set and the norm is not finite; on every rank.
         RuntimeError: A gradient was not reduced yet.
-        ValueError: ``norm_type`` is not a number.
+        ValueError: ``max_norm`` or ``norm_type`` is one that no gradient can be scaled by.
     """
+    if not (max_norm >= 0 and float(norm_type) > 0):  # nor if one is nan
+        raise ValueError(
+            "clip_grad_norm_: expected a max_norm of 0 or more and a norm_type above 0, got "
+            f"max_norm={max_norm} and norm_type={norm_type}."
+        )
     gradients = reduced_gradients(parameters, "clip_grad_norm_")
     norm = global_norm(gradients, norm_type, communicator)
     if error_if_nonfinite and not norm.isfinite():
@@ -86,9 +91,6 @@ def global_norm(
 
     Returns:
         0-d, fp32, on the gradients' device: on the host where they are offloaded.
-
-    Raises:
-        ValueError: ``norm_type`` is not a number.
     """
     sharded = [g.to_local() for g in gradients if isinstance(g, ShardedTensor)]
     plain = [g for g in gradients if not isinstance(g, ShardedTensor)]
@@ -150,13 +152,8 @@ def partial_norm(tensors: Sequence[Tensor], norm_type: float, device: torch.devi
         tensors: Any shapes and floating-point dtypes.
         norm_type: Any p, ``inf`` included.
         device: Device of the result.
-
-    Raises:
-        ValueError: ``norm_type`` is not a number.
     """
     norm_type = float(norm_type)
-    if math.isnan(norm_type):
-        raise ValueError("norm_type: expected a number or inf, got nan.")
     present = [tensor for tensor in tensors if tensor.numel()]
     if not present:
         neutral = math.inf if norm_type < 0 else 0.0
