@@ -200,6 +200,8 @@ def _refused(rank, world_size, folder):
     model = _core_zero3(adapted("qwen2"))
     with pytest.raises(ValueError, match=r"one of \['default'\], got 'other'"):
         save_adapters(model, folder / "other", adapter_name="other")
+    with pytest.raises(RuntimeError, match=r"lora_B.* Merge adapters by save_pretrained\("):
+        model.merge_adapter()
     (folder / "full").mkdir(exist_ok=True)
     (folder / "full" / "mine").write_text("kept")
     for save in (save_adapters, lambda *args: save_pretrained(*args, merge_adapters=True)):

@@ -315,6 +315,8 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
     """
     sharded = next(t for t in tensors_in((args, kwargs)) if isinstance(t, ShardedTensor))
     spec = sharded.spec
+    if ".lora_" in spec.name:  # of peft, whose merge_adapter() computes with it
+        advice += "Merge adapters by save_pretrained(module, folder, merge_adapters=True). "
     raise RuntimeError(
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
