@@ -39,6 +39,11 @@ class _Meddling(nn.Module):
         return self.second(self.first(inputs))
 
 
+class _ReturnsItsWeight(nn.Linear):
+    def forward(self, inputs):
+        return self.weight
+
+
 def _reshard_in_forward():
     fully_shard(_Meddling(lambda model: model.reshard()))(torch.ones(2, 7))
 
@@ -238,6 +243,10 @@ MISUSES = {
     "parameter as an argument": (
         lambda: _call_with_a_parameter(fully_shard(nn.Linear(7, 7))),
         "from the module (self.weight), not from an argument",
+    ),
+    "weight that a forward returned": (
+        lambda: shard_model(_ReturnsItsWeight(3, 3))(torch.ones(3)).exp(),
+        "Let the forward return weight.clone()",
     ),
     "unknown name": (lambda: gradients(fully_shard(mlp()))["second.weigth"], "second.weight"),
 }

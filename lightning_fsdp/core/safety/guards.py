@@ -50,8 +50,8 @@ class _FreedLeaf(nn.Parameter):
         raise RuntimeError(
             f"{where}: expected {name} inside the forward or backward of its unit, got it outside: "
             "somebody kept the weight that the module held in its forward, and its whole values "
-            "were freed since. Use the parameter that module.parameters() gives now, or "
-            "weights(module)[name].full()."
+            "were freed since. Let the forward return weight.clone(), which trains it. To read it, "
+            "use the parameter that module.parameters() gives now, or weights(module)[name].full()."
         )
 
 
