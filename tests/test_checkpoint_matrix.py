@@ -7,10 +7,13 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from lightning_fsdp import load_sharded, save_sharded
+from lightning_fsdp.checkpoint.state import at_places_here
 from tests.support.cases import each_on_ranks
 from tests.support.engine_runs import ENGINES, NUM_STEPS, Run, assert_equal, copied
+from tests.support.models import causal_lm, lm_loss, token_batch
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
@@ -83,3 +86,30 @@ def _read(rank, world_size, kind, root):
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_any_engine_continues_what_any_other_saved(saved, world_size):
     each_on_ranks(_read, world_size, ENGINES, saved, timeout_s=280)
+
+
+# -- with other modules checkpointed ---------------------------------------------------------------
+
+
+def _stepped(seed, *, is_wrapped):
+    model = causal_lm(seed=seed)
+    if is_wrapped:
+        model.blocks[1] = checkpoint_wrapper(model.blocks[1])
+    optimizer = torch.optim.AdamW(model.parameters())
+    lm_loss(model, token_batch(0, 0, seed)).backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_state_is_read_where_other_modules_are_checkpointed(tmp_path, is_wrapped):
+    """torch's wrapper adds to the names of parameters, but not to those of the state dict."""
+    model, optimizer = _stepped(1, is_wrapped=is_wrapped)
+    other, others = _stepped(2, is_wrapped=not is_wrapped)
+    save_sharded(tmp_path, model, [optimizer])
+    load_sharded(tmp_path, other, [others])
+    assert_equal(other.state_dict(), model.state_dict(), "model")
+    assert_equal(others.state_dict(), optimizer.state_dict(), "optimizer")
+    names = [[[name for name, _ in each.named_parameters()]] for each in (other, model)]
+    assert names[0] != names[1]
+    assert_equal(at_places_here(0, *names, optimizer.state_dict()), others.state_dict(), "file")

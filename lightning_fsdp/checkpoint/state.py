@@ -45,6 +45,8 @@ TENSORS_OF = "tensors_of"
 # user calls one.
 PREFIXES = {"state_dict": "model", "model": "state_dict", "optimizer": "optimizer_states"}
 _SOURCE = "_saved_under"  # on a tensor without memory: checkpoint and name of what it stands for
+# Of torch's ``checkpoint_wrapper``, in names of parameters, but not in those of a state dict.
+_WRAPPED = "_checkpoint_wrapped_module."
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -313,6 +315,7 @@ def read_optimizers(
             to_load.append((optimizer, {k: v for k, v in of_saved.items() if k != "saved_under"}))
             continue
         groups = names_in(state, optimizer, index)
+        of_saved, saved_as = _by_names_here(groups, of_saved)
         _check_groups(index, groups, [group["params"] for group in of_saved["param_groups"]])
         opened, prefix = of_saved["saved_under"]
         reads = to_read.setdefault(opened, {})  # collective: also where this rank owns nothing
@@ -320,7 +323,7 @@ def read_optimizers(
         entries = _entries(state, optimizer, of_saved, owners)
         for name, values in entries.items():
             for key in of_saved["slices"].get(name, {}):
-                place = f"{prefix}.{name}.{key}"
+                place = f"{prefix}.{saved_as[name]}.{key}"
                 target = None if name in owners else state.slice_of(name, key, values[key])
                 if target is None or target.shape != shapes[place][0]:
                     values[key] = _whole_like(values[key], shapes[place][0])
@@ -385,6 +388,8 @@ def at_places_here(
     Raises:
         ValueError: They have other names.
     """
+    called = _names_here(groups)
+    names = [[called(name) for name in group] for group in names]
     try:
         _check_groups(index, groups, names)
     except ValueError as error:
@@ -396,6 +401,28 @@ def at_places_here(
     of_parameters, own = split_own_state(saved["state"])
     entries = {flat[place]: values for place, values in of_parameters.items()}
     return {**saved, **by_place(groups, entries, {**saved, "own": own})}
+
+
+def _names_here(groups: Sequence[Sequence[str]]) -> Callable[[str], str]:
+    """What the parameter of a saved name is called here, if other modules are checkpointed here."""
+    names = {name.replace(_WRAPPED, ""): name for group in groups for name in group}
+    return lambda name: names.get(name.replace(_WRAPPED, ""), name)
+
+
+def _by_names_here(
+    groups: Sequence[Sequence[str]], saved: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A saved optimizer by the names that its parameters have here, and those that were saved."""
+    called = _names_here(groups)
+    slices, others = (
+        {called(name): values for name, values in saved[part].items()}
+        for part in ("slices", "state")
+    )
+    of_groups = [
+        {**group, "params": list(map(called, group["params"]))} for group in saved["param_groups"]
+    ]
+    by_name_here = {**saved, "slices": slices, "state": others, "param_groups": of_groups}
+    return by_name_here, {called(name): name for name in saved["slices"]}
 
 
 def _entries(
