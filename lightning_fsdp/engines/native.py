@@ -191,9 +191,8 @@ class NativeEngine(Engine):
             buffer.data = buffer.data.to(device)
         self.parameters = self._shard(module, device, precision) if self.shapes else {}
         self._watch_local_gradients()
-        keep_main_dtype(
-            module, precision
-        )  # last: what is watched are weights as they were gathered
+        # After it, as what is watched are weights as they were gathered.
+        keep_main_dtype(module, precision)
         module.__dict__[OWNER] = self
         for inner in self._names_in:
             # A bound method, so that a deep copy of the module clears itself.
