@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fsdp import ZERO3, shard_model
+from lightning_fsdp.core.torch_internals import all_gather_single
 from lightning_fsdp.simulate import transfers_on_cuda
 from lightning_fsdp.simulate.groups import find_usage, simulated
 from lightning_fsdp.simulate.network import Network
@@ -186,7 +187,7 @@ def test_on_a_device_other_ranks_hold_what_this_one_holds():
     with simulated(FAST, "cuda"):
         whole = torch.zeros(8 * 5, device="cuda")
         whole[:5] = torch.arange(5.0)
-        dist.all_gather_into_tensor(whole, whole[:5])
+        all_gather_single(whole, whole[:5])
         assert whole.tolist() == list(range(5)) * 8
         dist.all_reduce(whole)
         assert whole[:5].tolist() == [0, 8, 16, 24, 32]
@@ -196,9 +197,9 @@ def test_on_a_device_other_ranks_hold_what_this_one_holds():
 def test_on_a_device_a_transfer_takes_its_time():
     with simulated(SLOW, "cuda"):
         whole = torch.zeros(5 * 10**7, device="cuda")  # 200 MB, of which half is sent: 0.1 s
-        dist.all_gather_into_tensor(whole, whole[: whole.numel() // 2])
+        all_gather_single(whole, whole[: whole.numel() // 2])
         before = find_usage()
-        dist.all_gather_into_tensor(whole, whole[: whole.numel() // 2])
+        all_gather_single(whole, whole[: whole.numel() // 2])
         used = find_usage().per_step_since(before, 1)
     assert used["busy_s"] == pytest.approx(0.1)
     assert used["waited_s"] == pytest.approx(0.1, rel=0.1)

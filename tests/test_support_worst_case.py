@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from lightning_fsdp.core.torch_internals import all_gather_single
 from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
 from tests.support.worst_case import WORST_CASES
 
 
 def _gather(rank, whole, share):
     share.fill_(rank + 1.0)
-    return dist.all_gather_into_tensor(whole, share, async_op=True)
+    return all_gather_single(whole, share, async_op=True)
 
 
 def _values(rank, world_size):
