@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fsdp import load_sharded
 from tests.support.cases import each_on_trainer_ranks
 from tests.support.checkpointed import (
     Adamw,
@@ -26,6 +27,7 @@ from tests.support.trainer import (
     on_trainer_ranks,
     seeded,
     weights_of,
+    with_options,
 )
 
 
@@ -136,6 +138,23 @@ def _of_other_groups(rank, world_size, folder):
 
 def test_other_parameter_groups_are_told_with_their_sizes(tmp_path):
     on_trainer_ranks(_of_other_groups, 2, tmp_path)
+
+
+def _another_kind(rank, world_size, folder):
+    for checkpoint in ("full", "sharded"):
+        path = folder / checkpoint
+        strategy = with_options(SHARDED[0], checkpoint=checkpoint)
+        trainer, _ = fit(strategy, folder, seeded(AdamwRegressor))
+        trainer.save_checkpoint(path)
+        with pytest.raises(ValueError, match=r"of SGD .* with \['momentum', 'dampening'\], got .*"):
+            fit(with_options(SHARDED[0]), folder, seeded(PlainSgd), ckpt_path=path)
+    plain = seeded(PlainSgd)
+    with pytest.raises(ValueError, match=r"another kind, with \['lr', 'betas', 'eps', 'weight_dec"):
+        load_sharded(path, plain, [plain.configure_optimizers()])
+
+
+def test_an_optimizer_of_another_kind_is_refused_with_what_it_lacks(tmp_path):
+    on_trainer_ranks(_another_kind, 2, tmp_path)
 
 
 class _OtherOrder(Adamw):

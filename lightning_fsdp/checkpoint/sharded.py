@@ -83,7 +83,7 @@ def load_sharded(
 
     Raises:
         RuntimeError: Names or shapes are not the module's.
-        ValueError: Another number of optimizers, or other groups.
+        ValueError: Another number of optimizers, another kind of one, or other groups.
         TypeError: A module that was wrapped in torch's FSDP1 by hand.
     """
     state = _state_of(module)

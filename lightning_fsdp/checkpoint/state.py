@@ -305,9 +305,9 @@ def read_optimizers(
         saved: Of :func:`read_extra`.
 
     Raises:
-        ValueError: Another number of optimizers, or other groups.
+        ValueError: Another number of optimizers, another kind of one, or other groups.
     """
-    check_number(optimizers, saved)
+    check_kinds(optimizers, saved)
     to_read: dict[folder.OpenCheckpoint, dict[str, Tensor]] = {}
     to_load: list[tuple[Optimizer, dict[str, Any]]] = []
     for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
@@ -337,11 +337,13 @@ def read_optimizers(
         optimizer.load_state_dict(packed)
 
 
-def check_number(optimizers: Sequence[Any], saved: Sequence[Any]) -> None:
-    """Refuse another number of optimizers than were saved.
+def check_kinds(optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse another number of optimizers than were saved, and another kind of one.
+
+    A kind shows in its options; torch fills in switches that an older version did not save.
 
     Raises:
-        ValueError: It is another.
+        ValueError: The number, or a kind, is another.
     """
     if len(optimizers) != len(saved):
         raise ValueError(
@@ -349,6 +351,22 @@ def check_number(optimizers: Sequence[Any], saved: Sequence[Any]) -> None:
             f"configure_optimizers returns, got {len(saved)}. Resume with the optimizers that "
             "the checkpoint was saved with."
         )
+    for index, (optimizer, of_saved) in enumerate(zip(optimizers, saved, strict=True)):
+        here = _numbers_in(getattr(optimizer, "defaults", {}))
+        for group in of_saved.get("param_groups", ()):
+            if missing := [name for name in here if name not in group]:
+                raise ValueError(
+                    f"checkpoint: expected the state of {type(optimizer).__name__} for optimizer "
+                    f"{index}, with {missing}, got that of another kind, with "
+                    f"{_numbers_in(group)}. Resume with the optimizer that was saved, or load the "
+                    "weights alone."
+                )
+
+
+def _numbers_in(options: Mapping[str, Any]) -> list[str]:
+    """Names of the options of an optimizer that are no switches."""
+    names = (name for name, value in options.items() if not isinstance(value, bool | None))
+    return [name for name in names if name not in ("params", "param_names")]
 
 
 def check_group_sizes(index: int, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

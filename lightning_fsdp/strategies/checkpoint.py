@@ -265,12 +265,12 @@ class Checkpoints:
             names: Those of :meth:`note_parameter_names`; without, state goes by places.
 
         Raises:
-            ValueError: Another number of optimizers was saved, or other parameter groups.
+            ValueError: Another number of optimizers was saved, another kind, or other groups.
         """
         if any("saved_under" in state for state in states):
             folder_state.read_optimizers(self._engine.sharded_state(module), optimizers, states)
             return
-        folder_state.check_number(optimizers, states)
+        folder_state.check_kinds(optimizers, states)
         for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
             if _has_state_of_parameters(state):
                 folder_state.check_group_sizes(index, optimizer, state)
