@@ -1,6 +1,7 @@
 """Copies made while a model computes, of its parts, tensors and optimizers; ways not to copy."""
 
 import copy
+import gc
 import io
 import pickle
 
@@ -129,6 +130,10 @@ def _part_of_a_unit(rank, world_size):
     model = shard_model(causal_lm())
     with pytest.raises(NotImplementedError, match=r"'blocks\.1'.*rank.*inside.*Copy the unit's"):
         copy.deepcopy(model.blocks[1].up)
+    part = fully_shard(nn.Sequential(nn.Linear(2, 2)))[0]
+    gc.collect()  # its module is gone
+    with pytest.raises(NotImplementedError, match=r"'Sequential'.*Copy the unit's"):
+        copy.deepcopy(part)
     model(token_batch(0, 0, rank)["tokens"][:, :-1])
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fsdp import (
@@ -203,6 +204,14 @@ MISUSES = {
     "copy of another shape": (
         lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),
         "original shape",
+    ),
+    "torch's DDP around it": (
+        lambda: nn.parallel.DistributedDataParallel(fully_shard(mlp())),
+        "A wrapper (DDP, torch's FSDP) is left out",
+    ),
+    "torch's FSDP2 around a part": (
+        lambda: torch_fsdp.fully_shard(nn.Sequential(fully_shard(nn.Linear(7, 7)))),
+        "A wrapper (DDP, torch's FSDP) is left out",
     ),
     "clipping by no p": (
         lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=float("nan")),

@@ -122,9 +122,9 @@ class Unit:
         if not any(id(module) in memo for module in self.modules):
             raise NotImplementedError(
                 f"unit {self.name!r} (rank {self.communicator.mesh_rank}): expected a deepcopy of "
-                f"{type(self.modules[0]).__name__} {self.name!r} or of a module around it, got one "
-                "of a module inside, whose parameters are gathered with the unit only. Copy the "
-                "unit's module and take the part from the copy."
+                "the module that was sharded or of one around it, got one of a module inside, "
+                "whose parameters are gathered with the unit only. Copy the unit's module, while "
+                "there is one, and take the part from the copy."
             )
         copied = memo[id(self)] = replace(self)  # the modules being copied refer to it
         copied.owners = copy.deepcopy(self.owners, memo)

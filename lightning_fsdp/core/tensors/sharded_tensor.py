@@ -323,7 +323,8 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
         f"{sharded.numel()} elements. {advice}Inside its unit's forward, and in methods given to "
         "register_forward_method, take it from the module (self.weight), not from an argument; a "
         "module around that reads it is to be a unit (units=[..., its class]). Elsewhere call "
-        "full_tensor() (on every rank), and copy_() it back. unshard() gathers ahead, no more."
+        "full_tensor() (on every rank), and copy_() it back. unshard() gathers ahead, no more. A "
+        "wrapper (DDP, torch's FSDP) is left out: gradients are reduced already."
     )
 
 
