@@ -107,15 +107,11 @@ def test_a_verdict_other_than_the_recorded_one_is_an_exit_code(tmp_path):
 def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path, forked):
     code, report = compare(
         tmp_path,
-        *("--engines", BROKEN + "Trouble", "nowhere.at.all:Engine", "--models", "mlp"),
+        *("--engines", BROKEN + "Trouble", "--models", "mlp"),
         *("--ranks", "2", "--tests", "initial", "synced", "--timeout", "10"),
     )
     assert code == 1
-    cells = {
-        (cell["zero_stage"], cell["dtype"], cell["row"]): cell
-        for cell in report["cells"]
-        if "Trouble" in cell["engine"]
-    }
+    cells = {(cell["zero_stage"], cell["dtype"], cell["row"]): cell for cell in report["cells"]}
     killed, raised = cells[2, "fp32", "initial"], cells[2, "bf16", "initial"]
     assert killed["status"] == raised["status"] == "crashed"
     assert "rank 1 left (killed by signal 9)" in killed["reason"]
@@ -128,9 +124,14 @@ def test_trouble_on_one_rank_is_said_and_the_rest_goes_on(tmp_path, forked):
     for dtype in ("bf16", "bf16-fp32"):
         for row in ("initial", "synced"):
             assert cells[3, dtype, row]["status"] == "passed"
-    absent = [cell for cell in report["cells"] if "nowhere" in cell["engine"]]
-    assert {cell["status"] for cell in absent} == {"skipped"}
-    assert "nowhere" in report["engines"]["nowhere.at.all:Engine"]
+
+
+def test_an_engine_that_this_torch_lacks_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENGINES, "fsdp2", "nowhere.at.all:Engine")
+    code, report = compare(tmp_path, "--engines", "fsdp2", "--ranks", "2", "--tests", "initial")
+    assert code == 1
+    assert {cell["status"] for cell in report["cells"]} == {"skipped"}
+    assert "nowhere" in report["engines"]["fsdp2"]
     assert any(
         "engine missing: No module named 'nowhere'" in problem for problem in report["problems"]
     )

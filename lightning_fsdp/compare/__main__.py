@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_fsdp.compare.cases import DTYPES, ENGINES, Case, choose_cases
+from lightning_fsdp.compare.cases import DTYPES, ENGINES, Case, choose_cases, load_engine
 from lightning_fsdp.compare.controls import run_controls
 from lightning_fsdp.compare.models import MODELS, Sizes
 from lightning_fsdp.compare.report import describe_environment, format_report, make_report, write
@@ -165,6 +165,11 @@ def _engine(text: str) -> str:
         raise argparse.ArgumentTypeError(
             f"expected some of {', '.join(ENGINES)}, or module:Class, got {text!r}"
         )
+    if text not in ENGINES:
+        try:  # before any rank is started; one of ours may be missing in this torch, and is skipped
+            load_engine(text)
+        except (ImportError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
     return text
 
 
