@@ -33,6 +33,7 @@ from lightning_fsdp.checkpoint.files import (
     write_file,
     write_marker,
 )
+from lightning_fsdp.checkpoint.pieces import refuse_pieces
 from lightning_fsdp.checkpoint.place import Place, find_version
 from lightning_fsdp.checkpoint.ranks import (
     LostRankError,
@@ -270,6 +271,7 @@ def _open(path: Path_) -> tuple[Path, dict[str, Sum]]:
 
 
 def _dump(extra: Mapping[str, Any]) -> bytes:
+    refuse_pieces(extra, "extra")
     try:
         return _bytes_of(dict(extra))
     except Exception as error:

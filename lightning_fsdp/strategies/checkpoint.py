@@ -27,6 +27,7 @@ from lightning_fsdp.checkpoint import mapped
 from lightning_fsdp.checkpoint import state as folder_state
 from lightning_fsdp.checkpoint.contents import LEFT_OUT, NAMES
 from lightning_fsdp.checkpoint.deferred import DeferredCheckpoint, DeferredTensor
+from lightning_fsdp.checkpoint.pieces import refuse_pieces
 from lightning_fsdp.engines.base import Engine
 from lightning_fsdp.engines.native import NativeEngine
 from lightning_fsdp.engines.sharded_state import names_in
@@ -151,6 +152,7 @@ class Checkpoints:
                     wholes[id(tensor)] = tensor.when_written()
                 return wholes[id(tensor)]
 
+            refuse_pieces(checkpoint, "checkpoint")
             content = checkpoint
             if not takes_stand_ins:
                 content = apply_to_collection(checkpoint, DeferredTensor, whole)

@@ -16,6 +16,8 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,8 +48,8 @@ def refuse_unsupported(
     """Refuse what would be silently wrong or hang under sharding.
 
     Raises:
-        NotImplementedError: A callback or logger that needs whole weights, named; or weights of
-            micro-batches with manual optimization.
+        NotImplementedError: A callback or logger that needs whole weights, or a hyper-parameter
+            that holds some, named; or weights of micro-batches with manual optimization.
         TypeError: A module that another wrapper distributes already.
     """
     if weigh_by is not None and not module.automatic_optimization:
@@ -73,6 +75,8 @@ def refuse_unsupported(
                 "is killed meanwhile could not resume from it. Set save_last=True, which saves "
                 "once more."
             )
+    if trainer.state.fn == TrainerFn.FITTING and trainer.checkpoint_callbacks:
+        _refuse_modules_in(module)
     for logger in trainer.loggers:
         if runs_the_model_on_one_rank(logger):
             raise NotImplementedError(
@@ -91,6 +95,19 @@ def refuse_unsupported(
                 f"{type(child).__name__} that fully_shard has sharded. Leave it to the strategy, "
                 "which shards after the ranks have agreed on the weights; say units=[...] to "
                 "choose what is gathered at a time."
+            )
+
+
+def _refuse_modules_in(module: pl.LightningModule) -> None:
+    """Refuse hyper-parameters that no checkpoint could hold, before the first is due."""
+    mine = {id(parameter) for parameter in module.parameters()}
+    for name, value in module.hparams.items() if isinstance(module.hparams, dict) else ():
+        if isinstance(value, nn.Module) and any(id(p) in mine for p in value.parameters()):
+            raise NotImplementedError(
+                f"{type(module).__name__}.save_hyperparameters(): expected plain data for "
+                f"checkpoints, got {name!r}, a {type(value).__name__} that is sharded with the "
+                f"module it is in. Write save_hyperparameters(ignore=[{name!r}]); its weights are "
+                "in the state dict."
             )
 
 
