@@ -75,12 +75,32 @@ def _resume_by_hand(strategy, folder, rank):
     return _resume(TwoOptimizers, at_step=4)(strategy, folder, rank)
 
 
+class _BeginsAnew(AdamwRegressor):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["optimizer_states"] = []
+
+
+def _resume_with_a_new_optimizer(strategy, folder, rank):
+    outcome = {}
+    for form in ("full", "sharded"):
+        chosen = with_options(strategy, checkpoint=form)
+        trainer = make_trainer(chosen, folder)
+        trainer.fit(seeded(AdamwRegressor), make_loader(16))
+        trainer.save_checkpoint(folder / f"{form}.ckpt")
+        chosen = with_options(strategy, checkpoint=form)
+        model, trainer = seeded(_BeginsAnew, seed=2), make_trainer(chosen, folder, max_epochs=2)
+        trainer.fit(model, make_loader(16), ckpt_path=folder / f"{form}.ckpt")
+        outcome[form] = weights_of(model)
+    return outcome
+
+
 def test_a_resumed_run_is_the_one_of_ddp(tmp_path):
     scenarios = [
         _resume_at_epoch_end,
         _resume_without_state_mid_epoch,
         _resume_without_optimizer,
         _resume_by_hand,
+        _resume_with_a_new_optimizer,
     ]
     assert_each_like_ddp(scenarios, tmp_path, atol=5e-6)
 

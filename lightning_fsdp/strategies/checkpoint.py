@@ -269,6 +269,8 @@ class Checkpoints:
         Raises:
             ValueError: Another number of optimizers was saved, another kind, or other groups.
         """
+        if not states:  # on_load_checkpoint has taken them out, to begin anew
+            return
         if any("saved_under" in state for state in states):
             folder_state.read_optimizers(self._engine.sharded_state(module), optimizers, states)
             return
