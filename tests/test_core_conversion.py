@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_fsdp import fully_shard, gradients, shard_model
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 from tests.support.models import TASKS, causal_lm, mlp, mlp_batch, mlp_loss
 from tests.support.parity import PLANS, assert_same_tensors, whole
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import assert_errors, errors_on_ranks, run_on_ranks
+from tests.support.wrong_use import AT_ONCE_S
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
 
@@ -171,3 +173,29 @@ def _hook_before_conversion(rank, world_size):
 
 def test_hooks_of_gradients_outlive_a_conversion():
     run_on_ranks(_hook_before_conversion, 2)
+
+
+def _to_other_dtypes(rank, world_size, num_steps, ranks):
+    """Of the same width: what they gathered of each other would be taken for numbers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for module in (*model, model):
+        fully_shard(module)
+    for _ in range(num_steps):
+        model(torch.ones(2, 6)).sum().backward()
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    try:
+        if rank in ranks:
+            model.to((torch.float16, torch.bfloat16)[rank])
+        with torch.no_grad():
+            model(torch.ones(2, 6, dtype=model[0].weight.dtype))
+    finally:
+        for parameter, local in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.to_local(), local), "it is as it was"
+
+
+@pytest.mark.parametrize(("num_steps", "ranks"), [(0, (1,)), (0, (0, 1)), (2, (0, 1))], ids=str)
+def test_ranks_that_convert_to_other_dtypes_all_raise(num_steps, ranks):
+    given = _to_other_dtypes, 2, num_steps, ranks
+    errors = errors_on_ranks(*given, timeout_s=AT_ONCE_S)
+    assert_errors(errors, "RuntimeError", "ranks disagree", "convert to torch.bfloat16")

@@ -300,20 +300,22 @@ class ShardedModule(nn.Module):
         """Apply what ``.to()``, ``.half()`` and the like do to each tensor: only dtypes may change.
 
         Raises:
-            RuntimeError: The module computes, gradients wait to be reduced, or a flat parameter
-                also has parameters that are not in this module.
+            RuntimeError: The module computes, gradients wait to be reduced, a flat parameter also
+                has parameters that are not in this module, or ranks want other dtypes.
             TypeError: The dtype is not a floating-point one.
             NotImplementedError: It would move to another device.
         """
         ours = {id(parameter) for parameter in self.parameters()}
-        converted: dict[FlatParameter, torch.dtype] = {}
+        schedule, converted = self._hooks().schedule, dict[FlatParameter, torch.dtype]()
         for unit in units_in(self):
             for flat_param in unit.flat_params:
                 shard, like = flat_param.shard, fn(flat_param.shard.new_empty(0))
                 if (like.dtype, like.device) != (shard.dtype, shard.device):
                     _check_conversion(unit, flat_param, like, ours)
                     converted[flat_param] = like.dtype
-        for unit in self._hooks().schedule.units:
+        for flat_param, dtype in converted.items():  # ranks of two dtypes would mix up bytes
+            schedule.watchers.before_collective(f"convert to {dtype}", flat_param.name)
+        for unit in schedule.units:
             if not converted.keys().isdisjoint(unit.flat_params):
                 self._reshard(unit)
         for flat_param, dtype in converted.items():

@@ -359,8 +359,7 @@ class _Calling(GradientWatcher):
         self._function, self._names = function, names
 
     def _call(self, flat_param: FlatParameter, slot: int, gradient: Tensor) -> None:
-        name = self._names.get(id(flat_param.parameters[slot]))
-        if name is not None:
+        if (name := self._names.get(id(flat_param.parameters[slot]))) is not None:
             self._function(name, gradient, flat_param.micro_batch)
 
 

@@ -206,8 +206,7 @@ class _Tree:
                     self._call(module, name, initialiser)
                     break
         for module in modules:
-            model = self.models[module]
-            if model is not None:
+            if (model := self.models[module]) is not None:
                 self._call(model, "_init_weights", model._init_weights, module)
             elif (
                 module in owners
