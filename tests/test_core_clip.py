@@ -116,6 +116,17 @@ def test_norm_skips_missing_gradients_and_shows_nan_on_every_rank():
     assert all(torch.isnan(with_nan) for _, with_nan in by_rank)
 
 
+def _no_scale(rank, world_size):
+    model = shard_model(TASKS["mlp"].build())
+    for max_norm, p in ((1.0, math.nan), (1.0, 0), (1.0, -1.0), (-1.0, 2.0), (math.nan, 2.0)):
+        with pytest.raises(ValueError, match=rf"max_norm={max_norm} and norm_type={p}"):
+            model.clip_grad_norm_(max_norm, norm_type=p)
+
+
+def test_a_norm_by_which_no_gradient_can_be_scaled_is_refused():
+    run_on_ranks(_no_scale, 1)
+
+
 def _not_finite(rank, world_size):
     model = shard_model(TASKS["mlp"].build())
     TASKS["mlp"].loss(model, TASKS["mlp"].make_batch(0, 0, rank)).backward()

@@ -213,18 +213,6 @@ MISUSES = {
         lambda: torch_fsdp.fully_shard(nn.Sequential(fully_shard(nn.Linear(7, 7)))),
         "A wrapper (DDP, torch's FSDP) is left out",
     ),
-    "clipping by no p": (
-        lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=float("nan")),
-        "norm_type=nan",
-    ),
-    "clipping by a count": (
-        lambda: fully_shard(mlp()).clip_grad_norm_(1.0, norm_type=0),
-        "norm_type=0",
-    ),
-    "clipping that turns gradients round": (
-        lambda: fully_shard(mlp()).clip_grad_norm_(-1.0),
-        "max_norm=-1.0",
-    ),
     "method of a plain module": (
         lambda: register_forward_method(mlp(), "forward"),
         "Call fully_shard first",
