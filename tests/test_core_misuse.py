@@ -334,12 +334,17 @@ def _forward_outside_unit(rank, world_size, how):
     if how == "weight of another unit":
         model = shard_model(_Peeks())
         model(token_batch(0, 0, rank)["tokens"][:, :-1])
+    elif how == "forward called by its name":
+        shard_model(causal_lm()).blocks[0].forward(torch.zeros(1, 2, 20))
     else:
         model = fully_shard(causal_lm())
         model.head(torch.zeros(1, 2, 20))
 
 
-@pytest.mark.parametrize("how", ["weight of another unit", "submodule called alone"])
+@pytest.mark.parametrize(
+    "how", ["weight of another unit", "submodule called alone", "forward called by its name"]
+)
 def test_a_forward_on_a_sharded_parameter_outside_its_unit(how):
     errors = errors_on_ranks(_forward_outside_unit, 2, how)
-    assert_errors(errors, "RuntimeError TypeError NotImplementedError", "register_forward_method")
+    cure = "not module.forward" if "by its name" in how else "register_forward_method"
+    assert_errors(errors, "RuntimeError TypeError NotImplementedError", cure)

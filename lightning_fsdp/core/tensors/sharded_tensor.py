@@ -320,11 +320,12 @@ def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advice: str
     raise RuntimeError(
         f"{func} on {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a whole tensor, "
         f"got a ShardedTensor of which this rank holds [{spec.slice.start}, {spec.slice.stop}) of "
-        f"{sharded.numel()} elements. {advice}Inside its unit's forward, and in methods given to "
-        "register_forward_method, take it from the module (self.weight), not from an argument; a "
-        "module around that reads it is to be a unit (units=[..., its class]). Elsewhere call "
-        "full_tensor() (on every rank), and copy_() it back. unshard() gathers ahead, no more. A "
-        "wrapper (DDP, torch's FSDP) is left out: gradients are reduced already."
+        f"{sharded.numel()} elements. {advice}Call module(x), not module.forward(x). Inside its "
+        "unit's forward, and in methods given to register_forward_method, take it from the module "
+        "(self.weight), not from an argument; a module around that reads it is to be a unit "
+        "(units=[..., its class]). Elsewhere call full_tensor() (on every rank), and copy_() it "
+        "back. unshard() gathers ahead, no more. A wrapper (DDP, torch's FSDP) is left out: "
+        "gradients are reduced already."
     )
 
 
