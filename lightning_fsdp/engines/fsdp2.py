@@ -182,6 +182,12 @@ class FSDP2Engine(NativeEngine):
         with redirected(self.module, method):
             return self.module(*args, **kwargs)
 
+    @override
+    def agreeing(self, scaler: torch.amp.GradScaler) -> torch.amp.GradScaler:
+        if not (self.cpu_offload and torch.cuda.is_available()):
+            return scaler  # torch's own asks the others, where gradients are
+        return torch_internals.AgreeingGradScaler.of(scaler, torch.device("cuda"))
+
     @contextmanager
     @override
     def no_sync(self) -> Iterator[None]:

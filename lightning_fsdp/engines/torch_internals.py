@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.fsdp._runtime_utils import _lazy_init, _reshard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fsdp.core.optimizers.optimizer_classes import parameters_of
@@ -343,11 +345,16 @@ class AgreeingGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """As torch's, which would only queue copies of both to gradients on the host."""
-        present = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
-        home = next((gradient.device for gradient in present), found_inf.device)
+        """As torch's, which would only queue copies of both to gradients on the host.
+
+        It would also ask the others of each list of DTensors, where these are: NCCL takes none of
+        the host.
+        """
+        pieces = [_piece_with_gradient(p) for p in parameters_of(optimizer) if p.grad is not None]
+        home = next((piece.device for piece in pieces), found_inf.device)
         numbers = inv_scale.to(home), found_inf.to(home)
-        return super()._unscale_grads_(optimizer, *numbers, allow_fp16)
+        of_pieces: Any = SimpleNamespace(param_groups=[{"params": pieces}])
+        return super()._unscale_grads_(of_pieces, *numbers, allow_fp16)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """As torch's; a rank without any gradient takes part. Collective."""
@@ -364,3 +371,13 @@ class AgreeingGradScaler(torch.amp.GradScaler):
                 found_inf.copy_(largest)
             if not found:  # a fused optimizer adds them up, and takes 1 for inf
                 found[largest.device] = largest
+
+
+def _piece_with_gradient(parameter: Tensor) -> Tensor:
+    """What this rank has of a DTensor, with what it has of the gradient; others as they are."""
+    gradient: Any = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return parameter
+    piece = cast(DTensor, parameter.detach()).to_local()
+    piece.grad = gradient.to_local()
+    return piece
