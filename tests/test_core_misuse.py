@@ -199,7 +199,7 @@ MISUSES = {
         lambda: fully_shard(mlp()).load_state_dict(mlp().double().state_dict(), assign=True),
         "Convert the module first",
     ),
-    "random values": (lambda: torch.randn_like(fully_shard(mlp()).bonus), "bonus"),
+    "random values": (lambda: torch.randint_like(fully_shard(mlp()).bonus, 4), "bonus"),
     "values that depend on places": (lambda: nn.init.eye_(fully_shard(mlp()).mix), "copy_()"),
     "copy of another shape": (
         lambda: fully_shard(mlp()).mix.data.copy_(torch.ones(3)),

@@ -45,6 +45,8 @@ DRAWS = {
     "exponential_": _each(lambda p: p.exponential_()),
     "cauchy_": _each(lambda p: p.cauchy_()),
     "log_normal_": _each(lambda p: p.log_normal_()),
+    "randn_like": _each(lambda p: p.add_(torch.randn_like(p), alpha=0.1)),
+    "rand_like": _each(lambda p: p.mul_(torch.rand_like(p, dtype=torch.float64) > 0.5)),
     "geometric_": _each(lambda p: p.geometric_(0.5)),
     "random_": _each(lambda p: p.random_(3, 9)),
 }

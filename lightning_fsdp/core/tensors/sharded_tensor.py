@@ -10,11 +10,11 @@ an operation without a handler raises, and names a cure.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
@@ -254,8 +254,7 @@ def make_parameter(local: Tensor, spec: ShardSpec, requires_grad: bool) -> Shard
     """A sharded tensor that is an ``nn.Parameter``, over the memory of ``local``, ``(n,)``."""
     sharded = ShardedTensor(local, spec, requires_grad=True)
     sharded._is_param = True  # what isinstance(tensor, nn.Parameter) looks at
-    refuse = functools.partial(refuse_graph, spec)
-    Tensor.register_hook(sharded, refuse)  # type: ignore[no-untyped-call]
+    Tensor.register_hook(sharded, partial(refuse_graph, spec))  # type: ignore[no-untyped-call]
     sharded.requires_grad = requires_grad
     return sharded
 
@@ -269,9 +268,8 @@ def refuse_graph(spec: ShardSpec, *gradients: Any) -> NoReturn:
     raise RuntimeError(
         f"backward to {spec.name!r} (rank {spec.communicator.mesh_rank}): expected a graph that a "
         "forward of the sharded module made, got one from before fully_shard, or that reads the "
-        "parameter outside of its unit's forward, whose gradient would be that of this rank's loss "
-        "alone. Run the forward again; for such a term of the loss, call_with(layer, lambda: "
-        "layer.weight.abs().sum())."
+        "parameter outside of its unit's forward, without other ranks' losses. Run the forward "
+        "again; for such a term of the loss, call_with(layer, lambda: layer.weight.abs().sum())."
     )
 
 

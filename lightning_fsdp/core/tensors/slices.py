@@ -7,7 +7,7 @@ pointwise, ``_foreach_*``, ``_fused_*``        runs on the slices
 ``zeros_like``, ``clone``, ``detach``, casts   another sharded tensor
 ``copy_`` from a whole plain tensor            keeps this rank's slice of it
 a gradient scaler's search for inf             see ``grad_scaler.py``
-random draws in place, ``sum``, ``norm``, ...  see ``whole_values.py``; collective
+random draws, ``sum``, ``norm``, ...           see ``whole_values.py``; collective
 what torch composes of others (``negative``)   runs as these do
 everything else (``linear``, views)            raises, and names the cure
 =============================================  ================================================
@@ -174,6 +174,8 @@ _BY_NAME: dict[str, Handler] = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _create_plain),
     **dict.fromkeys(("zero_", "_foreach_zero_"), _zero),
     **dict.fromkeys(("_foreach_norm", "_foreach_max", "_foreach_powsum"), refuse),
+    "randn_like": lambda func, args, kwargs: torch.empty_like(args[0], **kwargs).normal_(),
+    "rand_like": lambda func, args, kwargs: torch.empty_like(args[0], **kwargs).uniform_(),
     "copy_": _copy_into,
     **dict.fromkeys(("fill_", "masked_fill_"), _pointwise),
 }

@@ -4,6 +4,7 @@
 operation                                 what it does; collective, so every rank calls it
 ========================================  ==========================================================
 ``normal_``, ``uniform_`` and the others  the values that one process would draw for the whole
+``randn_like``, ``rand_like``             the same, in a new tensor
 ``any``, ``all``, ``max``, ``sum``,       one answer for the whole, the same on every rank
 ``norm``, ``std``, ``torch.equal``, ...
 ========================================  ==========================================================
