@@ -19,6 +19,9 @@ def _with_table():
 
 
 def refused_alike(rank, world_size):
+    message = r"got torch\.complex64 for 'weight'\..* complex one as two real ones"
+    with pytest.raises(ValueError, match=message):
+        fully_shard(nn.Linear(4, 4, dtype=torch.complex64))
     with pytest.raises(ValueError, match=r"expected a floating-point parameter, got torch\.int64"):
         fully_shard(_with_table())
 

@@ -224,7 +224,7 @@ def _problem_with(parameter: Tensor, sites: Sequence[Site]) -> tuple[str, str, s
     if torch.nn.parameter.is_lazy(parameter):
         return "an initialized parameter", "a lazy one", "Run a forward first."
     if not parameter.is_floating_point():
-        cure = "Register it as a buffer, or add it to ignored_params."
+        cure = "Register it as a buffer, a complex one as two real ones, or in ignored_params."
         return "a floating-point parameter", str(parameter.dtype), cure
     if type(parameter) is not nn.Parameter and not torch_internals.is_fake(parameter):
         cure = "Use plain parameters, or add it to ignored_params."
