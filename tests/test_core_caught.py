@@ -1,12 +1,17 @@
 """Errors of a user's hook, or of a backward, that a forward catches and goes on after."""
 
+import threading
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_fsdp import gradients, shard_model
+from lightning_fsdp.core.safety import recovery
 from tests.support.parity import PLANS, assert_same_tensors
 from tests.support.ranks import run_on_ranks
+from tests.test_core_endings import fail_and_keep, sharded_and_plain
 
 pytestmark = pytest.mark.usefixtures("kept_ranks")
 
@@ -87,3 +92,32 @@ def _catch(rank, world_size, plan, fails_in):
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_forward_goes_on_after_an_error_that_it_catches(plan, fails_in):
     run_on_ranks(_catch, 2, plan, fails_in)
+
+
+def _clear_gradients_during_the_recovery(rank, world_size):
+    """A thread of autograd's for CUDA reads ``.grad`` meanwhile; two at once may crash torch."""
+    model, _ = sharded_and_plain()
+    kept, has_begun, is_cleared = fail_and_keep(model, torch.ones(2, 6)), *_events(2)
+    was_cleared, abandon = [], recovery.abandon
+
+    def abandon_late(*args, **kwargs):
+        has_begun.set()
+        was_cleared.append(is_cleared.wait(0.2))
+        abandon(*args, **kwargs)
+
+    thread = threading.Thread(target=kept.clear)
+    with mock.patch.object(recovery, "abandon", abandon_late):
+        thread.start()
+        has_begun.wait()
+        model.zero_grad()
+        is_cleared.set()
+        thread.join()
+    assert not any(was_cleared)
+
+
+def _events(num):
+    return (threading.Event() for _ in range(num))
+
+
+def test_gradients_are_cleared_before_or_after_a_recovery_in_another_thread():
+    run_on_ranks(_clear_gradients_during_the_recovery, 2)

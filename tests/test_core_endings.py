@@ -237,9 +237,10 @@ def fail_while_a_thread_of_the_engine_cleans_up(rank, world_size):
 
 
 def train_alike(model, plain, x, before_the_look=lambda: None):
+    losses = [module(x) for module in (model, plain)]
     model.zero_grad()
-    for module in (model, plain):
-        module(x).backward()
+    for loss in losses:
+        loss.backward()
     before_the_look()
     assert_nothing_is_whole(model)
     for name, parameter in plain.named_parameters():

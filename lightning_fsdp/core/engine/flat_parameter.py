@@ -257,9 +257,8 @@ class FlatParameter:
         several backwards are wide already, and are sent so. A single rank sends nothing.
         """
         made, wide = self.buffer.flat.dtype, self._reduce_dtype  # by autograd; for sums
-        if self.sends_sums or self.communicator.world_size == 1:
-            return wide
-        return made if torch.promote_types(made, wide) == wide else wide
+        is_wide = self.sends_sums or self.communicator.world_size == 1
+        return wide if is_wide or torch.promote_types(made, wide) != wide else made
 
     @property
     def gradients(self) -> Literal["none", "local", "reducing"]:

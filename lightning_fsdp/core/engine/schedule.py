@@ -36,6 +36,10 @@ from lightning_fsdp.core.engine.in_flight import Gathers, Order, Reductions
 from lightning_fsdp.core.engine.unit import Unit
 from lightning_fsdp.core.engine.watcher import Runner, Watcher, Watchers
 
+# Held while a schedule recovers, perhaps in a thread of autograd's, and while a gradient is set:
+# two threads that use one ``.grad`` at once may crash torch.
+recovering = threading.RLock()
+
 
 @dataclass
 class _Running:
@@ -89,7 +93,6 @@ class Schedule(Runner):
         self.calls: list[nn.Module] = []
         self._running: dict[Unit, _Running] = {}
         self._backward: _Backward | None = None
-        self._recovering = threading.RLock()
         self.gathers, self._reductions = Gathers(self.watchers), Reductions(self.watchers)
         self._order_in_forward, self._order_in_backward = Order(), Order()
         self.num_calls: Counter[tuple[Unit, bool]] = Counter()
@@ -128,7 +131,7 @@ class Schedule(Runner):
             module: The module.
         """
         if not self.calls:
-            with self._recovering:  # which a thread of autograd's may be at
+            with recovering:  # which a thread of autograd's may be at
                 if self._backward is not None:  # it failed, and such a thread still refers to it
                     self._recover()
             self._order_in_forward.begin()
@@ -380,7 +383,7 @@ class Schedule(Runner):
             ending: That of the backward that failed, from the thread that was the last to refer to
                 it; the next forward may have come before.
         """
-        with self._recovering:
+        with recovering:
             if ending is not None and (not self._backward or self._backward.ending is not ending):
                 return
             in_backward, self._backward = self._backward is not None, None

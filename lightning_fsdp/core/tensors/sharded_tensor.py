@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.layout import FlatSlice
+from lightning_fsdp.core.engine.schedule import recovering
 from lightning_fsdp.core.engine.sharded import Sharded, ShardSpec
 from lightning_fsdp.core.engine.structures import tensors_in
 from lightning_fsdp.core.ranks.exchange import move_each
@@ -142,7 +143,8 @@ class ShardedTensor(Sharded, FlatChunks):
         is_plain = isinstance(value, Tensor) and not isinstance(value, Sharded)
         if is_plain and value.shape == self.shape:
             value = ShardedTensor(self.spec.slice_of(value), self.spec)
-        _GRAD.__set__(self, value)
+        with recovering:
+            _GRAD.__set__(self, value)
 
     # Reading is torch's own function: ``.grad`` is read often, and costs no call in Python.
     grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
