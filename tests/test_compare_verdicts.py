@@ -189,7 +189,7 @@ def test_what_is_no_engine_is_refused():
         (["--engines", "fsdp9"], "or module:Class, got 'fsdp9'"),
         (["--engines", ":Engine"], "or module:Class, got ':Engine'"),
         (["--engines", "mine.engine:"], "or module:Class, got 'mine.engine:'"),
-        (["--engines", "mine.engine:X"], "'mine.engine:X': No module named 'mine'"),
+        (["--engines", "mine.engine:X"], "'mine.engine:X': missing: No module named 'mine'"),
         (["--engines", "scratch", "pathlib:Path"], "expected a subclass of Engine, got <class"),
         (["--stages", "1"], "argument --stages: invalid choice: 1"),
         (["--dtypes", "fp8"], "argument --dtypes: invalid choice: 'fp8'"),
