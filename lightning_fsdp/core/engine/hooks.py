@@ -29,10 +29,11 @@ and the current device. A new Python thread may have another current device and 
 streams; so the device is asked for only when a module is sharded, and a stream is always looked up
 for a tensor's device.
 
-A schedule has no locks: it relies on autograd running one node after the other. So calls of one
-model must not overlap, and the outputs of a unit must not need gradients on host and device at
-once, as their nodes would run in two threads. Models in several threads share the hooks on
-optimizers, which do have a lock. Shard such models in one thread: ranks have to open groups in the
+A schedule locks nothing in a step: it relies on autograd running one node after the other. So calls
+of one model must not overlap, and the outputs of a unit must not need gradients on host and device
+at once, as their nodes would run in two threads. Only after a backward that failed is there a lock
+(``schedule.recovering``): a thread of autograd's may clean up while the caller goes on. Models in
+several threads share the hooks on optimizers, which have a lock too. Shard such models in one thread: ranks have to open groups in the
 same order.
 """
 
