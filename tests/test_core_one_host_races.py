@@ -145,6 +145,8 @@ def give_up_before_it_is_said(rank, world_size):
             ending.start()
             wait_until(lambda: not any(of_group._seal.raw))
         dist.barrier()
+        if rank == 1:
+            ending.join()  # what this rank says next must not overtake it
     with pytest.raises(RuntimeError) as failed:
         pending.wait()
     if rank == 0:

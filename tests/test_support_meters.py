@@ -46,7 +46,7 @@ def test_what_another_thread_is_about_to_let_go_of_is_not_counted():
         held, kept = [torch.zeros(1000)], torch.zeros(10)
 
         def let_go_late():
-            hashlib.sha256(bytes(2**28))  # without Python's lock
+            hashlib.sha256(bytes(2**26))  # without Python's lock
             held.clear()
 
         thread = threading.Thread(target=let_go_late)
