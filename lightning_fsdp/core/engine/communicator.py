@@ -169,7 +169,7 @@ class LocalRegion:
             position = slot.offset + slot.numel
         if stop > position:
             parts.append(packed.new_zeros(stop - position))
-        return torch.cat(parts, out=packed)  # on CUDA one kernel, not one for each
+        return torch.cat(parts, out=packed)  # on CUDA few kernels, not one for each
 
     @property
     def is_narrow(self) -> bool:

@@ -310,8 +310,8 @@ class Schedule(Runner):
         self._backward = _Backward(weakref.ref(close, self._recover))
         self._order_in_backward.begin()
         torch_internals.call_at_end_of_backward(close)
-        divisors = {f.name: f.divide_factor for f in self._users if f.divide_factor is not None}
-        self.watchers.before_backward(divisors)
+        factors = {f.name: f.divide_factor for f in self._users if f.divide_factor is not None}
+        self.watchers.before_backward(factors)
         return self._backward
 
     def _close_backward(self) -> None:

@@ -37,12 +37,12 @@ class Watcher:
     def on_freed(self, flat_param: FlatParameter) -> None:
         """The whole copy was freed."""
 
-    def before_backward(self, divisors: Mapping[str, float]) -> None:
+    def before_backward(self, factors: Mapping[str, float]) -> None:
         """A backward begins.
 
         Args:
-            divisors: By flat parameter, what the sum of its gradients is to be divided by, where
-                that is not the number of ranks; all ranks should have the same.
+            factors: By flat parameter, the divide factor of the sum of its gradients, where it is
+                not the number of ranks; all ranks should have the same.
         """
 
     def before_gradients(self, unit: Unit) -> None:

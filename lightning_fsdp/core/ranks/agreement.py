@@ -73,7 +73,7 @@ class RecordedOrder(Watcher):
     def __init__(self, control: ControlGroup, model: str) -> None:
         self._control, self._model = control, model
         self._begins = True
-        self._divisors: Mapping[str, float] = {}
+        self._factors: Mapping[str, float] = {}
 
     def on_pass(self, *_: object, **__: object) -> None:
         """The next event begins a trail."""
@@ -103,16 +103,16 @@ class RecordedOrder(Watcher):
             trail.continuations.clear()
         trail.continuations[before] = trail.events
 
-    def before_backward(self, divisors: Mapping[str, float]) -> None:
-        """Agree on the divisors once for each change of any: to compare them is to ask nobody.
+    def before_backward(self, factors: Mapping[str, float]) -> None:
+        """Agree on divide factors once for each change of any: to compare them is to ask nobody.
 
         Raises:
             RuntimeError: Ranks are about to divide by different numbers.
         """
-        if divisors != self._divisors:
-            statement = f"divide the sum of gradients by {divisors} ({self._model})"
+        if factors != self._factors:
+            statement = f"divide the sum of gradients by {factors} ({self._model})"
             self._control.agree("set_gradient_divide_factor", statement)
-            self._divisors = divisors
+            self._factors = factors
 
 
 class ControlGroup:
