@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 
 import lightning as L
@@ -51,6 +52,43 @@ def test_the_gradient_snippet_prints_what_it_says(code):
     assert sorted(line.split()[0] for line in lines[2:]) == sorted(names)
     for ours, theirs in zip(lines[2:], second.splitlines()[2:], strict=True):
         assert ours.split()[:2] == theirs.split()[:2]
+
+
+def _scaled_loss(model, batch):
+    return 1000 * lm_loss(model, batch)  # so that the snippet clamps some gradients
+
+
+def _run_readme_gradients(rank, world_size, code):
+    """Compare with plain torch, one model for each rank and micro-batch."""
+    batches = [[token_batch(0, m, r) for m in range(2)] for r in range(world_size)]
+    names = {"model": causal_lm(), "batches": batches[rank], "loss_of": _scaled_loss}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, names)
+    expected = [{}, {}]  # by micro-batch: the mean over ranks of clamped gradients
+    for micro_batch, name in itertools.product(range(2), dict(causal_lm().named_parameters())):
+        expected[micro_batch][name] = 0
+    for micro_batch, ranks_batches in itertools.product(range(2), batches):
+        model = causal_lm()
+        _scaled_loss(model, ranks_batches[micro_batch]).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        assert any(gradient.abs().max() > 1 for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            expected[micro_batch][name] += gradient.clamp(-1, 1) / world_size
+    first, second = expected
+    lines = printed.getvalue().splitlines()
+    assert sorted(line.split()[0] for line in lines[1:]) == sorted(first)
+    for name, whole in names["g"].full():
+        torch.testing.assert_close(whole, first[name] + second[name])
+        torch.testing.assert_close(names["g"][name].full(micro_batch=1), second[name])
+    dot = sum((first[name].double() * second[name].double()).sum() for name in first)
+    norm = torch.cat([(first[name] + second[name]).flatten() for name in first]).norm()
+    shown = [float(number) for number in re.findall(r"tensor\(([\d.]+)", lines[0])]
+    assert shown == pytest.approx([norm.item(), dot.item()], rel=1e-3)
+
+
+@runs("README.md", "g.on_local")
+def test_the_gradients_of_the_readme_are_those_of_plain_torch(code):
+    run_on_ranks(_run_readme_gradients, 2, code)
 
 
 def _run_optimizer_snippet(rank, world_size, code):

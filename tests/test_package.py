@@ -137,7 +137,7 @@ def test_the_wheel_holds_the_package_and_nothing_beside_it(wheel):
 def test_the_first_example_of_the_readme_trains_where_no_checkout_is(
     python, recipes_extra, tmp_path
 ):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "train.py").write_text(code.replace("max_steps=100", "max_steps=3"))
     done = run(python, "train.py", cwd=tmp_path, PYTHONPATH=str(recipes_extra))
     assert "Starting with 2 processes" in done.stderr
