@@ -1,5 +1,7 @@
 """Models of transformers whose blocks are computed again, with the caches that they make."""
 
+import inspect
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -37,8 +39,13 @@ class _Cached(pl.LightningModule):
     def training_step(self, ids, batch_idx):
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0  # without one, attention does not see how many keys there are
-        more = {} if self.cache is None else {"past_key_values": self.cache}
+        more = {} if self.cache is None else {self._name_of_cache(): self.cache}
         return self.model(input_ids=ids, attention_mask=mask, labels=ids, **more).loss
+
+    def _name_of_cache(self):
+        """Of the argument: transformers 5.24 renamed it."""
+        parameters = inspect.signature(self.model.forward).parameters
+        return "cache" if "cache" in parameters else "past_key_values"
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
@@ -79,7 +86,7 @@ def _refuse(rank, world_size, folder):
     for layer in range(2):
         module.cache.update(keys, keys, layer)
     trainer = make_trainer(with_options(SHARDED[0], activation_checkpointing=True), folder)
-    with pytest.raises(ValueError, match=r"^activation_checkpointing: expected past_key_values wi"):
+    with pytest.raises(ValueError, match=r"^activation_checkpointing: expected a cache \(past_"):
         trainer.fit(module, _loader())
 
 

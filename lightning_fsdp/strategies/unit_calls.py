@@ -94,9 +94,10 @@ def _recomputing(own: Callable[..., Any] | None) -> Callable[..., Any]:
             return argument
         if argument.get_seq_length() > 0:
             raise ValueError(
-                "activation_checkpointing: expected past_key_values without keys, got some (of "
-                "prefix tuning, or of a call before), to which the forward in the backward would "
-                "append once more. Train without activation_checkpointing, or without a cache."
+                "activation_checkpointing: expected a cache (past_key_values) without keys, got "
+                "one with some (of prefix tuning, or of a call before), to which the forward in "
+                "the backward would append once more. Train without activation_checkpointing, or "
+                "without a cache."
             )
         return None
 
