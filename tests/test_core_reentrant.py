@@ -151,7 +151,7 @@ def recompute_in_two_regions(rank, world_size):
     """How many blocks are whole when a block's gradients arrive, each of them used twice."""
     model = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
     for block in model:
-        fully_shard(block)
+        fully_shard(block, reshard_after_forward=True)
     whole, units = [], units_in(model)
     for block in model:
         gradients(block).on_local(lambda *_: whole.append(sum(u.is_held for u in units)))

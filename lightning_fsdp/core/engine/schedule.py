@@ -46,7 +46,6 @@ class _Running:
     """A unit in its forward."""
 
     waiting_for: set[nn.Module]  # its modules that have not run yet
-    was_whole: bool  # before the forward
     depth: int = 0  # calls of its modules that have not returned
 
 
@@ -145,7 +144,7 @@ class Schedule(Runner):
         else:
             if unit.is_stale:
                 unit.reshard()
-            running = self._running[unit] = _Running(set(unit.modules), unit.is_whole)
+            running = self._running[unit] = _Running(set(unit.modules))
             self.gathers.make_whole(unit, then=self._order_in_forward.enter(unit))
             unit.install_leaves()
         running.depth += 1
@@ -201,14 +200,13 @@ class Schedule(Runner):
 
     def _end_forward(self, unit: Unit) -> None:
         """Put sharded parameters back after a unit's forward; free the whole copy, or keep it."""
-        running = self._running.pop(unit)
+        del self._running[unit]
         unit.install_shards()
-        # ZeRO-2 keeps the copy for the backward. Without gradients none follows: the copy is freed,
-        # unless it was there before the forward.
-        frees = unit.reshard_after_forward and not unit.is_kept_for_graph
-        if frees and torch.is_grad_enabled() and self._order_in_backward.first is unit:
+        if not unit.reshard_after_forward or unit.is_kept_for_graph:
+            return  # ZeRO-2 keeps the copy for the backward, or without gradients for more forwards
+        if torch.is_grad_enabled() and self._order_in_backward.first is unit:
             self.gathers.keep(unit)  # the backward begins with it, and would gather it at once
-        elif frees or (not torch.is_grad_enabled() and not running.was_whole):
+        else:
             unit.reshard()
 
     # -- backward --------------------------------------------------------------------------------
