@@ -2,6 +2,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -12,7 +13,7 @@ from lightning_fsdp.core.engine.layout import (
     Slot,
     plan_layout,
 )
-from lightning_fsdp.core.ranks.pairs import complement, cut_into_runs
+from lightning_fsdp.core.ranks.pairs import Piece, cut_into_runs, zero_padding
 from lightning_fsdp.core.tensors.flat_chunks import Box, boxes
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=4).map(tuple), min_size=1, max_size=6)
@@ -91,16 +92,15 @@ def test_runs_hold_every_slot_once_and_large_ones_alone(list_of_shapes, world_si
     assert (True, True) not in itertools.pairwise(small), "small neighbours stay together"
 
 
-@given(
-    st.lists(st.integers(0, 40), max_size=8, unique=True), st.integers(0, 40), st.integers(0, 40)
-)
-def test_complement_is_what_the_ranges_leave_free(bounds, start, stop):
+@given(st.lists(st.integers(0, 40), max_size=8, unique=True), st.integers(0, 9))
+def test_zeros_are_written_to_what_the_pieces_of_a_shard_leave_free(bounds, rest):
     bounds = sorted(bounds)
+    shard = torch.ones(max(bounds, default=0) + rest)
     ranges = list(zip(bounds[::2], bounds[1::2], strict=False))
-    covered = {e for a, b in ranges for e in range(a, b)}
-    free = list(complement(ranges, start, stop))
-    assert all(a < b for a, b in free)
-    assert [e for a, b in free for e in range(a, b)] == sorted(set(range(start, stop)) - covered)
+    pieces = [Piece(start, stop, shard[start:stop]) for start, stop in ranges]
+    zero_padding(shard, pieces)
+    held = {e for start, stop in ranges for e in range(start, stop)}
+    assert [e for e, value in enumerate(shard.tolist()) if value] == sorted(held)
 
 
 def elements_of(box, shape):

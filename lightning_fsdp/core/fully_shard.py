@@ -272,8 +272,7 @@ def _prepare(
     """Check everything; what is to be done, and a text that is equal on ranks that do the same."""
     ignored = set(options.ignored_params or ())
     checks.check_arguments(modules, options.mesh, options.mp_policy, ignored)
-    groups.check_comm(communicator, options.comm)
-    groups.check_state_over(options.mesh, options.state_over)
+    groups.check_choices(communicator, options.mesh, options.comm, options.state_over)
     offload = checks.read_offload_policy(options.offload_policy)
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     inner = schedules_of(root.modules())

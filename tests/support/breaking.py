@@ -12,7 +12,6 @@ from lightning_fsdp.core.engine import torch_internals
 from lightning_fsdp.core.engine.communicator import Communicator, LocalRegion, Pending
 from lightning_fsdp.core.engine.flat_parameter import FlatParameter
 from lightning_fsdp.core.engine.layout import FlatLayout
-from lightning_fsdp.core.ranks.pairs import complement
 from lightning_fsdp.core.tensors.sharded_tensor import ShardedTensor
 
 
@@ -91,8 +90,10 @@ def fill_padding(flat_param: FlatParameter, shard: Tensor) -> None:
 def padding_in(shard: Tensor, layout: FlatLayout, rank: int) -> list[Tensor]:
     """The parts of a rank's shard that belong to no parameter."""
     first, last = layout.shard_range(rank)
-    used = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
-    return [shard[start - first : stop - first] for start, stop in complement(used, first, last)]
+    stops = [0, *(slot.offset + slot.numel for slot in layout.slots)]
+    starts = [*(slot.offset for slot in layout.slots), layout.numel]
+    gaps = [(max(a, first), min(b, last)) for a, b in zip(stops, starts, strict=True)]
+    return [shard[start - first : stop - first] for start, stop in gaps if start < stop]
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -96,14 +96,19 @@ def communicator_of(
     return of_group[key]
 
 
-def check_comm(communicator: Communicator, comm: Comm) -> None:
-    """Refuse a ``comm`` that does not exist, or that the group does not support.
+def check_choices(
+    communicator: Communicator, mesh: DeviceMesh | None, comm: Comm, state_over: StateOver
+) -> None:
+    """Refuse a ``comm`` or ``state_over`` that does not exist, or that the mesh does not support.
 
     Raises:
-        ValueError: It is not offered.
+        ValueError: One of them is not offered.
     """
-    if comm not in get_args(Comm):
-        raise ValueError(f"fully_shard: expected one of {get_args(Comm)} for comm, got {comm!r}.")
+    for name, choice, offered in (("comm", comm, Comm), ("state_over", state_over, StateOver)):
+        if choice not in get_args(offered):
+            raise ValueError(
+                f"fully_shard: expected one of {get_args(offered)} for {name}, got {choice!r}."
+            )
     has_choice = any(isinstance(c, pairs.PairCommunicator) for c in _parts(communicator))
     has_choice |= communicator.world_size == 1
     if comm != "auto" and not has_choice:
@@ -111,19 +116,6 @@ def check_comm(communicator: Communicator, comm: Comm) -> None:
             f"fully_shard: expected gloo and at most {pairs.MAX_PAIRWISE_WORLD_SIZE} ranks for "
             f"comm={comm!r}, got {_backend_of(communicator)} and "
             f"{communicator.world_size}. Leave it at 'auto'."
-        )
-
-
-def check_state_over(mesh: DeviceMesh | None, state_over: StateOver) -> None:
-    """Refuse a ``state_over`` that does not exist, or that the mesh does not support.
-
-    Raises:
-        ValueError: It is not offered.
-    """
-    if state_over not in get_args(StateOver):
-        raise ValueError(
-            f"fully_shard: expected one of {get_args(StateOver)} for state_over, got "
-            f"{state_over!r}."
         )
     if state_over == "all" and (mesh is None or mesh.ndim == 1):
         got = "none" if mesh is None else "one of 1 dimension"

@@ -19,7 +19,7 @@ from lightning_fsdp.core import torch_internals
 from lightning_fsdp.core.engine.communicator import LocalRegion, Pending, Works, collective
 from lightning_fsdp.core.ranks import pairs
 from lightning_fsdp.core.ranks.lines import Lines, Places, Refused, Take
-from lightning_fsdp.core.ranks.pairs import Parts, Piece, complement
+from lightning_fsdp.core.ranks.pairs import Parts, Piece
 
 _log = logging.getLogger(__name__)
 
@@ -125,8 +125,7 @@ def _take_mean(
     mine: list[Piece], rank: int, shard: Tensor, sent_dtype: torch.dtype, places: Places
 ) -> None:
     """Read the peers' parts of a shard, and write the mean over all ranks, by blocks."""
-    for start, stop in complement([piece[:2] for piece in mine], 0, shard.numel()):
-        shard[start:stop].zero_()
+    pairs.zero_padding(shard, mine)
     scratch = torch.empty(len(places), _BLOCK_NUMEL, dtype=sent_dtype, device="cpu")
     for index, piece in enumerate(mine):
         for start in range(0, piece.data.numel(), _BLOCK_NUMEL):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,8 +65,7 @@ class PairCommunicator(Communicator):
         (keeps, mine, to), shard_numel = self._cut(region), region.layout.shard_numel
         received = {peer: region.empty(shard_numel, region.sent_dtype) for peer in self._peers()}
         for row in received.values():
-            for start, stop in complement([piece[:2] for piece in mine], 0, shard_numel):
-                row[start:stop].zero_()
+            zero_padding(row, mine)
         into = {p: [row[a:b] for a, b, _ in mine] for p, row in received.items()}
         tag = tag_of(f"{region.unit_name} {region.sent_dtype}", reduces=True)
         works = self._exchange(what, to, into, tag)
@@ -184,14 +183,10 @@ def cut_into_runs(layout: FlatLayout, min_numel: int) -> list[range]:
     return [range(a, b) for a, b in zip(firsts, [*firsts[1:], len(is_large)], strict=True)]
 
 
-def complement(
-    ranges: Iterable[tuple[int, int]], start: int, stop: int
-) -> Iterator[tuple[int, int]]:
-    """The gaps, none empty, that ordered and disjoint ``ranges`` leave in ``[start, stop)``."""
-    position = start
-    for used_start, used_stop in ranges:
-        if min(used_start, stop) > position:
-            yield position, min(used_start, stop)
-        position = max(position, used_stop)
-    if stop > position:
-        yield position, stop
+def zero_padding(shard: Tensor, pieces: Sequence[Piece]) -> None:
+    """Write zeros to what of a shard, ``(n,)``, lies between its pieces, and behind the last."""
+    position = 0
+    for start, stop in (*(piece[:2] for piece in pieces), (shard.numel(), 0)):
+        if start > position:
+            shard[position:start].zero_()
+        position = stop
