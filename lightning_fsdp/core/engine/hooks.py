@@ -179,9 +179,10 @@ class ModuleHooks:
             # of its own: all ranks gather in the same order.
             metadata: Any = node.metadata  # a property, which torch types as a method
             ending: list[ModuleHooks] = metadata.setdefault(_ENDING_HERE, [])
-            ending.insert(0, self)
-            if len(ending) == 1:
-                node.register_prehook(functools.partial(_enter_backward, ending))
+            if self not in ending:  # a loss is kept over several calls
+                ending.insert(0, self)
+                if len(ending) == 1:
+                    node.register_prehook(functools.partial(_enter_backward, ending))
 
 
 _ENDING_HERE = object()  # key in a node's metadata: the hooks of calls whose outputs it made

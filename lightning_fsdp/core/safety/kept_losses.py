@@ -6,8 +6,8 @@ kept elsewhere, as in a list, are not seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 
@@ -15,35 +15,20 @@ from lightning_fsdp.core.engine.hooks import hooks_of
 from lightning_fsdp.core.engine.unit import WeakModule
 
 
-class KeptLosses:
-    """Finds the computed tensors that modules keep as attributes since their last call.
-
-    Args:
-        keepers: The modules to look at.
-    """
-
-    def __init__(self, keepers: list[nn.Module]) -> None:
-        self._keepers = list(map(WeakModule, keepers))
-
-    def __call__(self) -> list[Tensor]:
-        """Those not returned before, as a node needs one hook only."""
-        kept = []
-        for keeper in self._keepers:
-            module = keeper()
-            for value in module.__dict__.values() if module is not None else ():
-                if not isinstance(value, Tensor) or value.grad_fn is None:
-                    continue
-                metadata: Any = value.grad_fn.metadata  # a property, which torch types as a method
-                if self not in metadata:
-                    metadata[self] = None
-                    kept.append(value)
-        return kept
-
-
-def losses_kept_in(module: nn.Module) -> KeptLosses | None:
+def losses_kept_in(module: nn.Module) -> Callable[[], list[Tensor]] | None:
     """What finds the losses that a sharded module, and those inside without a unit, keep."""
-    keepers = list(_keepers_in(module))
-    return KeptLosses(keepers) if keepers else None
+    keepers = list(map(WeakModule, _keepers_in(module)))
+    return functools.partial(_kept_by, keepers) if keepers else None
+
+
+def _kept_by(keepers: Sequence[WeakModule]) -> list[Tensor]:
+    """The tensors with a graph that modules have as attributes now, of earlier calls as well."""
+    kept: list[Tensor] = []
+    for keeper in keepers:
+        module = keeper()
+        values = () if module is None else module.__dict__.values()
+        kept += [v for v in values if isinstance(v, Tensor) and v.grad_fn is not None]
+    return kept
 
 
 def _keepers_in(module: nn.Module) -> Iterator[nn.Module]:
